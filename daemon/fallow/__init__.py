@@ -1,0 +1,23 @@
+"""Fallow: elastic PyTorch training on the nodes a Slurm cluster leaves idle.
+
+`import fallow` is cheap: torch, zmq and redis are imported when they are first needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fallow.worker.run import Released, Run, init
+
+__all__ = ["Released", "Run", "__version__", "init"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"init", "Run", "Released"}:
+        from fallow.worker import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module 'fallow' has no attribute {name!r}")

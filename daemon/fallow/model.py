@@ -1,0 +1,728 @@
+"""The vocabulary: frozen structs and enums shared by every layer.
+
+These types are the wire format (MessagePack between head, agents and workers), the store format (values in
+Redis) and the JSON of the command line. They hold no behaviour beyond trivial derived values.
+
+Words: a *run* is one elastic training; a *job* is a Slurm job; an *allocation* is one job held for a run (`base`:
+what the user asked for, `harvest`: one node picked up idle); an *agent* is one process per node; a *worker* is one
+training process; a *member* is a worker of the current *generation*. See `docs/architecture.md`.
+
+Times: fields ending in `_s` are seconds (float). Points in time that cross a process border are either Unix
+seconds (`*_at`, for people) or relative (`*_in_s`, for decisions), so that clock skew never moves a deadline.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import msgspec
+
+PROTOCOL = 1
+"""Version of the messages below; a peer that says another one is refused."""
+
+ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+"""Run ids, tokens and worker ids. They become job names, file names and Redis keys."""
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all plain data: immutable, keyword-only, unknown fields refused."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="t", tag=True):
+    """Base of everything that travels over ZeroMQ, tagged by its class name."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Exit codes
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Exit(IntEnum):
+    """Documented exit codes (sysexits.h where one fits)."""
+
+    OK = 0
+    USAGE = 2
+    DATA = 65
+    "bad input: script, dataset, model that does not match"
+    NOINPUT = 66
+    "a file that was named does not exist"
+    UNAVAILABLE = 69
+    "head, Slurm or Redis cannot be reached"
+    SOFTWARE = 70
+    "a bug in Fallow, or the user's script failed where no better code exists"
+    OSERR = 71
+    CANTCREAT = 73
+    "a second head, or a file that cannot be written"
+    IOERR = 74
+    TEMPFAIL = 75
+    "try again: a deadline passed"
+    NOPERM = 77
+    CONFIG = 78
+    "the configuration file is wrong"
+    NO_RESTART = 93
+    "this allocation is done; nothing after `fallow run` may run in it"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Enums
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class AllocationKind(StrEnum):
+    BASE = "base"
+    HARVEST = "harvest"
+
+
+class AllocationState(StrEnum):
+    UNKNOWN = "unknown"
+    "sbatch failed or timed out: the job may exist; looked up by token until the horizon passes"
+    PENDING = "pending"
+    RUNNING = "running"
+    RELEASING = "releasing"
+    ENDED = "ended"
+    LOST = "lost"
+    "never appeared in Slurm within the horizon"
+
+
+class RunStatus(StrEnum):
+    WAITING = "waiting"
+    "no member yet; waits for the first allocation"
+    TRAINING = "training"
+    SUSPENDED = "suspended"
+    "no member; state is in a durable checkpoint; goes on when a node arrives"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.CANCELLED)
+
+
+class WorkerPhase(StrEnum):
+    STARTING = "starting"
+    "its process runs, READY has not come"
+    READY = "ready"
+    "rehearsed; a warm standby until a generation takes it in"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    "a member that will not be in the next generation"
+    GONE = "gone"
+
+
+class ChangeKind(StrEnum):
+    START = "start"
+    ABSORB = "absorb"
+    RELEASE = "release"
+    EJECT = "eject"
+    MIXED = "mixed"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Worker -> head
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class WorkerHello(Message):
+    """First message after every (re)connect; answered by `Welcome` or `Refused`."""
+
+    worker: str
+    protocol: int
+    pid: int
+    version: str
+    torch: str
+    address: str
+    "address on which this worker's process group listens"
+    generation: int = 0
+    "0 while it is not a member"
+    step: int = 0
+
+
+class WorkerReady(Message):
+    """Rehearsal done. Sent again until the head answers with a `Prepare` or a `BeatAck(ready=True)`."""
+
+    worker: str
+    signature: str
+    "SHA-256 over names, shapes and dtypes of the prepared state"
+    layout: list[str]
+    'one line per tensor, e.g. "model.0.weight float32[64,3]"; used to say what differs'
+    shards: int
+    "shards in one global batch: the most members that can do something useful"
+    global_batch: int
+    total_steps: int | None = None
+
+
+class Vote(Message):
+    """Answer to `Prepare`: the group of that generation stands (ok) or could not be built."""
+
+    worker: str
+    generation: int
+    ok: bool
+    reason: str = ""
+
+
+class Beat(Message):
+    """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
+
+    worker: str
+    generation: int
+    "generation it computes in; 0: none"
+    prepared: int
+    "highest generation whose group stands here; 0: none"
+    step: int
+    "finished optimizer steps since the run began"
+    held: bool
+    "stopped at the turn of the loop: its group is broken, it waits for a new generation"
+    epoch: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    "of the whole global batch"
+    total_steps: int | None = None
+    scalars: dict[str, float] = {}
+
+
+class Parts(Struct):
+    """Where a pause went, in seconds."""
+
+    drain: float = 0.0
+    group: float = 0.0
+    state: float = 0.0
+    data: float = 0.0
+
+
+class Active(Message):
+    """The worker took part in the first exchange of `generation` and now computes in it."""
+
+    worker: str
+    generation: int
+    first_step: int
+    "the step (0-based) that this generation computes first"
+    pause_s: float
+    "end of the last step in the old generation to start of the first in this one; 0 for a newcomer"
+    parts: Parts
+    bytes_received: int = 0
+    steps_discarded: int = 0
+
+
+class Held(Message):
+    """Its group broke (a peer's connection was lost): it has stopped at the turn of the loop."""
+
+    worker: str
+    generation: int
+    step: int
+    reason: str
+
+
+class Left(Message):
+    """The worker switched out of `generation` at a boundary and is ending its process."""
+
+    worker: str
+    generation: int
+    step: int
+
+
+class Checkpointed(Message):
+    """A durable checkpoint is complete on disk."""
+
+    worker: str
+    step: int
+    path: str
+    digest: str
+
+
+class Finished(Message):
+    """The user's script ended normally on a member."""
+
+    worker: str
+    generation: int
+    steps: int
+    digest: str
+    "SHA-256 over the model's state, names sorted"
+    loss: float | None
+    samples: int
+    "samples consumed by all finished steps of the run"
+
+
+class Failed(Message):
+    """The user's script raised, or Fallow refused something it did. The process ends after this."""
+
+    worker: str
+    code: int
+    message: str
+    "what failed, on which object, what to do"
+    traceback: str = ""
+
+
+class KvOp(StrEnum):
+    SET = "set"
+    GET = "get"
+    ADD = "add"
+    CHECK = "check"
+    CAS = "cas"
+
+
+class KvRequest(Message):
+    """Rendezvous store of one generation, kept in the head's memory. Carries a process group's addresses.
+
+    `GET` waits until all `keys` exist or `timeout_s` has passed. `ADD` adds `amount` to an integer value.
+    `CAS` sets `value` where the key holds `expected` (or is missing and `expected` is empty).
+    """
+
+    id: int
+    generation: int
+    op: KvOp
+    keys: list[str]
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+FromWorker = (
+    WorkerHello | WorkerReady | Vote | Beat | Active | Held | Left | Checkpointed | Finished | Failed | KvRequest
+)
+
+# ---------------------------------------------------------------------------------------------------------------
+# Head -> worker
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """What a worker must know before the script reaches `prepare`."""
+
+    term: int
+    run: str
+    seed: int
+    max_workers: int
+    "the run's maximum number of workers; the default number of shards"
+    beat_s: float
+    lease_s: float
+    "the worker is ejected when no beat came for this long"
+    head_patience_s: float
+    "a held or ready worker gives up when the head was silent for this long"
+    folder: str
+    "the run's folder on the shared file system (0700)"
+    checkpoint: str | None = None
+    "newest durable checkpoint; loaded by whoever starts a generation in which nobody has the state"
+
+
+class Peer(Struct):
+    """One place in a generation's rank map; its rank is its position in the list."""
+
+    worker: str
+    address: str
+
+
+class Prepare(Message):
+    """Build the group of `generation` beside the old one, in the background, then `Vote`.
+
+    `members` is empty when the run is being suspended. `replaces` is the generation it follows.
+    A worker that is in `replaces` but not in `members` votes too and leaves at the switch.
+    """
+
+    term: int
+    generation: int
+    replaces: int
+    members: list[Peer]
+    interrupt: bool
+    "True: `replaces` is broken; abandon its collectives now, stop at the turn of the loop and switch on `Commit`"
+    timeout_s: float
+    checkpoint: str | None = None
+
+
+class Commit(Message):
+    """`generation` is committed (durable). Members agree on the boundary among themselves and switch."""
+
+    term: int
+    generation: int
+
+
+class Abort(Message):
+    """`generation` is burned; train on in the old one (or stay held for the next `Prepare`)."""
+
+    term: int
+    generation: int
+    reason: str
+
+
+class Interrupt(Message):
+    """A member of `generation` is gone: abandon its collectives and stop at the turn of the loop."""
+
+    term: int
+    generation: int
+    reason: str
+
+
+class BeatAck(Message):
+    """The head is alive. `ready`: it has this worker's `WorkerReady`."""
+
+    term: int
+    ready: bool = False
+    deadline_in_s: float | None = None
+    "seconds until this worker's node goes away; None: unknown"
+
+
+class SaveCheckpoint(Message):
+    """Write a durable checkpoint at the next boundary."""
+
+    term: int
+
+
+class Dismiss(Message):
+    """Not (or no longer) needed: end the process with `code`. Sent to non-members, and to members of an ended run."""
+
+    term: int
+    code: int
+    reason: str
+
+
+class KvReply(Message):
+    id: int
+    ok: bool
+    values: list[bytes] = []
+    number: int = 0
+
+
+class Refused(Message):
+    """The head will not talk to this peer; it prints `message` and ends with `code`."""
+
+    code: int
+    message: str
+
+
+ToWorker = (
+    Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckpoint | Dismiss | KvReply | Refused
+)
+
+# ---------------------------------------------------------------------------------------------------------------
+# Agent <-> head
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """First message of an agent after every (re)connect; answered by `AgentPlan` or `Refused`."""
+
+    agent: str
+    "unique among the agents of a token: the node's name"
+    token: str
+    protocol: int
+    version: str
+    job_id: str
+    "Slurm job id of the allocation (the leader's of a heterogeneous job), or local-PID"
+    node: str
+    "SLURMD_NODENAME, else the host name"
+    slots: int
+    "workers this node runs"
+    pid: int
+    running: list[str] = []
+    "workers already started (the head or the connection came back)"
+
+
+class WorkerKey(Message):
+    """Public key (Z85) made in memory for one worker; answered by `KeyAccepted`, after which it is started."""
+
+    worker: str
+    public_key: str
+
+
+class WorkerExit(Message):
+    """A worker's process is gone. Sent until acknowledged by `ExitNoted`."""
+
+    worker: str
+    code: int | None
+    "exit status; None when a signal ended it"
+    signal: int | None
+    tail: str = ""
+    "last lines of its standard error, sanitized"
+
+
+class AgentBeat(Message):
+    alive: list[str]
+
+
+class Notice(Message):
+    """The node was warned: SIGTERM at the step (preemption, scancel or time limit)."""
+
+    signal: int
+
+
+class AgentLeft(Message):
+    """All its workers are gone and the agent is ending."""
+
+    code: int
+
+
+FromAgent = AgentHello | WorkerKey | WorkerExit | AgentBeat | Notice | AgentLeft
+
+
+class AgentPlan(Message):
+    """Start these workers, in this order."""
+
+    term: int
+    run: str
+    workers: list[str]
+    folder: str
+    beat_s: float
+
+
+class KeyAccepted(Message):
+    worker: str
+
+
+class ExitNoted(Message):
+    worker: str
+
+
+class StopWorker(Message):
+    """Kill one worker now (ejected, or it did not leave by itself)."""
+
+    term: int
+    worker: str
+    reason: str
+
+
+class ShowOutput(Message):
+    """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
+
+    term: int
+    worker: str | None
+
+
+class AgentEnd(Message):
+    """End: workers are given `kill_after_s` to exit by themselves, then killed; exit with `code`.
+
+    Code 0 means that the run is finished and the lines after `fallow run` belong to this allocation.
+    """
+
+    term: int
+    code: int
+    reason: str
+    kill_after_s: float = 5.0
+
+
+class AgentBeatAck(Message):
+    term: int
+
+
+ToAgent = AgentPlan | KeyAccepted | ExitNoted | StopWorker | ShowOutput | AgentEnd | AgentBeatAck | Refused
+
+FromPeer = FromWorker | FromAgent
+
+# ---------------------------------------------------------------------------------------------------------------
+# Files that the head leaves for others (all 0600 in 0700 folders)
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class HeadFile(Struct):
+    """`STATE/head.json`: where the head is. Rewritten at every start."""
+
+    protocol: int
+    version: str
+    host: str
+    pid: int
+    term: int
+    endpoint: str
+    "ZeroMQ, tcp://ADDRESS:PORT"
+    public_key: str
+    control: str
+    "path of the control socket on `host`"
+    started_at: float
+
+
+class KeyFile(Struct):
+    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head."""
+
+    run: str
+    token: str
+    kind: AllocationKind
+    public_key: str
+    secret_key: str
+    head_file: str
+    "path of head.json, read again when the head does not answer"
+    workers_per_node: int | None = None
+    "None: one per visible GPU, else one"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class RunSpec(Struct):
+    """What the user asked for; fixed for the life of the run."""
+
+    run: str
+    name: str
+    min_nodes: int
+    max_nodes: int
+    workers_per_node: int | None = None
+    harvest_partitions: list[str] = []
+    "empty: the head's configured ones"
+    script: str = ""
+    "the batch script as submitted"
+    args: list[str] = []
+    sbatch_options: list[str] = []
+    "options of the base submission, in canonical --long=value form, script header included"
+    harvest_options: list[str] = []
+    "the subset that may reach harvest jobs (account, gres, constraint ...)"
+    environment: dict[str, str] = {}
+    cwd: str = ""
+    umask: int = 0o077
+    budget_node_hours: float | None = None
+    min_harvest_minutes: int = 2
+    seed: int = 0
+    local: bool = False
+    "True under `fallow local`: no Slurm"
+    created_at: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reports and snapshots (the JSON of DESIGN section 6)
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Quantiles(Struct):
+    p50: float | None
+    p95: float | None
+    max: float | None = None
+
+
+class PauseReport(Struct):
+    planned: Quantiles
+    unplanned: Quantiles
+
+
+class SampleReport(Struct):
+    consumed: int
+    lost: int
+    duplicated: int
+
+
+class GenerationReport(Struct):
+    generation: int
+    kind: ChangeKind
+    members: list[str]
+    first_step: int | None
+    pause_s: float | None
+    parts: Parts
+    reason: str = ""
+    at: float = 0.0
+
+
+class RunReport(Struct):
+    """Report of `fallow local`, `fallow demo` and finished runs."""
+
+    run: str
+    status: RunStatus
+    steps: int
+    samples: SampleReport
+    final_digest: str | None
+    final_loss: float | None
+    generations: list[GenerationReport]
+    pause_s: PauseReport
+    steps_discarded: int
+    message: str = ""
+
+
+class EventRecord(Struct):
+    """One line of the event log. `seq` strictly increases over the life of the state folder."""
+
+    seq: int
+    at: float
+    run: str | None
+    kind: str
+    "e.g. absorb, release, eject, submit, poll, refuse, finish"
+    text: str
+    data: dict[str, Any] = {}
+
+
+class MemberView(Struct):
+    worker: str
+    node: str
+    token: str
+    allocation: AllocationKind
+    phase: WorkerPhase
+    rank: int | None
+    step: int
+    ends_in_s: float | None
+    last_seen_s: float
+
+
+class AllocationView(Struct):
+    token: str
+    kind: AllocationKind
+    state: AllocationState
+    job_id: str | None
+    partition: str
+    nodes: list[str]
+    ends_in_s: float | None
+    reason: str = ""
+
+
+class RunView(Struct):
+    run: str
+    name: str
+    status: RunStatus
+    min_nodes: int
+    max_nodes: int
+    limit: int
+    "members wanted at most now (grow/shrink move it)"
+    generation: int
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float | None
+    samples_per_s: float
+    members: list[MemberView]
+    allocations: list[AllocationView]
+    change: str | None
+    "a membership change under way, in words"
+    scalars: dict[str, float] = {}
+    message: str = ""
+    created_at: float = 0.0
+
+
+class NodeOwner(StrEnum):
+    IDLE = "idle"
+    OURS = "ours"
+    OTHERS = "others"
+    PLANNED = "planned"
+    DOWN = "down"
+
+
+class NodeView(Struct):
+    node: str
+    partitions: list[str]
+    state: str
+    "as Slurm says it"
+    owner: NodeOwner
+    run: str | None = None
+    gpus: int = 0
+    ends_in_s: float | None = None
+
+
+class HeadView(Struct):
+    version: str
+    host: str
+    pid: int
+    term: int
+    uptime_s: float
+    cluster: str | None
+    slurm_version: str | None
+    slurm_error: str | None
+    poll_age_s: float | None
+    poll_interval_s: float
+    polls: int
+    agents: int
+    workers: int
+
+
+class Snapshot(Struct):
+    """Everything that `status`, `top` and a subscriber see."""
+
+    at: float
+    head: HeadView
+    nodes: list[NodeView]
+    runs: list[RunView]
+    last_event: int
