@@ -1,0 +1,42 @@
+# Everything a developer runs. All targets set up first; a second set-up takes no time.
+# Set-up chatter goes to stderr, so that `make demo ARGS=--json` prints exactly one value on stdout.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+
+.PHONY: help setup demo test lint bench soak
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## system packages and .venv; SYSTEM=no leaves the system alone, PYTHON=... names the interpreter
+
+$(STAMP): pyproject.toml constraints.txt $(wildcard contrib/setup/*.sh)
+	@contrib/setup/system.sh >&2 </dev/null
+	@contrib/setup/python.sh .venv >&2 </dev/null
+	@touch $@
+
+demo: setup  ## the whole story on a private Slurm on this machine, e.g. make demo ARGS="--json --seconds 60"
+	@$(BIN)/fallow demo $(ARGS)
+
+lint: setup  ## ruff, mypy, direction of the layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test: lint  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner"
+	@$(BIN)/pytest -m "not soak and not gpu" $(ARGS)
+
+bench: setup  ## figures, side by side with peers, e.g. make bench ARGS="--json"
+	@$(BIN)/fallow bench $(ARGS)
+
+soak: setup  ## the long tests
+	@$(BIN)/pytest -m soak $(ARGS)
