@@ -1,0 +1,329 @@
+"""Every path that Fallow uses, and private files: 0700 folders, 0600 files, checked before use.
+
+State is on a file system that compute nodes can read, often one that colleagues can see too. So nothing is
+read or written before `lstat` says that it is ours and closed to others, files are opened without following
+links, and writes are atomic and durable (temporary file, fsync, rename, fsync of the folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import platformdirs
+
+from fallow.model import ID_PATTERN, Exit, FallowError
+
+T = TypeVar("T")
+
+SOCKET_PATH_LIMIT = 108
+"Linux: sizeof(sockaddr_un.sun_path), with the closing NUL."
+READ_LIMIT = 64 * 1024 * 1024
+
+_ID = re.compile(ID_PATTERN)
+_NETWORK_TYPES = frozenset(
+    ["9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs"]
+    + ["pvfs2", "smb3", "smbfs", "wekafs"]
+)
+_NETWORK_FUSE = frozenset(
+    ["ceph", "daos", "dfuse", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs"]
+)
+
+
+class UnsafePath(FallowError):
+    """A file or folder that somebody else could have made or could change."""
+
+    def __init__(self, path: Path, what: str, advice: str) -> None:
+        super().__init__(f"{path}: {what}; {advice}", Exit.NOPERM)
+        self.path = path
+
+
+def check_id(text: str) -> str:
+    """Return `text` if it may become a job name, file name and Redis key; else raise."""
+    if _ID.fullmatch(text) is None:
+        raise FallowError(
+            f"{text[:80]!r} is no valid id; use 1 to 64 of A-Z a-z 0-9 . _ - and begin with none of . -",
+            Exit.USAGE,
+        )
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Paths
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Folder of one run."""
+
+    root: Path
+
+    @property
+    def script(self) -> Path:
+        return self.root / "script"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    def key(self, token: str) -> Path:
+        return self.keys / f"{check_id(token)}.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, worker: str) -> Path:
+        return self.logs / f"{check_id(worker)}.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    def create(self) -> RunPaths:
+        """Make the run's folders (private) where they are missing."""
+        for folder in (self.root, self.keys, self.logs, self.checkpoints, self.ledger):
+            private_dir(folder)
+        return self
+
+
+@dataclass(frozen=True)
+class Paths:
+    """State folder (shared file system) and runtime folder (this host) of one head."""
+
+    state: Path
+    runtime: Path
+
+    @classmethod
+    def default(cls, environ: Mapping[str, str] = os.environ) -> Paths:
+        """The paths that the environment asks for. Makes nothing; call `create` before use."""
+        state = Path(environ.get("FALLOW_STATE_DIR") or _default_state(environ)).expanduser().absolute()
+        return cls(state=state, runtime=_default_runtime(state, environ))
+
+    def create(self) -> Paths:
+        """Make the folders (private) where they are missing and check those that exist."""
+        for folder in (self.state, self.redis_dir, self.runs, self.runtime):
+            private_dir(folder)
+        return self
+
+    @property
+    def head_file(self) -> Path:
+        return self.state / "head.json"
+
+    @property
+    def head_lock(self) -> Path:
+        return self.state / "head.lock"
+
+    @property
+    def head_key(self) -> Path:
+        return self.state / "head.key"
+
+    @property
+    def term(self) -> Path:
+        return self.state / "term"
+
+    @property
+    def redis_dir(self) -> Path:
+        return self.state / "redis"
+
+    @property
+    def control(self) -> Path:
+        return _socket_path(self.runtime / "control.sock")
+
+    @property
+    def redis_socket(self) -> Path:
+        return _socket_path(self.runtime / "redis.sock")
+
+    @property
+    def runs(self) -> Path:
+        return self.state / "runs"
+
+    def run(self, run_id: str) -> RunPaths:
+        return RunPaths(self.runs / check_id(run_id))
+
+
+def _default_state(environ: Mapping[str, str]) -> str:
+    if environ.get("XDG_STATE_HOME"):
+        return os.path.join(environ["XDG_STATE_HOME"], "fallow")
+    return platformdirs.user_state_dir("fallow")
+
+
+def _default_runtime(state: Path, environ: Mapping[str, str]) -> Path:
+    # One runtime folder per state folder, so that heads with different states never meet on a socket.
+    tag = hashlib.sha256(os.fsencode(state)).hexdigest()[:12]
+    base = environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isdir(base) and os.access(base, os.W_OK):
+        return Path(base) / f"fallow-{tag}"
+    # A name that others can guess in a shared /tmp is safe because `private_dir` refuses what is not ours.
+    return Path("/tmp") / f"fallow-{os.getuid()}-{tag}"  # noqa: S108
+
+
+def _socket_path(path: Path) -> Path:
+    if len(os.fsencode(path)) >= SOCKET_PATH_LIMIT:
+        raise FallowError(
+            f"{path}: too long for a Unix socket ({SOCKET_PATH_LIMIT - 1} bytes at most); "
+            "set XDG_RUNTIME_DIR to a shorter path",
+            Exit.CONFIG,
+        )
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Private folders and files
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` (0700, missing parents too) and check that it is ours, closed and no link."""
+    path = Path(path)
+    with contextlib.suppress(FileNotFoundError):
+        return _check_dir(path)
+    try:
+        for folder in (*reversed(path.parents), path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise FallowError(
+            f"{path}: cannot make this folder ({error.strerror}); set FALLOW_STATE_DIR to a writable place",
+            Exit.CANTCREAT,
+        ) from error
+    return _check_dir(path)
+
+
+def _check_dir(path: Path) -> Path:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafePath(path, "is not a folder (or is a symbolic link)", "name the real folder or remove it")
+    _check_owner(path, status, "chmod 700")
+    # Whoever can write to a folder above can put another folder in our place. The owners of those folders are
+    # trusted (root, or whoever runs the site's project space); a crowd is not.
+    for parent in path.resolve().parents:
+        mode = parent.stat()
+        crowd = mode.st_mode & stat.S_IWOTH or (mode.st_mode & stat.S_IWGRP and mode.st_gid != os.getegid())
+        if crowd and not mode.st_mode & stat.S_ISVTX:
+            raise UnsafePath(
+                path, f"others can write to {parent} above it", "choose a place inside your own folders"
+            )
+    return path
+
+
+def _check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
+    if status.st_uid != os.getuid():
+        raise UnsafePath(path, f"belongs to uid {status.st_uid}, not to you", "choose another place")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise UnsafePath(path, f"is open to others (mode {mode:04o})", f"look at it, then {remedy} it")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, atomically and durably, mode 0600. Its folder must exist."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    _sync_dir(path.parent)
+
+
+def _sync_dir(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
+    """Content of a file that only we could have written. `FileNotFoundError` passes through."""
+    try:
+        # O_NONBLOCK: somebody's FIFO under this name must not stop us before the check.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnsafePath(
+            path, f"cannot be read ({error.strerror})", "it must be your own regular file"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafePath(path, "is not a regular file", "remove it")
+        _check_owner(path, status, "chmod 600")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise FallowError(
+            f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA
+        )
+    return data
+
+
+def write_struct(path: Path, value: msgspec.Struct) -> None:
+    """Write a struct as a private JSON file."""
+    write_private(path, msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+
+
+def read_struct(path: Path, kind: type[T]) -> T:
+    """Read a struct from a private JSON file. `FileNotFoundError` passes through."""
+    try:
+        return msgspec.json.decode(read_private(path), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FallowError(f"{path}: not a valid {kind.__name__} ({error}); remove it", Exit.DATA) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# File systems
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def network_filesystem(path: Path, mounts: str = "/proc/self/mountinfo") -> str | None:
+    """Type of the network file system that holds `path` (nfs4, lustre, ...); None when local or unknown."""
+    target = os.path.realpath(path)
+    best, found = "", ""
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.readlines()
+    except OSError:
+        return None
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if len(fields) < 5 or not kinds:
+            continue
+        point = _unescape(fields[4])
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        # Not shorter: of two mounts on one point the later one is on top.
+        if inside and len(point) >= len(best):
+            best, found = point, kinds[0]
+    name = found.removeprefix("fuse.")
+    return found if found in _NETWORK_TYPES or (name != found and name in _NETWORK_FUSE) else None
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
