@@ -1,0 +1,184 @@
+"""The asking end of the control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, SUBSCRIBE, Answer, peer_uid, to_error
+from fallow.files import read_struct
+from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
+
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0
+CONNECT_S = 5.0
+
+START_ADVICE = "start one with: fallow daemon"
+
+
+def find_head(head_file: Path) -> HeadFile:
+    """Reads `head.json`; says which head is meant when it cannot be the one to ask from here."""
+    try:
+        head = read_struct(head_file, HeadFile)
+    except FileNotFoundError:
+        raise FallowError(
+            f"no head is running for {head_file.parent}; {START_ADVICE}", Exit.UNAVAILABLE
+        ) from None
+    here = socket.gethostname()
+    if head.host != here:
+        raise FallowError(
+            f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {here}; "
+            f"ask it there: ssh {head.host} fallow …",
+            Exit.UNAVAILABLE,
+        )
+    return head
+
+
+class ControlClient:
+    """One connection to a head. Use `connect`; close with `aclose` or as an async context manager."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: HeadFile | None = None
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.head = head
+
+    @classmethod
+    async def connect(cls, head_file: Path, timeout_s: float = CONNECT_S) -> ControlClient:
+        """Connects to the head that `head_file` (`Paths.head_file`) names."""
+        head = find_head(head_file)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_unix_connection(head.control, limit=MAX_ANSWER)
+        except TimeoutError:
+            raise FallowError(
+                f"the head of {head_file.parent} (pid {head.pid} on {head.host}) does not take connections; "
+                "it may be stopped or overloaded",
+                Exit.TEMPFAIL,
+            ) from None
+        except OSError as error:
+            raise _gone(head_file, head, error) from error
+        if peer_uid(writer.get_extra_info("socket")) != os.getuid():
+            writer.close()
+            raise FallowError(f"{head.control} is served by another user; not used", Exit.NOPERM)
+        return cls(reader, writer, head)
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self._writer.close()
+
+    @overload
+    async def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
+    @overload
+    async def call(
+        self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any
+    ) -> T: ...
+    async def call(
+        self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any
+    ) -> Any:
+        """Asks once and waits for the answer, decoded as `type_`. Raises the head's FallowError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ask(method, params)
+                answer = await self._read()
+        except TimeoutError:
+            raise FallowError(
+                f"the head did not answer {method} within {timeout_s:g} s; it may still carry it out",
+                Exit.TEMPFAIL,
+            ) from None
+        if answer is None:
+            raise FallowError(f"the head went away before it answered {method}", Exit.UNAVAILABLE)
+        if answer.result is None:
+            return None
+        try:
+            return msgspec.json.decode(answer.result, type=type_)
+        except msgspec.ValidationError as error:
+            raise FallowError(
+                f"the head's answer to {method} is not understood ({error}); it may be of another version",
+                Exit.DATA,
+            ) from error
+
+    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """Snapshots and events until the head closes the connection. Nothing else can be asked meanwhile."""
+        await self._ask(SUBSCRIBE, {})
+        while (answer := await self._read()) is not None:
+            item = answer.snapshot or answer.event
+            if item is not None:
+                yield item
+
+    async def _ask(self, method: str, params: dict[str, Any]) -> None:
+        line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
+        if len(line) > MAX_REQUEST:
+            raise FallowError(
+                f"{method} would be {len(line)} bytes long; {MAX_REQUEST} are allowed "
+                "(a smaller batch script or environment is needed)",
+                Exit.DATA,
+            )
+        try:
+            self._writer.write(line)
+            await self._writer.drain()
+        except ConnectionError:
+            # The head may have said why before it closed: the answer is read all the same.
+            return
+
+    async def _read(self) -> Answer | None:
+        try:
+            line = await self._reader.readuntil(b"\n")
+            answer = msgspec.json.decode(line, type=Answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        except (asyncio.LimitOverrunError, msgspec.DecodeError) as error:
+            raise FallowError(f"the head's answer is not understood: {error}", Exit.DATA) from error
+        if answer.error is not None:
+            raise to_error(answer.error)
+        return answer
+
+
+@overload
+def call(head_file: Path, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
+@overload
+def call(
+    head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any
+) -> T: ...
+def call(
+    head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any
+) -> Any:
+    """One request from code without an event loop: connect, ask, close."""
+
+    async def once() -> Any:
+        async with await ControlClient.connect(head_file) as client:
+            return await client.call(method, type_, timeout_s=timeout_s, **params)
+
+    return asyncio.run(once())
+
+
+def _gone(head_file: Path, head: HeadFile, error: OSError) -> FallowError:
+    where = f"the head of {head_file.parent} (pid {head.pid} on {head.host})"
+    if _alive(head.pid):
+        text = f"{where} does not answer on {head.control} ({error.strerror or error}); look at its log"
+    else:
+        text = f"{where} is gone; {START_ADVICE}"
+    return FallowError(text, Exit.UNAVAILABLE)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,101 @@
+"""What travels over the control socket: one JSON value per line.
+
+    -> {"method": "status", "params": {}}
+    <- {"result": ...}  or  {"error": {"code": 69, "message": "..."}}
+
+After `subscribe` the head sends `{"snapshot": ...}` and `{"event": ...}` lines until either side closes.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from fallow.model import EventRecord, Exit, FallowError, Snapshot, Struct
+
+MAX_REQUEST = 1 << 20
+"""Longest line that the head reads."""
+
+MAX_ANSWER = 64 << 20
+"""Longest line that a client reads: a snapshot of 10,000 nodes is some MiB."""
+
+SUBSCRIBE = "subscribe"
+
+METHODS = frozenset(
+    {
+        "status",
+        "events",
+        "report",
+        "create_run",
+        "base_submitted",
+        "base_failed",
+        "grow",
+        "shrink",
+        "release",
+        "drain",
+        "cancel",
+        "checkpoint",
+        "local_allocation",
+        "shutdown",
+        SUBSCRIBE,
+    }
+)
+"""Every method; another one is refused before the head sees it."""
+
+
+class Request(Struct, frozen=True):
+    method: str
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ErrorBody(Struct, frozen=True):
+    code: int
+    message: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line from the head. Unknown fields are let through: the head may be newer than the client."""
+
+    result: msgspec.Raw | None = None
+    error: ErrorBody | None = None
+    snapshot: Snapshot | None = None
+    event: EventRecord | None = None
+
+
+class NewRun(Struct, frozen=True):
+    """Result of `create_run`."""
+
+    run: str
+    token: str
+    "of the base allocation"
+    folder: str
+    key_file: str
+
+
+class LocalAllocation(Struct, frozen=True):
+    """Result of `local_allocation`."""
+
+    token: str
+    key_file: str
+
+
+def error_line(error: FallowError) -> bytes:
+    return msgspec.json.encode({"error": ErrorBody(code=int(error.code), message=error.message)}) + b"\n"
+
+
+def to_error(body: ErrorBody) -> FallowError:
+    """The head's error as if it had been raised here; a code that we do not know becomes SOFTWARE."""
+    try:
+        return FallowError(body.message, Exit(body.code))
+    except ValueError:
+        return FallowError(body.message, Exit.SOFTWARE)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a connected Unix socket, as the kernel says."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, uid, _gid = struct.unpack("3i", raw)
+    return int(uid)

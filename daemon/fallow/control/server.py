@@ -1,0 +1,189 @@
+"""The head's end of the control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from fallow.control.protocol import MAX_REQUEST, METHODS, SUBSCRIBE, Request, error_line, peer_uid
+from fallow.files import private_dir
+from fallow.model import EventRecord, Exit, FallowError, Snapshot
+
+IDLE_S = 3600.0
+"""A connection that asks nothing for this long is closed."""
+
+SLOW_S = 10.0
+"""A peer that does not take what it is sent for this long is dropped."""
+
+MAX_CONNECTIONS = 64
+
+log = structlog.get_logger(__name__)
+
+
+class Handler(Protocol):
+    """What the head offers to the control socket."""
+
+    async def handle(self, method: str, params: dict[str, Any]) -> Any:
+        """Carries one request out; raises FallowError for what the asker should be told."""
+
+    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """Snapshots and events from now on, until the iterator is closed."""
+
+
+class ControlServer:
+    """A Unix socket in a private folder; only processes of our own user are answered."""
+
+    def __init__(self, path: Path, handler: Handler) -> None:
+        self.path = path
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._peers: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        private_dir(self.path.parent)
+        await _clear_stale(self.path)
+        # The folder already keeps others out; the mode of the socket is a second lock on the same door.
+        old = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(
+                self._accept, path=str(self.path), limit=MAX_REQUEST, backlog=MAX_CONNECTIONS
+            )
+        finally:
+            os.umask(old)
+
+    async def close(self) -> None:
+        """Stops listening, ends all connections and removes the socket."""
+        if self._server is None:
+            return
+        self._server.close()
+        for peer in list(self._peers):
+            peer.cancel()
+        await asyncio.gather(*self._peers, return_exceptions=True)
+        self._server = None
+        self.path.unlink(missing_ok=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._peers.add(task)
+        try:
+            if len(self._peers) > MAX_CONNECTIONS:
+                busy = "the head has too many control connections open; close some"
+                writer.write(error_line(FallowError(busy, Exit.TEMPFAIL)))
+            elif (uid := peer_uid(writer.get_extra_info("socket"))) != os.getuid():
+                log.warning("control.refused", uid=uid)
+            else:
+                await self._serve(reader, writer)
+        except (ConnectionError, TimeoutError, asyncio.CancelledError):
+            pass
+        finally:
+            self._peers.discard(task)
+            # Whoever did not read its answer in time does not get to delay the close either.
+            if writer.transport.get_write_buffer_size() > MAX_REQUEST:
+                writer.transport.abort()
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    line = await reader.readuntil(b"\n")
+            except asyncio.IncompleteReadError:
+                return
+            except asyncio.LimitOverrunError:
+                too_long = f"a request may be {MAX_REQUEST} bytes long"
+                await _send(writer, error_line(FallowError(too_long, Exit.DATA)))
+                return
+            try:
+                request = _parse(line)
+                if request.method == SUBSCRIBE:
+                    await self._stream(reader, writer)
+                    return
+                result = await self._handler.handle(request.method, request.params)
+                answer = msgspec.json.encode({"result": result}) + b"\n"
+            except FallowError as error:
+                answer = error_line(error)
+            except Exception as error:
+                # The head goes on: a request that it could not carry out is news to the asker and the log.
+                log.exception("control.failed", line=line[:200])
+                text = f"the head could not carry this out ({type(error).__name__}); its log says more"
+                answer = error_line(FallowError(text, Exit.SOFTWARE))
+            await _send(writer, answer)
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = self._handler.subscribe()
+        pump = asyncio.create_task(_pump(stream, writer))
+        # A subscriber says nothing more: whatever comes, the end of file included, ends the subscription.
+        hangup = asyncio.create_task(reader.read(1))
+        try:
+            await asyncio.wait({pump, hangup}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, hangup):
+                task.cancel()
+            await asyncio.gather(pump, hangup, return_exceptions=True)
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def _pump(stream: AsyncIterator[Snapshot | EventRecord], writer: asyncio.StreamWriter) -> None:
+    async for item in stream:
+        key = "snapshot" if isinstance(item, Snapshot) else "event"
+        await _send(writer, msgspec.json.encode({key: item}) + b"\n")
+
+
+async def _send(writer: asyncio.StreamWriter, line: bytes) -> None:
+    writer.write(line)
+    try:
+        async with asyncio.timeout(SLOW_S):
+            await writer.drain()
+    except TimeoutError:
+        log.warning("control.slow", dropped=True)
+        writer.transport.abort()
+        raise
+
+
+def _parse(line: bytes) -> Request:
+    try:
+        request = msgspec.json.decode(line, type=Request)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FallowError(f"this is no request: {error}", Exit.DATA) from error
+    if request.method not in METHODS:
+        raise FallowError(
+            f"this head knows no method {request.method[:64]!r}; it may be of another version than the client",
+            Exit.DATA,
+        )
+    return request
+
+
+async def _clear_stale(path: Path) -> None:
+    """Removes a socket that nobody listens on; refuses where somebody does."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FallowError(f"{path} exists and is no socket; remove it", Exit.CANTCREAT)
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    probe.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with contextlib.closing(probe):
+        try:
+            async with asyncio.timeout(2.0):
+                await loop.sock_connect(probe, str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except (TimeoutError, OSError):
+            pass
+    raise FallowError(f"another head answers on {path}; stop it first", Exit.CANTCREAT)
