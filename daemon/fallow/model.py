@@ -292,17 +292,7 @@ class KvRequest(Message):
 
 
 FromWorker = (
-    WorkerHello
-    | WorkerReady
-    | Vote
-    | Beat
-    | Active
-    | Held
-    | Left
-    | Checkpointed
-    | Finished
-    | Failed
-    | KvRequest
+    WorkerHello | WorkerReady | Vote | Beat | Active | Held | Left | Checkpointed | Finished | Failed | KvRequest
 )
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -413,9 +403,7 @@ class Refused(Message):
     message: str
 
 
-ToWorker = (
-    Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckpoint | Dismiss | KvReply | Refused
-)
+ToWorker = Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckpoint | Dismiss | KvReply | Refused
 
 # ---------------------------------------------------------------------------------------------------------------
 # Agent <-> head

@@ -1,0 +1,1 @@
+"""Decisions: events in, instructions out. No clock, no socket, no torch."""

@@ -1,0 +1,130 @@
+"""Allocations: the Slurm jobs that are held for a run, and what a poll says about them.
+
+An allocation's identity is (cluster, job id, submit time) and our token; a job id alone is none, because a slurmctld that
+crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledged submissions are not yet on disk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from fallow.model import AllocationKind, AllocationState, JobInfo
+
+ENDED_STATES = frozenset(
+    ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+)
+LIVE = (AllocationState.UNKNOWN, AllocationState.PENDING, AllocationState.RUNNING, AllocationState.RELEASING)
+
+MISSING_POLLS = 2
+"""A job that no poll shows is taken for ended only after this many: one answer may be from before its submission."""
+
+
+class Allocation(msgspec.Struct, kw_only=True):
+    """One job (all components of a heterogeneous one) held for a run."""
+
+    token: str
+    run: str
+    kind: AllocationKind
+    public_key: str
+    "of its agents"
+    state: AllocationState = AllocationState.UNKNOWN
+    job_id: str | None = None
+    partition: str = ""
+    minutes: int | None = None
+    "asked for; what was granted is in end_at"
+    nodes_wanted: int = 1
+    requested_at: float = 0.0
+    submit_at: float | None = None
+    start_at: float | None = None
+    end_at: float | None = None
+    nodes: list[str] = []
+    agents: dict[str, list[str]] = {}
+    "node -> worker ids, in the order the agent starts them"
+    agents_gone: list[str] = []
+    missing: int = 0
+    reason: str = ""
+    asked_at: float | None = None
+    "Unix time at which its release began"
+    reserved: list[str] = []
+    "worker ids handed out before the agent came (`fallow local`)"
+
+    @property
+    def live(self) -> bool:
+        return self.state in LIVE
+
+    @property
+    def workers(self) -> list[str]:
+        return [w for names in self.agents.values() for w in names]
+
+
+def jobs_of(allocation: Allocation, jobs: Iterable[JobInfo]) -> list[JobInfo]:
+    """The jobs of a poll that are this allocation: by exact name or comment, and by id once it is known.
+
+    An id with a different token is somebody else's job that was given the same number.
+    """
+    mine = []
+    for job in jobs:
+        named = job.name == allocation.token or allocation.token in job.comment.split()
+        same_id = allocation.job_id is not None and allocation.job_id in (job.job_id, job.het_job_id)
+        if named and (same_id or allocation.job_id is None):
+            mine.append(job)
+    return mine
+
+
+def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon_s: float) -> str | None:
+    """Bring one allocation up to date with a poll.
+
+    Args:
+        allocation: changed in place.
+        jobs: every job of the poll.
+        now: Unix time of the poll.
+        horizon_s: an unknown submission that no poll has shown for this long is lost.
+
+    Returns:
+        What changed, in words; None when nothing did.
+    """
+    mine = jobs_of(allocation, jobs)
+    if not mine:
+        allocation.missing += 1
+        if allocation.state is AllocationState.UNKNOWN:
+            if now - allocation.requested_at > horizon_s:
+                allocation.state = AllocationState.LOST
+                return "never appeared in Slurm"
+        elif allocation.missing >= MISSING_POLLS and not set(allocation.agents) - set(allocation.agents_gone):
+            allocation.state = AllocationState.ENDED
+            return "no longer in Slurm"
+        return None
+    allocation.missing = 0
+    leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
+    allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
+    allocation.submit_at = leader.submit_at
+    allocation.nodes = sorted({node for job in mine for node in job.nodes})
+    allocation.partition = allocation.partition or leader.partition
+    ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]
+    allocation.end_at = min(ends) if ends else allocation.end_at
+    before = allocation.state
+    running = [job for job in mine if job.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")]
+    if all(job.state in ENDED_STATES for job in mine):
+        allocation.state = AllocationState.ENDED
+        allocation.reason = leader.state
+    elif running:
+        allocation.start_at = leader.start_at
+        if allocation.state is not AllocationState.RELEASING:
+            allocation.state = AllocationState.RUNNING
+        allocation.reason = ""
+    else:
+        allocation.state = AllocationState.PENDING
+        allocation.reason = leader.reason
+    if allocation.state is before:
+        return None
+    where = f" on {','.join(allocation.nodes)}" if allocation.nodes else ""
+    why = f" ({allocation.reason})" if allocation.reason else ""
+    return f"{before} -> {allocation.state}{where}{why}"
+
+
+def preempted_until(allocation: Allocation, jobs: Iterable[JobInfo]) -> float | None:
+    """End of the preemption grace in Unix time, where Slurm has begun one (`PreemptTime`, shortened `EndTime`)."""
+    ends = [job.end_at for job in jobs_of(allocation, jobs) if job.preempt_at is not None and job.end_at is not None]
+    return min(ends) if ends else None

@@ -1,0 +1,188 @@
+"""What can happen to a run (events) and what the machine asks for in return (instructions).
+
+`at` is the head's monotonic clock in seconds; the machine has no clock of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fallow.model import Checkpointed, Message, Parts, RunStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExpected(Event):
+    """An agent asked for a worker; its process is about to start."""
+
+    worker: str
+    token: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSaidHello(Event):
+    worker: str
+    pid: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIsReady(Event):
+    worker: str
+    signature: str
+    layout: list[str]
+    shards: int
+    global_batch: int
+    total_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteCast(Event):
+    worker: str
+    generation: int
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerBeat(Event):
+    worker: str
+    generation: int
+    prepared: int
+    step: int
+    held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerActive(Event):
+    worker: str
+    generation: int
+    first_step: int
+    pause_s: float
+    parts: Parts = field(default_factory=Parts)
+    steps_discarded: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHeld(Event):
+    """Its group broke, it stopped at the turn of the loop."""
+
+    worker: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft(Event):
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed(Event):
+    """The script raised (its process will end), with the message for the user."""
+
+    worker: str
+    code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone(Event):
+    """Its process ended, its node went away, or its lease ran out.
+
+    `code` is the exit status where one is known (None: a signal, or nobody knows).
+    """
+
+    worker: str
+    reason: str
+    code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFinished(Event):
+    worker: str
+    generation: int
+    steps: int
+    digest: str
+    loss: float | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseWanted(Event):
+    """These workers have to leave at the next boundary."""
+
+    workers: list[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitChanged(Event):
+    """At most `limit` members from now on; the youngest surplus ones are released."""
+
+    limit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten(Event):
+    written: Checkpointed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Event):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked(Event):
+    """Time passed; deadlines are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Tell(Instruction):
+    """Send `message` to a worker."""
+
+    worker: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Kill(Instruction):
+    """Have the worker's agent kill its process."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Instruction):
+    """Append to the event log."""
+
+    kind: str
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MembersChanged(Instruction):
+    """A generation was committed: rank 0 (whose output is shown) may be another."""
+
+    main: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(Instruction):
+    status: RunStatus
+    message: str

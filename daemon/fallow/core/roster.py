@@ -1,0 +1,123 @@
+"""The durable state of a run's membership: what a head that comes back must know.
+
+Plain data with derived views; the rules are in `membership`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fallow.model import ChangeKind, Checkpointed, GenerationReport, Parts, RunStatus, WorkerPhase
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    """One training process, as the head knows it."""
+
+    worker: str
+    index: int
+    "arrival number in the run, from 0; the youngest has the highest"
+    token: str
+    node: str
+    phase: WorkerPhase = WorkerPhase.STARTING
+    address: str = ""
+    pid: int = 0
+    has_state: bool = False
+    "it took part in a generation's first exchange, so it holds the model's state"
+    step: int = 0
+    finished: bool = False
+    leaving_because: str = ""
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """A membership change under way."""
+
+    generation: int
+    replaces: int
+    kind: ChangeKind
+    members: list[str]
+    leavers: list[str]
+    "members of the old generation that are not in the new one and were alive when it began"
+    interrupt: bool
+    reason: str
+    deadline_at: float
+    committed: bool = False
+    votes: list[str] = []
+    active: list[str] = []
+    left: list[str] = []
+    first_step: int | None = None
+    pause_s: float | None = None
+    parts: Parts = Parts()
+    steps_discarded: int = 0
+
+    @property
+    def participants(self) -> list[str]:
+        return self.members + self.leavers
+
+
+class Final(msgspec.Struct, kw_only=True):
+    """What members said when the script ended."""
+
+    steps: int
+    digest: str
+    loss: float | None
+    samples: int
+
+
+class Roster(msgspec.Struct, kw_only=True):
+    """Membership of one run. Only `membership.Membership` changes it."""
+
+    run: str
+    min_members: int
+    max_members: int
+    limit: int
+    status: RunStatus = RunStatus.WAITING
+    generation: int = 0
+    "the committed generation; 0: none yet"
+    high: int = 0
+    "highest generation ever proposed; never reused"
+    members: list[str] = []
+    "workers of `generation` in rank order"
+    workers: dict[str, Worker] = {}
+    next_index: int = 0
+    change: Change | None = None
+    signature: str | None = None
+    layout: list[str] = []
+    shards: int | None = None
+    global_batch: int | None = None
+    total_steps: int | None = None
+    checkpoint: Checkpointed | None = None
+    history: list[GenerationReport] = []
+    steps_discarded: int = 0
+    final: Final | None = None
+    start_failures: int = 0
+    "workers in a row that ended before they were ready"
+    message: str = ""
+
+    def alive(self, worker: str) -> bool:
+        known = self.workers.get(worker)
+        return known is not None and known.phase is not WorkerPhase.GONE
+
+    def staying(self) -> list[str]:
+        """Members that nobody asked to leave, in rank order."""
+        return [w for w in self.members if self.alive(w) and self.workers[w].phase is WorkerPhase.MEMBER]
+
+    def leaving(self) -> list[str]:
+        return [w for w in self.members if self.alive(w) and self.workers[w].phase is WorkerPhase.LEAVING]
+
+    def lost(self) -> list[str]:
+        return [w for w in self.members if not self.alive(w)]
+
+    def standbys(self) -> list[str]:
+        """Ready workers that are not members, oldest first."""
+        ready = [w for w in self.workers.values() if w.phase is WorkerPhase.READY]
+        return [w.worker for w in sorted(ready, key=lambda w: w.index)]
+
+    @property
+    def useful_members(self) -> int:
+        """Most members that can do something: the limit, or the number of shards."""
+        return self.limit if self.shards is None else min(self.limit, self.shards)
+
+    @property
+    def finishing(self) -> bool:
+        """A member's script has ended: the membership is frozen from here on."""
+        return any(self.workers[w].finished for w in self.members if w in self.workers)
