@@ -317,6 +317,8 @@ class Welcome(Message):
     "the run's folder on the shared file system (0700)"
     checkpoint: str | None = None
     "newest durable checkpoint; loaded by whoever starts a generation in which nobody has the state"
+    epoch: int = 0
+    "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
 
 
 class Peer(Struct):
@@ -652,6 +654,24 @@ class KeyFile(Struct):
     "path of head.json, read again when the head does not answer"
     workers_per_node: int | None = None
     "None: one per visible GPU, else one"
+
+
+class WorkerSecret(Struct):
+    """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
+
+    A worker's key exists in this message and in the two processes' memory only.
+    """
+
+    endpoint: str
+    "ZeroMQ endpoint of the head, tcp://ADDRESS:PORT"
+    server_key: str
+    "the head's public key (Z85)"
+    public_key: str
+    secret_key: str
+    head_file: str | None
+    "path of head.json, read again when the head does not answer"
+    address: str
+    "address on which this worker's process groups listen"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""From the workers' ledgers: was every sample used exactly once? Pure.
+
+A step belongs to the generation whose [first step, first step of the next generation) contains it. What other
+generations wrote about that step was thrown away with its gradients and does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from fallow.model import Message, SampleReport
+
+
+class Start(Message):
+    """This worker begins to compute in `generation`, at the 0-based step `first_step` of the run."""
+
+    generation: int
+    first_step: int
+
+
+class Fed(Message):
+    """A shard's gradients were handed to the reduction of `step`. Written before the reduction is launched."""
+
+    generation: int
+    epoch: int
+    step: int
+    "global, 0-based"
+    shard: int
+    n: int
+    "samples in the shard"
+    total: int
+    "samples in the whole step"
+    crc: int
+
+
+class Done(Message):
+    """`step` (global, 0-based) is finished on this worker."""
+
+    generation: int
+    step: int
+
+
+Record = Start | Fed | Done
+
+
+def audit(records: Iterable[Record], first_steps: Mapping[int, int], steps: int, per_step: int) -> SampleReport:
+    """Count consumed, lost and duplicated samples.
+
+    Args:
+        records: of all workers, in any order.
+        first_steps: generation -> the first step (0-based) that it computed.
+        steps: finished steps of the run.
+        per_step: samples in a full step; stands in for a step of which no record exists at all.
+    """
+    owner = _owners(first_steps, steps)
+    seen: Counter[tuple[int, int]] = Counter()
+    size: dict[tuple[int, int], int] = {}
+    expected: dict[int, int] = {}
+    for record in records:
+        if not isinstance(record, Fed) or record.step >= steps or owner.get(record.step) != record.generation:
+            continue
+        key = (record.step, record.shard)
+        seen[key] += 1
+        size[key] = record.n
+        expected[record.step] = record.total
+    consumed = sum(size[key] for key in seen)
+    duplicated = sum(size[key] * (times - 1) for key, times in seen.items())
+    wanted = sum(expected.get(step, per_step) for step in range(steps))
+    return SampleReport(consumed=consumed, lost=wanted - consumed, duplicated=duplicated)
+
+
+def _owners(first_steps: Mapping[int, int], steps: int) -> dict[int, int]:
+    """Step -> its generation. A later generation takes over from its first step on."""
+    owner: dict[int, int] = {}
+    for generation, first in sorted(first_steps.items()):
+        for step in range(first, steps):
+            owner[step] = generation
+    return owner

@@ -1,0 +1,105 @@
+"""Which samples a step uses, and who computes them: pure arithmetic.
+
+An epoch is a list of sample numbers in an order that depends on (seed, epoch) only. Step s of it takes the next
+`global_batch` of them, cut into shards of `batch_size`. The membership decides only who computes which shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fallow.model import Exit, FallowError
+
+
+class Layout(NamedTuple):
+    """The fixed cut of an epoch.
+
+    `length` samples in the epoch, `batch_size` samples in a full shard, `global_batch` samples in a full step.
+    """
+
+    length: int
+    batch_size: int
+    global_batch: int
+    drop_last: bool
+
+    @property
+    def shards(self) -> int:
+        """Shards in a full step."""
+        return self.global_batch // self.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in one epoch."""
+        if self.drop_last:
+            return self.length // self.global_batch
+        return -(-self.length // self.global_batch)
+
+    def samples_in(self, step: int) -> int:
+        """Samples in step `step` of the epoch."""
+        return min(self.global_batch, self.length - step * self.global_batch)
+
+    def shards_in(self, step: int) -> int:
+        """Shards in step `step` of the epoch; fewer than `shards` only in a last, partial step."""
+        return -(-self.samples_in(step) // self.batch_size)
+
+    def bounds(self, step: int, shard: int) -> tuple[int, int]:
+        """First and one-past-last position, in the epoch's order, of one shard."""
+        first = step * self.global_batch + shard * self.batch_size
+        return first, min(first + self.batch_size, (step + 1) * self.global_batch, self.length)
+
+
+def make_layout(length: int, batch_size: int, global_batch: int, drop_last: bool) -> Layout:
+    """Check the numbers and return the cut of an epoch.
+
+    Raises:
+        FallowError: the global batch is not a multiple of the batch size, or no step fits.
+    """
+    if batch_size < 1 or global_batch < batch_size or global_batch % batch_size:
+        raise FallowError(
+            f"global_batch={global_batch} is not a multiple of the DataLoader's batch_size={batch_size}; "
+            "one batch of the loader is one shard: choose a multiple",
+            Exit.DATA,
+        )
+    if length < 1:
+        raise FallowError("the DataLoader has no samples: check the dataset and the sampler", Exit.DATA)
+    if drop_last and length < global_batch:
+        raise FallowError(
+            f"drop_last=True and the epoch's {length} samples are fewer than the global batch of {global_batch}: "
+            "no step would be left; lower global_batch (or max nodes), or set drop_last=False",
+            Exit.DATA,
+        )
+    return Layout(length, batch_size, global_batch, drop_last)
+
+
+class Duty(NamedTuple):
+    """One body: compute `shard`; `counts` is False for a member that only takes part (a copy, weight 0)."""
+
+    shard: int
+    counts: bool
+
+
+def duties(shards: int, rank: int, size: int) -> list[Duty]:
+    """Shards of a step that `rank` of `size` computes, in order: an even, contiguous block, at least one body.
+
+    Where there are fewer shards than members, the members beyond compute a copy that counts nothing, so that every
+    member takes part in the reduction.
+    """
+    if not 0 <= rank < size or shards < 1:
+        raise ValueError(f"duties of rank {rank} of {size} in a step of {shards} shards")
+    if shards < size:
+        return [Duty(rank % shards, rank < shards)]
+    return [Duty(shard, True) for shard in range(rank * shards // size, (rank + 1) * shards // size)]
+
+
+def mix(*parts: int | str) -> int:
+    """A 63-bit seed from the parts: the same everywhere and for ever, unlike Python's `hash`."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def shard_crc(epoch: int, step: int, shard: int, indices: Sequence[int]) -> int:
+    """CRC-32 of one shard's identity and content; sums of these are what members compare in every step."""
+    return zlib.crc32(repr((epoch, step, shard, list(indices))).encode())
