@@ -1,0 +1,194 @@
+"""Slurm through its commands: works with every version and needs nothing but a working `squeue`.
+
+One poll is two processes: `scontrol`, which reads three `show` commands from its standard input, and `squeue`.
+On 22.05 that is six requests at slurmctld, two of them answered with "no change" (measured with sdiag).
+Commands and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's slurm_errno.c.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
+from fallow.slurm import parse
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.slurm.process import Done, job_environment, query_environment, run
+
+QUERY_TIMEOUT_S = 30.0
+"A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
+SUBMIT_TIMEOUT_S = 60.0
+
+_SHOW = "show node\nshow partition\nshow reservation\n"
+# Below that, the difference is the time an answer takes and Slurm's rounding to whole seconds.
+_CLOCK_TOLERANCE_S = 2.0
+_JOB_ID = re.compile(r"\d+(?:[+_]\d+)?")
+_SIGNAL = re.compile(r"[A-Z0-9]{1,10}")
+
+
+class CliClient:
+    """`SlurmClient` over Slurm's commands. `conf` is the slurm.conf to use; None: what the environment says."""
+
+    def __init__(
+        self,
+        conf: Path | None = None,
+        *,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
+        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+    ) -> None:
+        self._conf = str(conf) if conf else os.environ.get("SLURM_CONF")
+        self._query_timeout_s = query_timeout_s
+        self._submit_timeout_s = submit_timeout_s
+        self._clock_offset_s = 0.0
+        self._user = _user_name()
+        self.polls = 0
+        self.commands = 0
+        "number of processes started"
+
+    async def config(self) -> ClusterConfig:
+        asked_at = time.time()
+        config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
+        offset = 0.0 if as_of is None else as_of - (asked_at + time.time()) / 2
+        self._clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
+        return config
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        self.polls += 1
+        layout = parse.JobFormat.fresh(secrets.token_hex(4))
+        answers = await asyncio.gather(
+            self._query(["scontrol", "-o", "-d", "-a"], stdin=_SHOW),
+            self._query(["squeue", "-h", "-a", "-t", "all", "-O", layout.option]),
+            return_exceptions=True,  # both have ended before either's error is raised
+        )
+        cluster, queue = (_answer(answer) for answer in answers)
+        nodes, partitions, reservations = parse.cluster(cluster)
+        jobs = [
+            job
+            for job in parse.jobs(queue, layout)
+            if job.state not in parse.ENDED_STATES or (job.user == self._user and job.name.startswith(names_prefix))
+        ]
+        if not nodes:
+            # PrivateData=nodes, or an output of a shape that we do not know
+            raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
+        return ClusterState(
+            at=time.time() + self._clock_offset_s,
+            nodes=nodes,
+            jobs=jobs,
+            partitions=partitions,
+            reservations=reservations,
+        )
+
+    async def submit(self, request: JobRequest) -> str:
+        done = await self._sbatch(request, ["--parsable"])
+        if done.code == 0:
+            job_id = parse.submitted_id(done.stdout)
+            if job_id is None:
+                raise SubmitUnknown(request.token, f"sbatch printed no job id: {done.stdout[-200:]!r}")
+            return job_id
+        raise _submit_error(request.token, done)
+
+    async def find(self, token: str) -> list[JobInfo]:
+        layout = parse.JobFormat.fresh(secrets.token_hex(4))
+        # A single user is a filter at slurmctld, a name one in squeue; squeue takes no prefix for a name.
+        argv = ["squeue", "-h", "-a", "-t", "all", f"--user={os.getuid()}", f"--name={token}", "-O", layout.option]
+        return [job for job in parse.jobs(await self._query(argv), layout) if job.name == token]
+
+    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+        if not job_ids:
+            return
+        for text in job_ids:
+            if not _JOB_ID.fullmatch(text):
+                raise FallowError(f"{text!r} is no job id; give the number that sbatch printed", Exit.USAGE)
+        options = ["--quiet"]
+        if signal is not None:
+            if not _SIGNAL.fullmatch(signal):
+                raise FallowError(f"{signal!r} is no signal; use a name like USR1", Exit.USAGE)
+            options.append(f"--signal={signal}")
+        done = await self._start(["scancel", *options, *job_ids])
+        # Jobs that have ended are errors of scancel's too; one that is over is what was asked for.
+        if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
+            raise SlurmUnavailable(_failure(["scancel"], done))
+
+    async def test_only(self, request: JobRequest) -> str:
+        done = await self._sbatch(request, ["--test-only"])
+        if done.code == 0:
+            return parse.complaint(done.stderr)
+        if done.code is not None and parse.is_refusal(done.stderr):
+            raise SubmitRejected(request.token, parse.complaint(done.stderr))
+        raise SlurmUnavailable(_failure(["sbatch", "--test-only"], done))
+
+    # -- processes ----------------------------------------------------------------------------------------------
+
+    async def _query(self, argv: list[str], stdin: str = "") -> str:
+        done = await self._start(argv, stdin)
+        if done.code != 0:
+            raise SlurmUnavailable(_failure(argv, done))
+        return done.stdout
+
+    async def _start(self, argv: list[str], stdin: str = "") -> Done:
+        self.commands += 1
+        try:
+            return await run(
+                argv, environment=query_environment(self._conf), timeout_s=self._query_timeout_s, stdin=stdin
+            )
+        except OSError as error:
+            raise SlurmUnavailable(_not_started(argv[0], error)) from error
+
+    async def _sbatch(self, request: JobRequest, options: list[str]) -> Done:
+        # The token first: for a heterogeneous job (`A : B`) the first component's name reaches all of them.
+        kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
+        # A file and not standard input: only a file can be given arguments. NamedTemporaryFile makes it 0600.
+        with tempfile.NamedTemporaryFile("w", prefix="fallow-", suffix=".sh") as script:
+            script.write(request.script)
+            script.flush()
+            argv = ["sbatch", *options, f"--job-name={request.token}", *kept, script.name, *request.args]
+            self.commands += 1
+            try:
+                return await run(
+                    argv,
+                    environment=job_environment(request.environment, self._conf),
+                    timeout_s=self._submit_timeout_s,
+                    cwd=Path(request.cwd),
+                    umask=request.umask,
+                )
+            except OSError as error:
+                raise SubmitRejected(request.token, _not_started("sbatch", error)) from error
+
+
+def _answer(result: str | BaseException) -> str:
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _submit_error(token: str, done: Done) -> SubmitRejected | SubmitUnknown:
+    reason = parse.complaint(done.stderr)
+    if done.code is not None and done.code > 0 and parse.is_refusal(done.stderr):
+        return SubmitRejected(token, reason)
+    return SubmitUnknown(token, reason)
+
+
+def _failure(argv: list[str], done: Done) -> str:
+    what = " ".join(argv[:3]) if argv[0] == "scontrol" and argv[1] == "show" else argv[0]
+    return f"{what}: {parse.complaint(done.stderr)}; check slurmctld with `scontrol ping`"
+
+
+def _not_started(command: str, error: OSError) -> str:
+    if error.filename is not None and error.filename != command:  # the working folder
+        return f"{command} cannot be started in {error.filename} ({error.strerror}); make that folder"
+    return f"{command} cannot be started ({error.strerror}); install Slurm's client commands or set PATH"
+
+
+def _user_name() -> str:
+    """Our name as squeue prints it: the number when the user data base does not know us."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

@@ -1,0 +1,74 @@
+"""What the head asks of Slurm, whoever answers: the command line (`cli`) or a script (`fake`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
+
+
+class SlurmUnavailable(FallowError):
+    """Slurm did not answer in time, or its commands are missing. Nothing is known; try again later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.UNAVAILABLE)
+
+
+class SubmitRejected(FallowError):
+    """Slurm said no: there is no such job. `reason` is what it said."""
+
+    def __init__(self, token: str, reason: str) -> None:
+        super().__init__(f"job {token}: Slurm refused it ({reason}); change the options or ask the site", Exit.DATA)
+        self.token = token
+        self.reason = reason
+
+
+class SubmitUnknown(FallowError):
+    """The job may exist. Look it up with `find(token)`; never simply submit again."""
+
+    def __init__(self, token: str, reason: str) -> None:
+        super().__init__(
+            f"job {token}: not known whether Slurm took it ({reason}); look it up by its name before asking again",
+            Exit.TEMPFAIL,
+        )
+        self.token = token
+        self.reason = reason
+
+
+class SlurmClient(Protocol):
+    """Slurm for one user. Every call ends within a bounded time; all may be used at once."""
+
+    polls: int
+    "number of `poll` calls answered or not, for the head's statistics"
+
+    async def config(self) -> ClusterConfig:
+        """What rarely changes. Call it first: it also learns the offset to slurmctld's clock."""
+        ...
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        """Nodes, partitions, reservations and jobs in one batch.
+
+        Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones whose
+        name begins with `names_prefix`, as long as Slurm remembers them (MinJobAge, 300 s by default).
+        """
+        ...
+
+    async def submit(self, request: JobRequest) -> str:
+        """Submit and return the job id (the leader's of a heterogeneous job).
+
+        The job's name is `request.token`, whatever the options say. Raises `SubmitRejected` or `SubmitUnknown`.
+        """
+        ...
+
+    async def find(self, token: str) -> list[JobInfo]:
+        """Our own jobs of exactly this name, in all states that Slurm remembers."""
+        ...
+
+    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+        """Cancel jobs, or send their steps a signal (`USR1`). Jobs that have ended do not matter."""
+        ...
+
+    async def test_only(self, request: JobRequest) -> str:
+        """What Slurm says about when and where the job would start. Takes slurmctld's locks: call it rarely."""
+        ...

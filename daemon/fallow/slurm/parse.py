@@ -1,0 +1,345 @@
+"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 25.11 and 26.05.
+
+Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. What users
+can choose (job names, comments) may hold any character, line ends too, so rows of jobs carry separators
+that nobody can guess (`JobFormat`). What only administrators choose is read from `scontrol -o`, where the
+first `Key=` of a line is the true one.
+
+An unknown state stays as the text it is; a time or number that cannot be read is None or 0, never an error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+from fallow.model import ClusterConfig, JobInfo, NodeInfo, PartitionInfo, ReservationInfo
+
+ENDED_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+    | {"REVOKED", "TIMEOUT"}
+)
+"Job states after which nothing of a job is left (squeue(1), JOB STATE CODES)."
+
+_NOTHING = frozenset(
+    ["", "(null)", "N/A", "n/a", "None", "Unknown", "UNLIMITED", "INFINITE", "INVALID", "NOT_SET", "Partition_Limit"]
+)
+# sinfo(1), NODE STATE CODES: one character behind the state stands for a flag
+_STATE_SUFFIXES = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+_FLAG_NAMES = {"MAINT": "MAINTENANCE", "NO_RESPOND": "NOT_RESPONDING", "RES": "RESERVED"}
+_MULTIPLES = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Small values
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def word(text: str) -> str:
+    """The text, or "" for Slurm's ways to say that there is none."""
+    text = text.strip()
+    return "" if text in _NOTHING else text
+
+
+def nodes(text: str) -> list[str]:
+    """Names in a folded node list, sorted; [] for none. A list that cannot be read counts as none."""
+    text = word(text)
+    if not text or text == "ALL":
+        return []
+    try:
+        # NOGROUP: else `@name` in a node list would make ClusterShell run the site's group commands
+        return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
+    except NodeSetException:
+        return []
+
+
+def when(text: str) -> float | None:
+    """A point in time in Unix seconds: epoch (SLURM_TIME_FORMAT=%s) or ISO in UTC (TZ=UTC); else None."""
+    text = word(text)
+    if text.isdigit():
+        return float(text) or None
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()
+
+
+def duration(text: str) -> float | None:
+    """Seconds of `5:00` (minutes:seconds), `1:00:00`, `1-00:00:00`, `2-12` (days-hours), `90` (minutes); None:
+    unlimited or not given.
+    """
+    text = word(text)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return float(int(days) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    if len(numbers) == 3:
+        return float(numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
+    minutes, seconds = [*numbers, 0][:2]
+    return float(minutes * 60 + seconds)
+
+
+def count(text: str) -> int:
+    """A number of things: `8`, `8-8` (the least of a range), `2K`; 0 when there is none."""
+    match = re.match(r"(\d+(?:\.\d+)?)([KMG]?)", word(text))
+    return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else 0
+
+
+def gpus(text: str) -> int:
+    """GPUs in a gres list: `gpu:4`, `gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1`."""
+    total = 0
+    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
+        name, *rest = item.split(":")
+        if name == "gpu":
+            total += count(rest[-1]) if rest else 1
+    return total
+
+
+def node_state(text: str) -> tuple[str, list[str]]:
+    """Base state and flags of `IDLE+PLANNED`, `DOWN*`, `mixed-`, `IDLE+CLOUD+POWERED_DOWN`."""
+    flags: list[str] = []
+    base = ""
+    for part in text.strip().upper().split("+"):
+        name = part.rstrip("".join(_STATE_SUFFIXES))
+        suffixes = [_STATE_SUFFIXES[mark] for mark in part[len(name) :]]
+        if not base:
+            base = name
+        elif name:
+            flags.append(_FLAG_NAMES.get(name, name))
+        flags += suffixes
+    return base, list(dict.fromkeys(flags))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Jobs: squeue -O
+# ---------------------------------------------------------------------------------------------------------------
+
+JOB_FIELDS = (
+    *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
+    *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong"),
+    *("Reason", "Name", "Comment"),  # what users or sentences fill, last
+)
+"Fields of `squeue -O` that a `JobInfo` is made of."
+
+
+@dataclass(frozen=True)
+class JobFormat:
+    """Order of fields and the separators between and after them.
+
+    With separators made anew for each call no user can give a job a name that reads like another row.
+    """
+
+    fields: tuple[str, ...]
+    separator: str
+    end: str
+
+    @classmethod
+    def fresh(cls, nonce: str) -> JobFormat:
+        return cls(JOB_FIELDS, f"|{nonce}|", f"|{nonce}.")
+
+    @property
+    def option(self) -> str:
+        """Value of `squeue -O`: a suffix and no width, so that nothing is cut off."""
+        marks = [self.separator] * (len(self.fields) - 1) + [self.end]
+        return ",".join(f"{name}:{mark}" for name, mark in zip(self.fields, marks, strict=True))
+
+
+def jobs(text: str, layout: JobFormat) -> list[JobInfo]:
+    """Rows of `squeue -h -O`. Rows with another number of fields are left out."""
+    found = []
+    for row in text.split(layout.end):
+        values = row.lstrip("\n").split(layout.separator)
+        if len(values) == len(layout.fields):
+            found.append(_job(dict(zip(layout.fields, values, strict=True))))
+    return found
+
+
+def _job(row: dict[str, str]) -> JobInfo:
+    return JobInfo(
+        job_id=row["JobID"].strip(),
+        name=row.get("Name", ""),
+        user=row.get("UserName", ""),
+        state=row["State"].strip().upper(),
+        partition=row.get("Partition", ""),
+        reason=word(row.get("Reason", "")),
+        nodes=nodes(row.get("NodeList", "")),
+        num_nodes=count(row.get("NumNodes", "1")),
+        planned_nodes=nodes(row.get("SchedNodes", "")),
+        submit_at=when(row.get("SubmitTime", "")),
+        start_at=when(row.get("StartTime", "")),
+        end_at=when(row.get("EndTime", "")),
+        time_limit_s=duration(row.get("TimeLimit", "")),
+        preempt_at=when(row.get("PreemptTime", "")),
+        priority=count(row.get("PriorityLong", "")),
+        comment=word(row.get("Comment", "")),
+        het_job_id=word(row.get("HetJobID", "")) or None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Nodes, partitions, reservations, configuration: scontrol
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def cluster(text: str) -> tuple[list[NodeInfo], list[PartitionInfo], list[ReservationInfo]]:
+    """Output of `scontrol -o -d` for `show node`, `show partition` and `show reservation`, in any order.
+
+    Lines that begin otherwise (prompts, "No reservations in the system") say nothing.
+    """
+    found_nodes, partitions, reservations = [], [], []
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("NodeName="):
+            found_nodes.append(_node(line))
+        elif line.startswith("PartitionName="):
+            partitions.append(_partition(line))
+        elif line.startswith("ReservationName="):
+            reservations += _reservation(line)
+    return found_nodes, partitions, reservations
+
+
+def _value(line: str, key: str) -> str:
+    """Value of the first `Key=` on a line; the keys used here stand before any free text."""
+    match = re.search(rf"(?:^|\s){re.escape(key)}=(\S*)", line)
+    return match[1] if match else ""
+
+
+def _node(line: str) -> NodeInfo:
+    state, flags = node_state(_value(line, "State"))
+    used = _value(line, "GresUsed")
+    return NodeInfo(
+        node=_value(line, "NodeName"),
+        state=state,
+        flags=flags,
+        partitions=[name for name in word(_value(line, "Partitions")).split(",") if name],
+        cpus=count(_value(line, "CPUTot")),
+        gpus=gpus(_value(line, "Gres")),
+        # sites that count GPUs as a TRES show it without -d too
+        gpus_used=gpus(used) if used else _tres_gpus(_value(line, "AllocTRES")),
+        features=[name for name in word(_value(line, "ActiveFeatures")).split(",") if name],
+    )
+
+
+def _tres_gpus(text: str) -> int:
+    match = re.search(r"(?:^|,)gres/gpu=(\d+)", text)
+    return int(match[1]) if match else 0
+
+
+def _partition(line: str) -> PartitionInfo:
+    # GANG says how SUSPEND is carried out, not what happens to a job
+    modes = [mode for mode in _value(line, "PreemptMode").upper().split(",") if mode not in ("", "GANG")]
+    return PartitionInfo(
+        partition=_value(line, "PartitionName"),
+        nodes=nodes(_value(line, "Nodes")),
+        max_time_s=duration(_value(line, "MaxTime")),
+        up=_value(line, "State").upper() == "UP",
+        default=_value(line, "Default").upper() == "YES",
+        priority_tier=count(_value(line, "PriorityTier")),
+        preempt_mode=modes[0] if modes else "OFF",
+        grace_s=float(count(_value(line, "GraceTime"))),
+    )
+
+
+def _reservation(line: str) -> list[ReservationInfo]:
+    start, end = when(_value(line, "StartTime")), when(_value(line, "EndTime"))
+    if start is None or end is None:
+        return []
+    info = ReservationInfo(
+        reservation=_value(line, "ReservationName"),
+        nodes=nodes(_value(line, "Nodes")),
+        start_at=start,
+        end_at=end,
+        flags=[name for name in word(_value(line, "Flags")).split(",") if name],
+    )
+    return [info]
+
+
+def config(text: str) -> tuple[ClusterConfig, float | None]:
+    """Output of `scontrol show config`, and slurmctld's clock when it answered."""
+    values: dict[str, str] = {}
+    for line in text.splitlines():
+        key, mark, value = line.partition("=")
+        if mark:
+            values.setdefault(key.strip(), word(value))
+    scheduler = values.get("SchedulerParameters", "")
+    interval = re.search(r"(?:^|,)bf_interval=(-?\d+)", scheduler)
+    private = values.get("PrivateData", "")
+    as_of = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
+    found = ClusterConfig(
+        cluster=values.get("ClusterName", ""),
+        slurm_version=values.get("SLURM_VERSION", ""),
+        preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
+        kill_wait_s=_seconds(values.get("KillWait"), 30.0),
+        backfill_interval_s=float(interval[1]) if interval else 30.0,
+        message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
+        private_data=[name for name in private.split(",") if name and name != "none"],
+        priority_type=values.get("PriorityType", ""),
+        scheduler_parameters=scheduler,
+    )
+    return found, when(as_of[1]) if as_of else None
+
+
+def _seconds(text: str | None, default: float) -> float:
+    """`5 sec`."""
+    match = re.match(r"\d+", text or "")
+    return float(match[0]) if match else default
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# sbatch
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def submitted_id(text: str) -> str | None:
+    """Job id in the output of `sbatch --parsable`: the last line that is one, for sites print banners."""
+    found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\s*\d+(;\S+)?\s*", line)]
+    return found[-1].partition(";")[0] if found else None
+
+
+# Words of slurm_strerror() for everything that may happen after the request has left (slurm_errno.c).
+_UNCERTAIN = (
+    "timed out",
+    "unable to contact",
+    "zero bytes",
+    "connection",
+    "unexpected message",
+    "standby mode",
+    "communication",
+    "protocol",
+    "temporarily unable",
+    "unspecified error",
+    "no error",
+    "invalid authentication credential",  # of the *answer* too
+)
+
+
+def is_refusal(stderr: str) -> bool:
+    """True when sbatch's messages prove that no job exists: Slurm or sbatch itself said no."""
+    text = stderr.lower()
+    if any(phrase in text for phrase in _UNCERTAIN):
+        return False
+    return "sbatch: " in text or "allocation failure" in text
+
+
+def complaint(stderr: str) -> str:
+    """The messages of a failed command in one line, without prefixes."""
+    lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) or "no message"

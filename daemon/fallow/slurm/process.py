@@ -1,0 +1,81 @@
+"""Run one of Slurm's commands: argument list, clean environment, and an end within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Everything of an outer job or of the user's defaults for these commands: SLURM_*, SLURMD_*, SQUEUE_FORMAT ...
+_FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
+# Set by the gres plugin for the job that a head itself may run in; a new job gets its own.
+_DEVICES = frozenset(["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"])
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended. `code` is None when it was killed at the deadline."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+
+
+def job_environment(captured: Mapping[str, str], conf: str | None) -> dict[str, str]:
+    """Environment that a job starts from: what was captured, less what belongs to another job.
+
+    A leaking SLURM_NTASKS or SLURM_MEM_PER_NODE makes the job's own srun fail.
+    """
+    environment = {
+        name: value for name, value in captured.items() if not name.startswith(_FOREIGN) and name not in _DEVICES
+    }
+    return environment | ({"SLURM_CONF": conf} if conf else {})
+
+
+def query_environment(conf: str | None) -> dict[str, str]:
+    """Environment for commands whose output we read: no locale, times as Unix seconds.
+
+    TZ as well: should a version not honour SLURM_TIME_FORMAT, its ISO times are in UTC, and unambiguous when
+    clocks are put back.
+    """
+    return job_environment(os.environ, conf) | {"LC_ALL": "C", "TZ": "UTC", "SLURM_TIME_FORMAT": "%s"}
+
+
+async def run(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    stdin: str = "",
+    cwd: Path | None = None,
+    umask: int = -1,
+) -> Done:
+    """Run a command to its end or kill it, with all its children, at the deadline or when we are cancelled.
+
+    `OSError` passes through when the command cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(environment),
+        cwd=cwd,
+        umask=umask,
+        start_new_session=True,  # a group of its own: sites wrap Slurm's commands in scripts
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate(stdin.encode())
+    except TimeoutError:
+        return Done(None, "", f"no answer within {timeout_s:g} s")
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    return Done(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"))

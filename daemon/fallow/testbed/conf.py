@@ -1,0 +1,165 @@
+"""The configuration files of a testbed: pure text, tried on Slurm 22.05, 25.11 and 26.05.
+
+Sources: slurm.conf(5), gres.conf(5), cgroup.conf(5) and https://slurm.schedmd.com/programmer_guide.html
+("multiple slurmd support"). Plugins named `*/none` are left out, not written: they are the defaults, and
+Slurm 23.11 removed the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+PARTITION = "normal"
+"The default partition of every profile."
+SCAVENGE = "scavenge"
+"The preemptible partition of the profiles that have one."
+
+CPUS_PER_NODE = 4
+MEMORY_PER_NODE_MB = 4000
+KILL_WAIT_S = 5
+"Slurm's floor: below, slurmd still waits 5 s between SIGTERM and SIGKILL."
+
+
+class Profile(StrEnum):
+    """What kind of site the testbed plays."""
+
+    PREEMPT = "preempt"
+    "`normal` preempts `scavenge`, whose steps get SIGTERM 10 s before the end"
+    NOGRACE = "nograce"
+    "the same with GraceTime=0: SIGTERM and SIGKILL are KillWait apart"
+    PLAIN = "plain"
+    "no preemption, one partition"
+
+    @property
+    def grace_s(self) -> int:
+        return 10 if self is Profile.PREEMPT else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that the files depend on."""
+
+    folder: Path
+    user: str
+    "who runs the daemons: SlurmUser and SlurmdUser"
+    nodes: int
+    gpus: int
+    profile: Profile
+    bf_interval: int
+    first_port: int
+    "slurmctld's; the nodes' follow"
+    version: tuple[int, int]
+    "major and minor, e.g. (22, 5)"
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.folder / "munge" / "socket"
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"n{index}" for index in range(1, self.nodes + 1)]
+
+    @property
+    def node_range(self) -> str:
+        return f"n[1-{self.nodes}]" if self.nodes > 1 else "n1"
+
+    @property
+    def node_ports(self) -> str:
+        first, last = self.first_port + 1, self.first_port + self.nodes
+        return f"[{first}-{last}]" if self.nodes > 1 else str(first)
+
+
+def slurm_conf(layout: Layout) -> str:
+    """Text of slurm.conf."""
+    at = layout.folder
+    gres = f" Gres=gpu:{layout.gpus}" if layout.gpus else ""
+    lines = [
+        "ClusterName=testbed",
+        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmUser={layout.user}",
+        f"SlurmdUser={layout.user}",
+        "AuthType=auth/munge",
+        # cred_expire: a requeued job may start again that many seconds (+1) later, 120 by default
+        f"AuthInfo=socket={layout.munge_socket},cred_expire=5",
+        f"SlurmctldPort={layout.first_port}",
+        f"SlurmctldPidFile={at}/slurmctld.pid",
+        f"SlurmctldLogFile={at}/slurmctld.log",
+        "SlurmctldDebug=info",
+        f"StateSaveLocation={at}/state",
+        f"SlurmdPidFile={at}/slurmd.%n.pid",
+        f"SlurmdLogFile={at}/slurmd.%n.log",
+        f"SlurmdSpoolDir={at}/spool/%n",
+        "SlurmdDebug=info",
+        # several nodes of this size on one small host
+        "SlurmdParameters=config_overrides",
+        "ProctrackType=proctrack/linuxproc",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core_Memory",
+        # without it the first job on a node takes all its memory
+        f"DefMemPerCPU={MEMORY_PER_NODE_MB // _cpus(layout)}",
+        "SchedulerType=sched/backfill",
+        f"SchedulerParameters={_scheduler_parameters(layout.bf_interval)}",
+        f"KillWait={KILL_WAIT_S}",
+        # finished jobs stay visible for this long, as on a site that keeps the default of 300 s
+        "MinJobAge=300",
+        "SlurmctldTimeout=30",
+        "SlurmdTimeout=15",
+        "MessageTimeout=10",
+        "ReturnToService=2",
+        *_preemption(layout.profile),
+        *(["GresTypes=gpu"] if layout.gpus else []),
+        f"NodeName={layout.node_range} NodeHostname=localhost NodeAddr=127.0.0.1 Port={layout.node_ports} "
+        f"CPUs={_cpus(layout)} Boards=1 SocketsPerBoard={_cpus(layout)} CoresPerSocket=1 ThreadsPerCore=1 "
+        f"RealMemory={MEMORY_PER_NODE_MB}{gres} State=UNKNOWN",
+        *_partitions(layout),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def gres_conf(layout: Layout) -> str:
+    """Text of gres.conf. Only devices that exist as *device* files give jobs a CUDA_VISIBLE_DEVICES."""
+    if not layout.gpus:
+        return ""
+    devices = "gpu0" if layout.gpus == 1 else f"gpu[0-{layout.gpus - 1}]"
+    return f"AutoDetect=off\nNodeName={layout.node_range} Name=gpu File={layout.folder}/{devices}\n"
+
+
+def cgroup_conf(version: tuple[int, int]) -> str:
+    """Text of cgroup.conf: from 23.02 on slurmd starts the cgroup plugin even if nothing asks for it."""
+    if version >= (24, 5):
+        return "CgroupPlugin=disabled\n"
+    return "IgnoreSystemd=yes\nConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
+
+
+def _cpus(layout: Layout) -> int:
+    return max(CPUS_PER_NODE, layout.gpus)
+
+
+def _scheduler_parameters(bf_interval: int) -> str:
+    # resolution 1 s: planned starts are rounded up to it, and jobs on a testbed last seconds
+    return (
+        f"bf_interval={bf_interval},bf_resolution=1,bf_window=1440,bf_continue,bf_max_job_test=200,"
+        "bf_hetjob_prio=min,bf_hetjob_immediate,sched_interval=2,batch_sched_delay=0,default_queue_depth=200"
+    )
+
+
+def _preemption(profile: Profile) -> list[str]:
+    if profile is Profile.PLAIN:
+        return []
+    return ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
+
+
+def _partitions(layout: Layout) -> list[str]:
+    common = f"Nodes={layout.node_range} MaxTime=1-00:00:00 DefaultTime=10 State=UP"
+    if layout.profile is Profile.PLAIN:
+        return [f"PartitionName={PARTITION} {common} Default=YES"]
+    return [
+        f"PartitionName={PARTITION} {common} Default=YES PriorityTier=10 PreemptMode=OFF",
+        f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={layout.profile.grace_s}",
+    ]

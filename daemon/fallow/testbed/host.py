@@ -1,0 +1,201 @@
+"""What a testbed needs of the host: commands, free ports, and finding its own processes again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from fallow.model import Exit, FallowError
+
+MARK = "FALLOW_TESTBED"
+"Environment variable of every daemon of a testbed; slurmd's children inherit it. Its value is the folder."
+
+PACKAGES = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "scancel": "slurm-client",
+    "scontrol": "slurm-client",
+    "sinfo": "slurm-client",
+    "squeue": "slurm-client",
+}
+"Commands that a testbed calls, and the Debian package that has each."
+
+# Daemons live in sbin folders, which the PATH of an ordinary user often lacks.
+_SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/opt/slurm/sbin")
+# Below the usual range of outgoing connections (32768 and up), so that none of those takes a port first.
+_PORTS = range(20_000, 32_000)
+_POLL_S = 0.05
+
+
+def find_commands() -> dict[str, str]:
+    """Full paths of all commands in `PACKAGES`; an error names what to install."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SBIN])
+    found = {name: shutil.which(name, path=path) for name in PACKAGES}
+    missing = [name for name, where in found.items() if where is None]
+    if missing:
+        # gres and preemption plugins have no command of their own to look for
+        packages = sorted({PACKAGES[name] for name in missing} | {"slurm-wlm-basic-plugins"})
+        raise FallowError(
+            f"testbed: {', '.join(missing)} not found on this host; install Slurm and MUNGE "
+            f"(Debian, Ubuntu: apt-get install {' '.join(packages)})",
+            Exit.UNAVAILABLE,
+        )
+    return {name: where for name, where in found.items() if where is not None}
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(22, 5) of `slurm-wlm 22.05.8`, what `slurmctld -V` prints."""
+    match = re.search(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise FallowError(f"testbed: cannot read Slurm's version in {text.strip()!r}", Exit.UNAVAILABLE)
+    return int(match[1]), int(match[2])
+
+
+def check_host_name() -> None:
+    """Slurm's daemons look up the host's own name; when that fails scancel times out and slurmctld stalls."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise FallowError(
+            f"testbed: this host's name {name!r} does not resolve ({error}); "
+            f"add the line '127.0.0.1 {name}' to /etc/hosts",
+            Exit.CONFIG,
+        ) from error
+
+
+def free_ports(count: int, avoid: Iterable[range] = (), rng: random.Random | None = None) -> int:
+    """First of `count` neighbouring TCP ports that nobody listens on and that are in none of `avoid`.
+
+    The search begins at a random place, so that testbeds of users who cannot see each other's registry
+    seldom choose the same range at the same moment.
+    """
+    rng = rng or random.Random()
+    taken = list(avoid)
+    for _ in range(200):
+        first = rng.randrange(_PORTS.start, _PORTS.stop - count)
+        wanted = range(first, first + count)
+        if any(first < other.stop and other.start < wanted.stop for other in taken):
+            continue
+        if all(_is_free(port) for port in wanted):
+            return first
+    raise FallowError(
+        f"testbed: found no {count} free neighbouring ports in {_PORTS.start}-{_PORTS.stop - 1}; "
+        "stop other testbeds (fallow testbed down --all)",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As Slurm does; a port with connections in TIME_WAIT is free, one with a listener is not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def clean_environment(conf: Path, folder: Path | None = None) -> dict[str, str]:
+    """Environment for Slurm's commands: this configuration, no option variables of an outer Slurm job."""
+    strange = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI", "MUNGE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    environment.update(LC_ALL="C", SLURM_CONF=str(conf))
+    environment.pop(MARK, None)
+    if folder is not None:
+        environment[MARK] = str(folder)
+    return environment
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; its last value."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return condition()
+        time.sleep(_POLL_S)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Our processes
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def owned_processes(folder: Path, conf: Path) -> set[int]:
+    """Living processes of the testbed: its daemons and their children, the tasks of its jobs and *their* children.
+
+    Never this process or one above it, and never a shell or tool that only has SLURM_CONF set to look at the
+    testbed: a process counts by our mark, or by our SLURM_CONF together with the id of a job.
+    """
+    mark = f"{MARK}={folder}".encode()
+    ours = f"SLURM_CONF={conf}".encode()
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        parent = _parent(pid)
+        if parent is None:
+            continue
+        parents[pid] = parent
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # another user's, or it has just ended
+            continue
+        if mark in variables or (ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)):
+            found.add(pid)
+    grown = True
+    while grown:  # children that cleaned their environment
+        children = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= children
+        grown = bool(children)
+    return found - _self_and_above(parents)
+
+
+def _parent(pid: int) -> int | None:
+    """Parent of a living process; None for a zombie and for one that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return None if state in "ZX" else int(parent)
+
+
+def _self_and_above(parents: dict[int, int]) -> set[int]:
+    above, pid = {1}, os.getpid()
+    while pid not in above and pid > 0:
+        above.add(pid)
+        pid = parents.get(pid, 0)
+    return above
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to each process; those that are gone do not matter."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def last_lines(paths: Sequence[Path], count: int = 8) -> str:
+    """Ends of log files, for error messages."""
+    parts = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            lines = path.read_text(errors="replace").splitlines()[-count:]
+            if lines:
+                parts.append(f"--- {path.name}\n" + "\n".join(lines))
+    return "\n".join(parts)
