@@ -28,9 +28,7 @@ def find_head(head_file: Path) -> HeadFile:
     try:
         head = read_struct(head_file, HeadFile)
     except FileNotFoundError:
-        raise FallowError(
-            f"no head is running for {head_file.parent}; {START_ADVICE}", Exit.UNAVAILABLE
-        ) from None
+        raise FallowError(f"no head is running for {head_file.parent}; {START_ADVICE}", Exit.UNAVAILABLE) from None
     here = socket.gethostname()
     if head.host != here:
         raise FallowError(
@@ -83,12 +81,8 @@ class ControlClient:
     @overload
     async def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
     @overload
-    async def call(
-        self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any
-    ) -> T: ...
-    async def call(
-        self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any
-    ) -> Any:
+    async def call(self, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
+    async def call(self, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
         """Asks once and waits for the answer, decoded as `type_`. Raises the head's FallowError."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,12 +144,8 @@ class ControlClient:
 @overload
 def call(head_file: Path, method: str, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any: ...
 @overload
-def call(
-    head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any
-) -> T: ...
-def call(
-    head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any
-) -> Any:
+def call(head_file: Path, method: str, type_: type[T], *, timeout_s: float = TIMEOUT_S, **params: Any) -> T: ...
+def call(head_file: Path, method: str, type_: Any = Any, *, timeout_s: float = TIMEOUT_S, **params: Any) -> Any:
     """One request from code without an event loop: connect, ask, close."""
 
     async def once() -> Any:

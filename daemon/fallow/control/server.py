@@ -159,7 +159,7 @@ def _parse(line: bytes) -> Request:
         raise FallowError(f"this is no request: {error}", Exit.DATA) from error
     if request.method not in METHODS:
         raise FallowError(
-            f"this head knows no method {request.method[:64]!r}; it may be of another version than the client",
+            f"this head knows no method {request.method[:64]!r}; its version may differ from ours",
             Exit.DATA,
         )
     return request

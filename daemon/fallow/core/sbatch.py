@@ -1,0 +1,208 @@
+"""From a user's sbatch command to the submissions that Fallow makes: the base job and the harvest jobs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from fallow.core.sbatch_line import Component, Given, parse_nodes
+from fallow.core.sbatch_table import Reach
+from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
+
+STRIPPED = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "FALLOW_", "CUDA_VISIBLE_DEVICES")
+"""Beginnings of variables that belong to a job or a submission and must not reach another one."""
+
+LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
+"""What a harvest job gets of the environment where the user asked sbatch to export (nearly) nothing."""
+
+_ID = re.compile(ID_PATTERN)
+_PARTITION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+
+# ---------------------------------------------------------------------------------------------------------------
+# What jobs are told
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def job_environment(state: str, run: str, token: str, kind: AllocationKind) -> dict[str, str]:
+    """What `fallow run` reads in the allocation. No secret is among it: `sacct` shows command lines to all."""
+    _check_id(run, "run")
+    _check_id(token, "token")
+    return {
+        "FALLOW_STATE_DIR": state,
+        "FALLOW_RUN": run,
+        "FALLOW_TOKEN": token,
+        "FALLOW_KIND": kind.value,
+    }
+
+
+def captured_environment(environ: Mapping[str, str], export: str | None = None) -> dict[str, str]:
+    """The user's environment as harvest jobs get it; `export` is what `--export` said for the base job."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(STRIPPED)}
+    if export is not None and (words := export.split(","))[0].upper() != "ALL":
+        named = {word.partition("=")[0]: word for word in words if word.upper() not in ("NONE", "NIL")}
+        kept = {name: value for name, value in kept.items() if name in named or name in LOGIN_VARIABLES}
+        kept |= _assigned(words)
+    elif export is not None:
+        kept |= _assigned(export.split(",")[1:])
+    if "SLURM_CONF" in environ:
+        # The one Slurm variable that says which cluster is meant.
+        kept["SLURM_CONF"] = environ["SLURM_CONF"]
+    return kept
+
+
+def _assigned(words: Sequence[str]) -> dict[str, str]:
+    pairs = (word.partition("=") for word in words)
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def has_token(comment: str, token: str) -> bool:
+    """Whether a job's comment says that it is the allocation of `token`."""
+    return token in comment.split()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Harvest jobs
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
+    """The base job's options that harvest jobs get too; `nodes` is the size of that (component of the) base job."""
+    kept = [given.canonical for given in options.values() if given.option.reach is Reach.KEPT]
+    gres = options.get("gres")
+    if "gpus-per-node" not in options and not (gres and gres.value and gres.value.startswith("gpu")):
+        gpus = _gpus_per_node(options, nodes)
+        kept.extend([f"--gpus-per-node={gpus}"] if gpus else [])
+    export = options.get("export")
+    if (
+        export is not None
+        and (export.value or "").split(",")[0].upper() not in ("ALL", "NIL")
+        and "get-user-env" not in options
+    ):
+        # sbatch then loads the login environment on the node; harvest jobs export ALL, so they must ask for it.
+        kept.append("--get-user-env")
+    return kept
+
+
+def _gpus_per_node(options: Mapping[str, Given], nodes: int) -> str:
+    """`--gpus` and `--gpus-per-task` count over the whole job; a harvest job is one node of it."""
+    total, each = options.get("gpus"), options.get("gpus-per-task")
+    if total is not None:
+        return _scaled(total.value or "", lambda count: max(count // nodes, 1))
+    if each is not None:
+        tasks = max(_count(options, "ntasks-per-node") or -(-(_count(options, "ntasks") or nodes) // nodes), 1)
+        return _scaled(each.value or "", lambda count: count * tasks)
+    return ""
+
+
+def _scaled(gpus: str, scale: Callable[[int], int]) -> str:
+    parts: list[str] = []
+    for part in gpus.split(","):
+        kind, colon, count = part.rpartition(":")
+        parts.append(f"{kind}{colon}{scale(int(count))}" if count.isdecimal() else part)
+    return ",".join(parts)
+
+
+def _count(options: Mapping[str, Given], name: str) -> int | None:
+    given = options.get(name)
+    return int(given.value) if given is not None and given.value and given.value.isdecimal() else None
+
+
+def harvest_options(
+    spec: RunSpec, token: str, partition: str, minutes: int, output: str, nice: int, qos: str | None = None
+) -> list[str]:
+    """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
+
+    The job takes one whole node, never outlives its hole, is never requeued, and gives way to everybody else's
+    pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost.
+    """
+    _check_id(token, "token")
+    if not _PARTITION.fullmatch(partition):
+        raise FallowError(f"{partition[:64]!r} is no partition name; check [harvest] partitions", Exit.CONFIG)
+    if minutes < 1:
+        raise FallowError(f"a harvest job of {minutes} minutes; at least 1 is needed", Exit.SOFTWARE)
+    own = {
+        "export": "ALL",
+        "propagate": "NONE",
+        "ignore-pbs": None,
+        "exclusive": None,
+        "mem": "0",
+        "nodes": "1",
+        "no-requeue": None,
+        "nice": str(nice),
+        "mail-type": "NONE",
+        "open-mode": "append",
+        "output": output,
+        "chdir": spec.cwd or "/",
+        "job-name": token,
+        "comment": token,
+        "time": str(minutes),
+        "partition": partition,
+    }
+    words = [Given(name, value).canonical for name, value in own.items()]
+    for word in spec.harvest_options:
+        name = word.removeprefix("--").partition("=")[0]
+        if name not in own and not (name == "qos" and qos):
+            words.append(word)
+    if qos:
+        words.append(f"--qos={qos}")
+    for word in words:
+        if "\0" in word or "\n" in word:
+            raise FallowError(f"the sbatch option {word[:64]!r} holds a line end or NUL", Exit.DATA)
+    return words
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The base job
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def base_options(
+    command: Sequence[Component],
+    in_force: Sequence[Mapping[str, Given]],
+    token: str,
+    variables: Mapping[str, str],
+    nodes: str = "",
+) -> list[str]:
+    """sbatch's words before the script: the user's own, then what makes the job findable and joins it to its run.
+
+    `in_force` says what holds after script and environment are read too (`sbatch_line.in_force`); `nodes` is the
+    size to ask for where the user gave none. Ours come last in every component, so they hold.
+    """
+    _check_id(token, "token")
+    words: list[str] = []
+    for index, component in enumerate(command):
+        options = in_force[min(index, len(in_force) - 1)]
+        words.extend([":"] if index else [])
+        for given in component:
+            if given.option.reach is Reach.OWN or given.name in ("comment", "export", "parsable", "quiet"):
+                continue
+            if given.name == "nodes":
+                given = Given("nodes", parse_nodes(given.value or "").base)
+            words.append(given.canonical)
+        if nodes and "nodes" not in options:
+            words.append(f"--nodes={nodes}")
+        comment = options.get("comment")
+        words.append(f"--comment={comment.value} {token}" if comment and comment.value else f"--comment={token}")
+        if "requeue" not in options and "no-requeue" not in options:
+            # A run outlives its base job; a restarted one would only train the same run from a worse place.
+            words.append("--no-requeue")
+        if (export := _export(options, variables)) is not None:
+            words.append(f"--export={export}")
+    return words
+
+
+def _export(options: Mapping[str, Given], variables: Mapping[str, str]) -> str | None:
+    """The user's `--export` with our variables added by name; sbatch takes the values from its environment."""
+    given = options.get("export")
+    value = (given.value or "") if given is not None else "ALL"
+    words = value.split(",")
+    if words[0].upper() == "ALL":
+        return None if given is None else value
+    if words[0].upper() in ("NONE", "NIL", ""):
+        words = []
+    return ",".join([*words, *variables])
+
+
+def _check_id(text: str, what: str) -> None:
+    if not _ID.fullmatch(text):
+        raise FallowError(f"{text[:64]!r} is no {what}: {ID_PATTERN}", Exit.SOFTWARE)

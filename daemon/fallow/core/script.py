@@ -1,0 +1,242 @@
+"""Reading batch scripts: `#SBATCH` and `#FALLOW` lines, and the copy that harvest jobs run.
+
+The header is read as sbatch reads it: comment lines before the first command, in any language whose comments begin
+with `#`; `#SBATCH hetjob` begins the next component of a heterogeneous job.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from fallow.core.sbatch_line import Component, parse_nodes, parse_options
+from fallow.model import Exit, FallowError
+
+MAGIC = ("#SBATCH", "#SLURM")
+"""Prefixes that sbatch reads options from; the second with a warning."""
+
+OURS = "#FALLOW"
+
+MAX_SCRIPT = 4 * 1024 * 1024
+"""slurmctld's own default limit (`max_script_size`)."""
+
+
+class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
+    """What the script's `#FALLOW` lines say; None: not said."""
+
+    nodes: str | None = None
+    workers_per_node: int | None = None
+    partitions: tuple[str, ...] | None = None
+    budget_node_hours: float | None = None
+    seed: int | None = None
+    min_minutes: int | None = None
+
+
+class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    text: str
+    interpreter: str
+    components: tuple[Component, ...]
+    "options of the `#SBATCH` lines, per component of a heterogeneous job"
+    settings: dict[str, str]
+    "keys and values of the `#FALLOW` lines, unchecked; see `typed_settings`"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def heterogeneous(self) -> bool:
+        return len(self.components) > 1
+
+
+def parse_script(text: str, name: str) -> BatchScript:
+    """Reads a batch script; `name` is how messages call it."""
+    interpreter = _check(text, name)
+    components: list[list[str]] = [[]]
+    origins: list[int] = [1]
+    settings: dict[str, str] = {}
+    for number, line in _header(text):
+        if (rest := _after(line, MAGIC)) is not None:
+            words = split_directive(rest, f"{name}, line {number}")
+            if rest.split() and rest.split()[0].lower() in ("hetjob", "packjob"):
+                components.append([])
+                origins.append(number)
+                words = words[1:]
+            # Checked line by line, so that a message can name the line.
+            parse_options(words, f"{name}, line {number}")
+            components[-1].extend(words)
+        elif (rest := _after(line, (OURS,))) is not None:
+            settings |= parse_settings(rest, f"{name}, line {number}")
+    options = tuple(
+        parse_options(words, f"{name}, line {origin}") for words, origin in zip(components, origins, strict=True)
+    )
+    for part in options:
+        for given in part:
+            if given.name == "nodes" and given.value and ":" in given.value:
+                limits = parse_nodes(given.value)
+                raise FallowError(
+                    f"{name}: sbatch does not know `#SBATCH --nodes={given.value}`; write "
+                    f"`#FALLOW nodes={limits.minimum}:{limits.maximum}`",
+                    Exit.DATA,
+                )
+    typed_settings(settings, name)
+    return BatchScript(
+        name=name,
+        text=text,
+        interpreter=interpreter,
+        components=options,
+        settings=settings,
+        warnings=tuple(_late(text, name)),
+    )
+
+
+def harvest_copy(text: str) -> str:
+    """The script with its header directives blanked; line numbers stay, so messages still point at the right line."""
+    lines = text.split("\n")
+    for number, line in _header(text):
+        if _after(line, MAGIC) is not None:
+            lines[number - 1] = ""
+    return "\n".join(lines)
+
+
+def wrap(command: str) -> str:
+    """The script that `sbatch --wrap=COMMAND` makes."""
+    return f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{command}\n"
+
+
+def split_directive(text: str, where: str) -> list[str]:
+    """Words of a directive as sbatch splits them: quotes, backslashes, and `#` ends the line."""
+    words: list[str] = []
+    word: list[str] | None = None
+    quote = ""
+    escaped = False
+    for character in text:
+        if escaped:
+            escaped = False
+            word = [*(word or []), character]
+        elif character == "\\":
+            escaped = True
+        elif quote:
+            if character == quote:
+                quote = ""
+            else:
+                word = [*(word or []), character]
+        elif character in "\"'":
+            quote = character
+            word = word or []
+        elif character == "#":
+            break
+        elif character.isspace():
+            if word is not None:
+                words.append("".join(word))
+            word = None
+        else:
+            word = [*(word or []), character]
+    if quote:
+        raise FallowError(f"{where}: the quote {quote} is not closed", Exit.DATA)
+    if word is not None:
+        words.append("".join(word))
+    return words
+
+
+def _check(text: str, name: str) -> str:
+    """sbatch's own checks, with the reason in words. Returns the interpreter."""
+    first = text.split("\n", 1)[0]
+    problem = None
+    if not text.strip():
+        problem = "the batch script is empty"
+    elif not first.startswith("#!") or not first[2:].strip():
+        problem = "its first line must be #! and an interpreter, e.g. #!/bin/bash"
+    elif "\0" in text:
+        problem = "it contains a NUL character"
+    elif "\r\n" in text:
+        problem = "it has DOS line ends; run: dos2unix on it"
+    elif len(text) > MAX_SCRIPT:
+        problem = f"it is larger than {MAX_SCRIPT >> 20} MiB; Slurm takes no more"
+    if problem:
+        raise FallowError(f"{name}: {problem}", Exit.DATA)
+    return first[2:].strip()
+
+
+def _header(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines before the first command."""
+    for number, line in enumerate(text.split("\n"), 1):
+        stripped = line.lstrip()
+        if stripped and not stripped.startswith("#"):
+            return
+        yield number, line
+
+
+def _after(line: str, prefixes: tuple[str, ...]) -> str | None:
+    """What follows one of the prefixes at the very beginning of a line."""
+    return next((line[len(prefix) :] for prefix in prefixes if line.startswith(prefix)), None)
+
+
+def _late(text: str, name: str) -> Iterator[str]:
+    header = sum(1 for _ in _header(text))
+    for number, line in enumerate(text.split("\n"), 1):
+        if number > header and line.startswith((OURS, "#SBATCH")):
+            yield f"{name}, line {number}: {line.split()[0]} after the first command (line {header + 1}) is not read"
+
+
+def parse_settings(text: str, where: str) -> dict[str, str]:
+    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`."""
+    found: dict[str, str] = {}
+    for word in split_directive(text, where):
+        key, equals, value = word.removeprefix("--").partition("=")
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(_KEYS)}"
+            raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
+        if not equals or not value:
+            raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={_KEYS[key]}", Exit.DATA)
+        found[key] = value
+    return found
+
+
+_KEYS = {
+    "nodes": "MIN:MAX",
+    "workers-per-node": "N",
+    "partitions": "A,B",
+    "budget-node-hours": "HOURS",
+    "seed": "N",
+    "min-minutes": "N",
+}
+
+
+def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
+    """Checks and converts the values of `#FALLOW` lines."""
+
+    def whole(key: str, least: int) -> int | None:
+        text = settings.get(key)
+        if text is None:
+            return None
+        if not text.isascii() or not text.isdecimal() or not least <= int(text) < 2**63:
+            raise _bad(name, key, text, f"must be a whole number from {least}")
+        return int(text)
+
+    nodes = settings.get("nodes")
+    if nodes is not None:
+        parse_nodes(nodes, f"{name}: #FALLOW nodes")
+    hours = settings.get("budget-node-hours")
+    try:
+        budget = None if hours is None else float(hours)
+    except ValueError:
+        budget = math.nan
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise _bad(name, "budget-node-hours", str(hours), "must be a number above 0")
+    partitions = settings.get("partitions")
+    names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
+    return FallowLines(
+        nodes=nodes,
+        workers_per_node=whole("workers-per-node", 1),
+        partitions=names,
+        budget_node_hours=budget,
+        seed=whole("seed", 0),
+        min_minutes=whole("min-minutes", 1),
+    )
+
+
+def _bad(name: str, key: str, value: str, what: str) -> FallowError:
+    return FallowError(f"{name}: #FALLOW {key}={value[:64]}: {what}", Exit.DATA)

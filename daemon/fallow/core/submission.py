@@ -1,0 +1,120 @@
+"""`fallow submit` without doing it: what a command line, a script and an environment amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from fallow.core import sbatch
+from fallow.core.sbatch_line import (
+    CommandLine,
+    Given,
+    canonical,
+    from_environment,
+    in_force,
+    parse_nodes,
+    refuse,
+    run_limits,
+)
+from fallow.core.script import BatchScript, harvest_copy, parse_settings, typed_settings
+from fallow.model import Exit, FallowError, RunSpec
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A submission, thought through. `spec.run` is empty until the head has named the run."""
+
+    spec: RunSpec
+    line: CommandLine
+    in_force: tuple[dict[str, Given], ...]
+    nodes: str
+    "size of the base job where the user gave none; empty: sbatch's default"
+    warnings: tuple[str, ...]
+
+    def base_options(self, token: str, variables: Mapping[str, str]) -> list[str]:
+        """sbatch's words before the script."""
+        return sbatch.base_options(self.line.components, self.in_force, token, variables, self.nodes)
+
+    @property
+    def harvest_script(self) -> str:
+        return harvest_copy(self.spec.script)
+
+
+def plan(
+    line: CommandLine,
+    script: BatchScript,
+    *,
+    environ: Mapping[str, str],
+    cwd: str,
+    umask: int,
+    now: float,
+) -> Submission:
+    """Checks everything that can be checked without Slurm or a head; raises FallowError for what is wrong."""
+    options = in_force(line.components, script.components, from_environment(environ))
+    for component in options:
+        refuse(component)
+    settings = dict(script.settings)
+    for part in line.components:
+        for given in part:
+            if given.name == "fallow":
+                settings |= parse_settings(given.value or "", "--fallow")
+    fallow = typed_settings(settings, script.name)
+    ranged = any(given.name == "nodes" and ":" in (given.value or "") for part in line.components for given in part)
+    low, high = run_limits(options, fallow.nodes, ranged)
+    leader = options[0]
+    sized = any("nodes" in component for component in options)
+    # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
+    nodes = "" if sized or fallow.nodes is None or len(options) > 1 else str(low)
+    base = parse_nodes(leader["nodes"].value or "").minimum if "nodes" in leader else low
+    export = leader.get("export")
+    spec = RunSpec(
+        run="",
+        name=_name(leader, script),
+        min_nodes=low,
+        max_nodes=high,
+        workers_per_node=fallow.workers_per_node,
+        harvest_partitions=list(fallow.partitions or ()),
+        script=script.text,
+        args=list(line.args),
+        sbatch_options=canonical(options),
+        harvest_options=sbatch.reaching_harvest(leader, base),
+        environment=sbatch.captured_environment(environ, export.value if export else None),
+        cwd=_chdir(leader, cwd),
+        umask=umask,
+        budget_node_hours=fallow.budget_node_hours,
+        min_harvest_minutes=fallow.min_minutes or _DEFAULT_MIN_MINUTES,
+        seed=fallow.seed or 0,
+        created_at=now,
+    )
+    return Submission(spec, line, options, nodes, (*script.warnings, *_advice(spec, options, script)))
+
+
+_DEFAULT_MIN_MINUTES = 2
+
+
+def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: BatchScript) -> list[str]:
+    notes: list[str] = []
+    if spec.min_nodes == spec.max_nodes:
+        notes.append(
+            f"this run stays at {spec.max_nodes} node{'s' if spec.max_nodes > 1 else ''}; "
+            "give --nodes=MIN:MAX to let it grow"
+        )
+    if "fallow run" not in spec.script and "fallow.cli" not in spec.script:
+        notes.append(f"{script.name} does not call `fallow run`; unless something it calls does, nothing will train")
+    if "nodelist" in options[0] or "nodefile" in options[0]:
+        notes.append("--nodelist holds for the base job alone; harvest jobs go to any suitable node")
+    return notes
+
+
+def _name(leader: Mapping[str, Given], script: BatchScript) -> str:
+    given = leader.get("job-name")
+    return (given.value or "") if given is not None else script.name
+
+
+def _chdir(leader: Mapping[str, Given], cwd: str) -> str:
+    given = leader.get("chdir")
+    if given is None or not given.value:
+        return cwd
+    if "\0" in given.value:
+        raise FallowError("--chdir holds a NUL character", Exit.USAGE)
+    return given.value if given.value.startswith("/") else f"{cwd.rstrip('/')}/{given.value}"
