@@ -47,6 +47,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
+    end_code: int | None = None
+    "what its agents were told to end with; said again until they are gone"
     reserved: list[str] = []
     "worker ids handed out before the agent came (`fallow local`)"
 

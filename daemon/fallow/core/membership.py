@@ -126,7 +126,9 @@ class Membership:
 
     def _expected(self, event: ev.WorkerExpected) -> None:
         r = self.roster
-        if event.worker in r.workers:
+        known = r.workers.get(event.worker)
+        if known is not None:
+            known.node = event.node or known.node
             return
         r.workers[event.worker] = Worker(worker=event.worker, index=r.next_index, token=event.token, node=event.node)
         r.next_index += 1
@@ -461,10 +463,8 @@ class Membership:
         if leaving:
             why = sorted({r.workers[w].leaving_because or "asked" for w in leaving})
             reasons.append(f"released {self._named(leaving)} ({', '.join(why)})")
-        if joiners and leaving:
-            kind = ChangeKind.MIXED
-        else:
-            kind = ChangeKind.ABSORB if joiners else ChangeKind.RELEASE
+        kinds = {(True, False): ChangeKind.ABSORB, (False, True): ChangeKind.RELEASE, (True, True): ChangeKind.MIXED}
+        kind = kinds[bool(joiners), bool(leaving)]
         self._begin(at, kind, staying + joiners, leaving, False, ", ".join(reasons))
 
     def _begin(

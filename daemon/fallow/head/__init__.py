@@ -1,0 +1,1 @@
+"""The head: one daemon per user that turns events into effects."""

@@ -1,0 +1,183 @@
+"""The book: every run that this head looks after, its allocations, and who may speak for what.
+
+Plain memory; `Turn` says which runs changed and the app makes them durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from fallow.core.allocations import Allocation
+from fallow.core.membership import Membership, Timing
+from fallow.core.roster import Roster
+from fallow.files import Paths, write_private, write_struct
+from fallow.head.rendezvous import Rendezvous
+from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec
+from fallow.wire.keys import new_keypair
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """What Redis holds of a run besides its spec."""
+
+    roster: Roster
+    allocations: dict[str, Allocation] = {}
+    worker_keys: dict[str, str] = {}
+    "worker id -> public key"
+    slots: int | None = None
+    "workers per node, as the first agent said"
+    next_allocation: int = 0
+    base_wanted: bool = True
+    "False once the user cancelled the base job: it is not submitted again"
+    failures_in_a_row: int = 0
+    "submissions that Slurm refused"
+    harvest_paused: str = ""
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """What an authenticated key may speak for."""
+
+    run: str
+    token: str
+    worker: str | None
+    "None: the agents of the allocation"
+
+
+class Run:
+    """A run in memory: durable record, machine, and what beats say."""
+
+    def __init__(self, spec: RunSpec, record: RunRecord, machine: Membership, revision: int) -> None:
+        self.spec = spec
+        self.record = record
+        self.machine = machine
+        self.revision = revision
+        self.rendezvous = Rendezvous()
+        self.beats: dict[str, Beat] = {}
+        self.agent_seen: dict[tuple[str, str], float] = {}
+
+    @property
+    def id(self) -> str:
+        return self.spec.run
+
+    @property
+    def roster(self) -> Roster:
+        return self.record.roster
+
+    def allocation_of(self, worker: str) -> Allocation:
+        return self.record.allocations[self.roster.workers[worker].token]
+
+    def live_allocations(self) -> list[Allocation]:
+        return [a for a in self.record.allocations.values() if a.live]
+
+
+class Book:
+    """All runs, and the allow-list of keys."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        timing: Timing,
+        public_key: str,
+        new_id: Callable[[], str],
+        validate: bool = False,
+    ) -> None:
+        self.paths = paths
+        self.runs: dict[str, Run] = {}
+        self.principals: dict[str, Principal] = {}
+        self.term = 0
+        self._timing = timing
+        self._public_key = public_key
+        self._new_id = new_id
+        self._validate = validate
+
+    def get(self, run: str) -> Run:
+        """The run of that id, or of that name when only one has it.
+
+        Raises:
+            FallowError: none, or more than one.
+        """
+        if run in self.runs:
+            return self.runs[run]
+        named = [r for r in self.runs.values() if r.spec.name == run]
+        if len(named) == 1:
+            return named[0]
+        if named:
+            ids = ", ".join(sorted(r.id for r in named))
+            raise FallowError(f"run {run}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
+        raise FallowError(f"run {run}: no such run; `fallow status` lists them", Exit.NOINPUT)
+
+    def add(self, spec: RunSpec, record: RunRecord, revision: int, at: float) -> Run:
+        machine = Membership(
+            record.roster, term=self.term, timing=self._timing, at=at, validate=self._validate or spec.local
+        )
+        run = Run(spec, record, machine, revision)
+        self.runs[spec.run] = run
+        for allocation in record.allocations.values():
+            if allocation.live:
+                self.principals[allocation.public_key] = Principal(spec.run, allocation.token, None)
+        for worker, key in record.worker_keys.items():
+            if record.roster.alive(worker):
+                self.principals[key] = Principal(spec.run, record.roster.workers[worker].token, worker)
+        return run
+
+    def create(self, spec: RunSpec, at: float, now: float) -> Run:
+        """Give a new run its id and folder."""
+        run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
+        spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
+        folder = self.paths.run(run_id).create()
+        if spec.script:
+            write_private(folder.script, spec.script.encode())
+        roster = Roster(run=run_id, min_members=spec.min_nodes, max_members=spec.max_nodes, limit=spec.max_nodes)
+        if spec.local:
+            # Members are let in by the schedule alone.
+            roster.limit = 0
+        return self.add(spec, RunRecord(roster=roster), 0, at)
+
+    def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
+        """Reserve a token and leave its key file. Must be durable before anything is submitted with it."""
+        number = run.record.next_allocation
+        run.record.next_allocation += 1
+        token = f"fallow-{run.id[:40]}-{kind.value[0]}{number}-{self._new_id()[:6]}"
+        keys = new_keypair()
+        allocation = Allocation(
+            token=token,
+            run=run.id,
+            kind=kind,
+            public_key=keys.public,
+            requested_at=now,
+            **known,  # type: ignore[arg-type]
+        )
+        run.record.allocations[token] = allocation
+        self.principals[keys.public] = Principal(run.id, token, None)
+        write_struct(
+            self.paths.run(run.id).key(token),
+            KeyFile(
+                run=run.id,
+                token=token,
+                kind=kind,
+                public_key=keys.public,
+                secret_key=keys.secret,
+                head_file=str(self.paths.head_file),
+                workers_per_node=run.spec.workers_per_node,
+            ),
+        )
+        return allocation
+
+    def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
+        """Forget its keys. Its workers are told by whoever noticed."""
+        if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
+            allocation.state = AllocationState.ENDED
+        allocation.reason = allocation.reason or reason
+        self.revoke(allocation.public_key)
+        self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
+
+    def revoke(self, key: str) -> None:
+        self.principals.pop(key, None)
+
+    def allowed(self, key: str) -> bool:
+        return key in self.principals

@@ -1,0 +1,164 @@
+"""What people ask of the head over the control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fallow.control.protocol import LocalAllocation, NewRun
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.core.membership import check_limits
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, Exit, FallowError, RunSpec, SaveCheckpoint
+
+
+class Operations:
+    """One method per control method that changes something; each gets its turn of the main loop."""
+
+    def __init__(self, book: Book, harvest: Harvest) -> None:
+        self._book = book
+        self._harvest = harvest
+        self._methods: dict[str, Callable[..., Any]] = {
+            "create_run": self.create_run,
+            "base_submitted": self.base_submitted,
+            "base_failed": self.base_failed,
+            "grow": self.grow,
+            "shrink": self.shrink,
+            "release": self.release,
+            "drain": self.drain,
+            "cancel": self.cancel,
+            "checkpoint": self.checkpoint,
+            "local_allocation": self.local_allocation,
+        }
+
+    def handle(self, turn: Turn, method: str, params: dict[str, Any]) -> Any:
+        """Carry out one request.
+
+        Raises:
+            FallowError: it cannot be done, or its parameters are wrong.
+        """
+        operation = self._methods[method]
+        try:
+            return operation(turn, **params)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise FallowError(f"{method}: wrong parameters: {error}", Exit.USAGE) from error
+
+    def create_run(self, turn: Turn, spec: dict[str, Any]) -> NewRun:
+        wanted = msgspec.convert(spec, RunSpec)
+        check_limits(wanted.min_nodes, wanted.max_nodes)
+        run = self._book.create(wanted, turn.at, turn.now)
+        turn.dirty.add(run.id)
+        turn.record(run, "run", f"run {run.id}: {wanted.min_nodes} to {wanted.max_nodes} nodes")
+        allocation = self._book.new_allocation(run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes)
+        folder = self._book.paths.run(run.id)
+        return NewRun(
+            run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
+        )
+
+    def local_allocation(self, turn: Turn, run: str, slots: int) -> LocalAllocation:
+        """A node of `fallow local`: its worker numbers are fixed now, in the order in which nodes are asked for."""
+        found = self._active(run)
+        if not found.spec.local:
+            raise FallowError(f"run {run}: only `fallow local` starts agents by hand", Exit.USAGE)
+        unused = [a for a in found.live_allocations() if not a.reserved and not a.agents]
+        allocation = unused[0] if unused else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now)
+        for _ in range(slots):
+            name = f"w{found.roster.next_index}"
+            allocation.reserved.append(name)
+            turn.apply(found, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=""))
+        turn.dirty.add(found.id)
+        return LocalAllocation(
+            token=allocation.token, key_file=str(self._book.paths.run(found.id).key(allocation.token))
+        )
+
+    def base_submitted(self, turn: Turn, run: str, token: str, job_id: str) -> None:
+        found = self._book.get(run)
+        self._harvest.submitted(turn, found, self._allocation(found, token).token, job_id)
+
+    def base_failed(self, turn: Turn, run: str, token: str, reason: str, unknown: bool) -> None:
+        found = self._book.get(run)
+        allocation = self._allocation(found, token)
+        if unknown:
+            self._harvest.unknown(turn, found, token, reason)
+            return
+        self._book.end_allocation(found, allocation, reason)
+        turn.apply(found, ev.Cancelled(at=turn.at, reason=f"sbatch refused the base job: {reason}"))
+
+    def grow(self, turn: Turn, run: str, by: int = 1) -> int:
+        """Raise the limit by so many workers; returns the new limit."""
+        found = self._active(run)
+        most = found.roster.max_members
+        if by < 1 or (found.roster.limit + by > most and found.roster.limit >= most):
+            raise FallowError(
+                f"run {found.id}: its limit is {found.roster.limit} of at most {most} workers", Exit.USAGE
+            )
+        return self._set_limit(turn, found, min(most, found.roster.limit + by), "grown by hand")
+
+    def shrink(self, turn: Turn, run: str, by: int = 1) -> int:
+        """Lower the limit by so many workers, releasing the youngest; returns the new limit."""
+        found = self._active(run)
+        members = len(found.roster.staying())
+        limit = min(found.roster.limit, members or found.roster.limit) - by
+        if by < 1 or limit < 1:
+            raise FallowError(f"run {found.id}: has {members} members; to end it: fallow cancel {found.id}", Exit.USAGE)
+        return self._set_limit(turn, found, limit, "shrunk by hand")
+
+    def _set_limit(self, turn: Turn, run: Run, limit: int, reason: str) -> int:
+        turn.apply(run, ev.LimitChanged(at=turn.at, limit=limit, reason=reason))
+        return limit
+
+    def release(self, turn: Turn, run: str, workers: list[str]) -> None:
+        """Release these workers and keep the limit as low, so that they are not replaced at once."""
+        found = self._active(run)
+        unknown = [w for w in workers if not found.roster.alive(w)]
+        if unknown:
+            raise FallowError(f"run {found.id}: no such worker: {', '.join(unknown)}", Exit.NOINPUT)
+        members = [w for w in workers if w in found.roster.members]
+        turn.apply(found, ev.ReleaseWanted(at=turn.at, workers=workers, reason="released by hand"))
+        if members:
+            limit = max(0, found.roster.limit - len(members))
+            turn.apply(found, ev.LimitChanged(at=turn.at, limit=limit, reason="released by hand"))
+
+    def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
+        """Give these nodes of the run back."""
+        found = self._active(run)
+        for node in nodes:
+            held = [a for a in found.live_allocations() if node in a.agents or node in a.nodes]
+            if not held:
+                raise FallowError(
+                    f"run {found.id}: holds no node {node}; `fallow status {found.id}` lists them", Exit.NOINPUT
+                )
+            for allocation in held:
+                turn.release_allocation(found, allocation, "drained by hand")
+
+    def cancel(self, turn: Turn, run: str) -> None:
+        found = self._book.get(run)
+        if found.roster.status.ended:
+            raise FallowError(f"run {found.id}: it is {found.roster.status} already", Exit.USAGE)
+        found.record.base_wanted = False
+        turn.apply(found, ev.Cancelled(at=turn.at, reason="cancelled by hand"))
+
+    def checkpoint(self, turn: Turn, run: str) -> None:
+        found = self._active(run)
+        if not found.roster.members:
+            raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
+        for worker in found.roster.members:
+            turn.tell(found, worker, SaveCheckpoint(term=self._book.term))
+
+    def _active(self, run: str) -> Run:
+        found = self._book.get(run)
+        if found.roster.status.ended:
+            raise FallowError(f"run {found.id}: it is {found.roster.status}", Exit.USAGE)
+        return found
+
+    @staticmethod
+    def _allocation(run: Run, token: str) -> Allocation:
+        allocation = run.record.allocations.get(token)
+        if allocation is None or allocation.state is AllocationState.LOST:
+            raise FallowError(f"run {run.id}: no allocation {token}", Exit.NOINPUT)
+        return allocation

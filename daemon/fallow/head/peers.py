@@ -1,0 +1,343 @@
+"""Conversations with agents and workers: messages become events, and questions get answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fallow import __version__
+from fallow.config import Membership as MembershipConfig
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.head import views
+from fallow.head.book import Principal, Run
+from fallow.head.turn import Turn
+from fallow.model import (
+    PROTOCOL,
+    Active,
+    AgentBeat,
+    AgentBeatAck,
+    AgentEnd,
+    AgentHello,
+    AgentLeft,
+    AgentPlan,
+    AllocationKind,
+    AllocationState,
+    Beat,
+    BeatAck,
+    Checkpointed,
+    Exit,
+    ExitNoted,
+    Failed,
+    Finished,
+    FromPeer,
+    Held,
+    KeyAccepted,
+    KvRequest,
+    Left,
+    Notice,
+    Refused,
+    ShowOutput,
+    Vote,
+    Welcome,
+    WorkerExit,
+    WorkerHello,
+    WorkerKey,
+    WorkerPhase,
+    WorkerReady,
+)
+from fallow.wire.router import agent_of, key_of
+
+
+class Peers:
+    """Turns what agents and workers say into events for the machines."""
+
+    def __init__(self, config: MembershipConfig) -> None:
+        self._config = config
+
+    def hear(self, turn: Turn, peer: str, message: FromPeer) -> None:
+        """Handle one message. A peer that speaks for somebody else is ignored: its key decides who it is."""
+        principal = turn.book.principals.get(key_of(peer))
+        if principal is None:
+            return
+        run = turn.book.runs[principal.run]
+        if principal.worker is None:
+            self._hear_agent(turn, run, principal, peer, message)
+        elif getattr(message, "worker", principal.worker) == principal.worker:
+            self._hear_worker(turn, run, principal.worker, message)
+
+    # -- workers ------------------------------------------------------------------------------------------------
+
+    def _hear_worker(self, turn: Turn, run: Run, worker: str, message: Any) -> None:
+        at = turn.at
+        match message:
+            case KvRequest():
+                turn.reply(run, run.rendezvous.handle(worker, message, at))
+            case Beat():
+                self._beat(turn, run, worker, message)
+            case WorkerHello():
+                self._worker_hello(turn, run, worker, message)
+            case WorkerReady():
+                event = ev.WorkerIsReady(
+                    at=at,
+                    worker=worker,
+                    signature=message.signature,
+                    layout=message.layout,
+                    shards=message.shards,
+                    global_batch=message.global_batch,
+                    total_steps=message.total_steps,
+                )
+                turn.apply(run, event)
+                turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
+            case Vote():
+                vote = ev.VoteCast(
+                    at=at, worker=worker, generation=message.generation, ok=message.ok, reason=message.reason
+                )
+                turn.apply(run, vote)
+            case Active():
+                active = ev.WorkerActive(
+                    at=at,
+                    worker=worker,
+                    generation=message.generation,
+                    first_step=message.first_step,
+                    pause_s=message.pause_s,
+                    parts=message.parts,
+                    steps_discarded=message.steps_discarded,
+                )
+                turn.apply(run, active)
+            case Held():
+                held = ev.WorkerHeld(at=at, worker=worker, generation=message.generation, reason=message.reason)
+                turn.apply(run, held)
+            case Left():
+                turn.apply(run, ev.WorkerLeft(at=at, worker=worker))
+            case Checkpointed():
+                turn.apply(run, ev.CheckpointWritten(at=at, written=message))
+            case Failed():
+                turn.apply(run, ev.WorkerFailed(at=at, worker=worker, code=message.code, message=message.message))
+            case Finished():
+                self._finished(turn, run, worker, message)
+
+    def _worker_hello(self, turn: Turn, run: Run, worker: str, message: WorkerHello) -> None:
+        if message.protocol != PROTOCOL:
+            text = f"worker {worker} speaks protocol {message.protocol}, this head {PROTOCOL}; use one Fallow version"
+            turn.tell(run, worker, Refused(code=Exit.CONFIG, message=text))
+            return
+        if not run.roster.alive(worker):
+            turn.tell(run, worker, Refused(code=Exit.TEMPFAIL, message=f"worker {worker} was ejected"))
+            return
+        turn.apply(run, ev.WorkerSaidHello(at=turn.at, worker=worker, pid=message.pid, address=message.address))
+        checkpoint = run.roster.checkpoint
+        welcome = Welcome(
+            term=turn.book.term,
+            run=run.id,
+            seed=run.spec.seed,
+            max_workers=run.roster.max_members,
+            beat_s=self._config.beat_s,
+            lease_s=self._config.lease_s,
+            head_patience_s=self._config.head_patience_s,
+            folder=str(turn.book.paths.run(run.id).root),
+            checkpoint=None if checkpoint is None else checkpoint.path,
+        )
+        turn.tell(run, worker, welcome)
+
+    def _beat(self, turn: Turn, run: Run, worker: str, beat: Beat) -> None:
+        run.beats[worker] = beat
+        known = run.roster.workers.get(worker)
+        if known is None or known.phase is WorkerPhase.GONE:
+            # It was ejected while it could not be reached (stopped, cut off): it must not go on computing.
+            turn.tell(run, worker, Refused(code=Exit.TEMPFAIL, message=f"worker {worker} was ejected"))
+            return
+        event = ev.WorkerBeat(
+            at=turn.at,
+            worker=worker,
+            generation=beat.generation,
+            prepared=beat.prepared,
+            step=beat.step,
+            held=beat.held,
+        )
+        turn.apply(run, event)
+        end = run.allocation_of(worker).end_at
+        ack = BeatAck(
+            term=turn.book.term,
+            ready=known.phase is not WorkerPhase.STARTING,
+            deadline_in_s=None if end is None else end - turn.now,
+        )
+        turn.tell(run, worker, ack)
+
+    def _finished(self, turn: Turn, run: Run, worker: str, message: Finished) -> None:
+        event = ev.WorkerFinished(
+            at=turn.at,
+            worker=worker,
+            generation=message.generation,
+            steps=message.steps,
+            digest=message.digest,
+            loss=message.loss,
+            samples=message.samples,
+        )
+        turn.apply(run, event)
+        turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
+
+    # -- agents -------------------------------------------------------------------------------------------------
+
+    def _hear_agent(self, turn: Turn, run: Run, principal: Principal, peer: str, message: Any) -> None:
+        allocation = run.record.allocations[principal.token]
+        if isinstance(message, AgentHello):
+            self._agent_hello(turn, run, allocation, peer, message)
+            return
+        node = agent_of(peer)
+        if node not in allocation.agents:
+            return
+        run.agent_seen[allocation.token, node] = turn.at
+        match message:
+            case WorkerKey():
+                if message.worker in allocation.agents[node]:
+                    old = run.record.worker_keys.get(message.worker)
+                    if old is not None and old != message.public_key:
+                        turn.book.revoke(old)
+                    run.record.worker_keys[message.worker] = message.public_key
+                    turn.book.principals[message.public_key] = Principal(run.id, allocation.token, message.worker)
+                    turn.dirty.add(run.id)
+                    turn.messages.append((peer, KeyAccepted(worker=message.worker)))
+            case WorkerExit():
+                self._worker_exit(turn, run, allocation, node, message)
+                turn.messages.append((peer, ExitNoted(worker=message.worker)))
+            case AgentBeat():
+                turn.messages.append((peer, AgentBeatAck(term=turn.book.term)))
+                if allocation.end_code is not None:
+                    again = AgentEnd(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
+                    turn.messages.append((peer, again))
+            case Notice():
+                self._notice(turn, run, allocation, node, message)
+            case AgentLeft():
+                self.agent_gone(turn, run, allocation, node, f"its agent ended with code {message.code}")
+
+    def _agent_hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: AgentHello) -> None:
+        problem = self._agent_problem(run, allocation, hello)
+        if problem is not None:
+            turn.record(run, "refuse", f"agent on {hello.node}: {problem}")
+            turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
+            return
+        first = hello.agent not in allocation.agents
+        run.agent_seen[allocation.token, hello.agent] = turn.at
+        allocation.job_id = allocation.job_id or hello.job_id
+        if run.record.slots is None:
+            run.record.slots = hello.slots
+            if not run.spec.local:
+                run.roster.min_members = run.spec.min_nodes * hello.slots
+                run.roster.max_members = run.roster.limit = run.spec.max_nodes * hello.slots
+        if first:
+            names = [allocation.reserved.pop(0) for _ in range(min(hello.slots, len(allocation.reserved)))]
+            while len(names) < hello.slots:
+                names.append(f"w{run.roster.next_index + len(names)}")
+            allocation.agents[hello.agent] = names
+            if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING):
+                allocation.state = AllocationState.RUNNING
+                allocation.start_at = turn.now
+                if allocation.end_at is None and allocation.minutes is not None:
+                    # Until a poll shows what was granted, what was asked for is the safe guess.
+                    allocation.end_at = turn.now + 60.0 * allocation.minutes
+            turn.record(run, "node", f"{hello.node} came with {allocation.token}", job=hello.job_id)
+            for name in names:
+                turn.apply(run, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=hello.node))
+        turn.dirty.add(run.id)
+        plan = AgentPlan(
+            term=turn.book.term,
+            run=run.id,
+            workers=allocation.agents[hello.agent],
+            folder=str(turn.book.paths.run(run.id).root),
+            beat_s=self._config.beat_s,
+        )
+        turn.messages.append((peer, plan))
+        main = run.roster.members[0] if run.roster.members else None
+        shown = main if main in plan.workers else None
+        turn.messages.append((peer, ShowOutput(term=turn.book.term, worker=shown)))
+        if allocation.state is AllocationState.RELEASING and first:
+            # It was to be given back before it came.
+            turn.apply(run, ev.ReleaseWanted(at=turn.at, workers=plan.workers, reason=allocation.reason))
+
+    @staticmethod
+    def _agent_problem(run: Run, allocation: Allocation, hello: AgentHello) -> str | None:
+        if hello.token != allocation.token:
+            return f"its key belongs to {allocation.token}, it says {hello.token}"
+        if hello.protocol != PROTOCOL:
+            return f"it is version {hello.version} (protocol {hello.protocol}), the head is {__version__}"
+        if run.roster.status.ended:
+            return f"run {run.id} is {run.roster.status}"
+        if not allocation.live:
+            return f"allocation {allocation.token} has ended ({allocation.reason})"
+        if allocation.agents and allocation.job_id not in (None, hello.job_id):
+            # One token, one job: the first that came has claimed it.
+            return f"{allocation.token} belongs to job {allocation.job_id}, this is job {hello.job_id}"
+        return None
+
+    def _worker_exit(self, turn: Turn, run: Run, allocation: Allocation, node: str, exit_: WorkerExit) -> None:
+        if exit_.worker not in allocation.agents[node]:
+            return
+        how = f"killed by signal {exit_.signal}" if exit_.signal is not None else f"exited with {exit_.code}"
+        last = exit_.tail.strip().splitlines()[-1:]
+        known = run.roster.workers.get(exit_.worker)
+        if known is not None and exit_.code not in (0, None) and last:
+            how += f" ({last[0][:200]})"
+        gone = ev.WorkerGone(at=turn.at, worker=exit_.worker, reason=how, code=exit_.code)
+        turn.apply(run, gone)
+        key = run.record.worker_keys.get(exit_.worker)
+        if key is not None:
+            turn.book.revoke(key)
+        turn.let_go_of_empty(run)
+
+    @staticmethod
+    def _notice(turn: Turn, run: Run, allocation: Allocation, node: str, notice: Notice) -> None:
+        if allocation.state is AllocationState.RELEASING or run.roster.status.ended:
+            return
+        why = f"signal {notice.signal}: preempted, cancelled or at its time limit"
+        if allocation.end_at is not None and allocation.end_at - turn.now < 60:
+            why = "walltime"
+        if allocation.kind is AllocationKind.BASE and why != "walltime":
+            # The user's own job was ended by somebody: it is not asked for again behind their back.
+            run.record.base_wanted = False
+        turn.release_allocation(run, allocation, why)
+
+    @staticmethod
+    def agent_gone(turn: Turn, run: Run, allocation: Allocation, node: str, reason: str) -> None:
+        """An agent ended or its node is lost: so are its workers."""
+        if node not in allocation.agents_gone:
+            allocation.agents_gone.append(node)
+            turn.dirty.add(run.id)
+        for worker in allocation.agents.get(node, []):
+            if run.roster.alive(worker):
+                turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
+        if not set(allocation.agents) - set(allocation.agents_gone) and allocation.live:
+            turn.record(run, "node", f"{allocation.token} ended: {allocation.reason or reason}")
+            turn.book.end_allocation(run, allocation, reason)
+
+    def tick(self, turn: Turn) -> None:
+        """Deadlines of everybody: leases, votes, rendezvous, walltimes."""
+        for run in list(turn.book.runs.values()):
+            if run.roster.status.ended:
+                self._end_stragglers(turn, run)
+                continue
+            turn.reply(run, run.rendezvous.tick(turn.at))
+            turn.apply(run, ev.Ticked(at=turn.at))
+            for allocation in run.live_allocations():
+                self._watch(turn, run, allocation)
+
+    def _watch(self, turn: Turn, run: Run, allocation: Allocation) -> None:
+        """Release before the end; take agents that fell silent for gone."""
+        margin = self._config.release_margin_s + views.longest_pause(run)
+        if (
+            allocation.state is AllocationState.RUNNING
+            and allocation.end_at is not None
+            and turn.now >= allocation.end_at - margin
+        ):
+            turn.release_allocation(run, allocation, "walltime")
+        for node in set(allocation.agents) - set(allocation.agents_gone):
+            silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
+            if silent > self._config.lease_s:
+                self.agent_gone(turn, run, allocation, node, f"agent on {node} silent for {silent:.0f} s")
+
+    def _end_stragglers(self, turn: Turn, run: Run) -> None:
+        """Forget the agents of an ended run that fell silent."""
+        for allocation in run.live_allocations():
+            for node in set(allocation.agents) - set(allocation.agents_gone):
+                silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
+                if silent > self._config.lease_s:
+                    self.agent_gone(turn, run, allocation, node, "the run is over")

@@ -1,0 +1,170 @@
+"""One turn of the head: events go into the machines, effects come out and wait until the state is durable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.head.book import Book, Run
+from fallow.model import (
+    AgentEnd,
+    AllocationKind,
+    AllocationState,
+    Exit,
+    KvReply,
+    Message,
+    RunStatus,
+    ShowOutput,
+    StopWorker,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A line for the event log, before it has a number."""
+
+    at: float
+    run: str | None
+    kind: str
+    text: str
+    data: dict[str, Any]
+
+
+@dataclass
+class Turn:
+    """Effects of one turn, in order. `at` is monotonic, `now` Unix time."""
+
+    book: Book
+    at: float
+    now: float
+    messages: list[tuple[str, Message]] = field(default_factory=list)
+    "(peer, message)"
+    records: list[NewRecord] = field(default_factory=list)
+    dirty: set[str] = field(default_factory=set)
+    submissions: list[tuple[str, str]] = field(default_factory=list)
+    "(run, token) of allocations to submit"
+    cancels: list[tuple[str, str, str]] = field(default_factory=list)
+    "(run, token, job id)"
+    ended: list[str] = field(default_factory=list)
+
+    def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
+        self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
+
+    def apply(self, run: Run, event: ev.Event) -> None:
+        """Put an event into a run's machine and take its instructions as effects."""
+        instructions = run.machine.handle(event)
+        if instructions or not isinstance(event, ev.WorkerBeat | ev.Ticked | ev.VoteCast):
+            self.dirty.add(run.id)
+        for instruction in instructions:
+            match instruction:
+                case ev.Tell(worker, message):
+                    self.tell(run, worker, message)
+                case ev.Kill(worker, reason):
+                    self.stop_worker(run, worker, reason)
+                case ev.Record(kind, text, data):
+                    self.record(run, kind, text, **data)
+                case ev.MembersChanged(main):
+                    self.show_output(run, main)
+                case ev.RunEnded(status, message):
+                    self._end_run(run, status, message)
+        if instructions:
+            self.let_go_of_empty(run)
+
+    def tell(self, run: Run, worker: str, message: Message) -> None:
+        key = run.record.worker_keys.get(worker)
+        if key is not None:
+            self.messages.append((key, message))
+
+    def reply(self, run: Run, replies: list[tuple[str, KvReply]]) -> None:
+        for worker, reply in replies:
+            self.tell(run, worker, reply)
+
+    def tell_agents(self, allocation: Allocation, message: Message) -> None:
+        for node in allocation.agents:
+            self.messages.append((agent_peer(allocation, node), message))
+
+    def stop_worker(self, run: Run, worker: str, reason: str) -> None:
+        allocation = run.allocation_of(worker)
+        node = next((n for n, workers in allocation.agents.items() if worker in workers), None)
+        if node is not None:
+            stop = StopWorker(term=self.book.term, worker=worker, reason=reason)
+            self.messages.append((agent_peer(allocation, node), stop))
+
+    def show_output(self, run: Run, main: str | None) -> None:
+        """Let the main member's agent copy its output into the job's, and no other."""
+        for allocation in run.live_allocations():
+            for node, workers in allocation.agents.items():
+                shown = main if main in workers else None
+                self.messages.append((agent_peer(allocation, node), ShowOutput(term=self.book.term, worker=shown)))
+
+    def release_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
+        """Get every worker of an allocation out at the next boundary; its job ends when they are gone."""
+        if allocation.state is AllocationState.RELEASING:
+            return
+        self.record(run, "release", f"{allocation.token} on {','.join(allocation.agents) or '-'}: {reason}")
+        if allocation.state is AllocationState.PENDING and not allocation.agents:
+            self.cancel(run, allocation, reason)
+            return
+        allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, self.now, reason
+        self.dirty.add(run.id)
+        self.apply(run, ev.ReleaseWanted(at=self.at, workers=allocation.workers, reason=reason))
+        self.let_go_of_empty(run)
+
+    def cancel(self, run: Run, allocation: Allocation, reason: str) -> None:
+        """Cancel an allocation's job. A submission of unknown outcome is cancelled once a poll shows it."""
+        allocation.asked_at = allocation.asked_at or self.now
+        allocation.reason = reason
+        self.dirty.add(run.id)
+        if allocation.job_id is not None and not run.spec.local:
+            self.cancels.append((run.id, allocation.token, allocation.job_id))
+
+    def let_go_of_empty(self, run: Run) -> None:
+        """End allocations all of whose workers are gone, because they left or because they cannot go on."""
+        if run.roster.status.ended:
+            return
+        for allocation in run.live_allocations():
+            workers = allocation.workers
+            if workers and allocation.end_code is None and not any(run.roster.alive(w) for w in workers):
+                self.dirty.add(run.id)
+                if allocation.asked_at is None:
+                    allocation.asked_at = self.now
+                    allocation.reason = allocation.reason or "its workers are gone"
+                allocation.state = AllocationState.RELEASING
+                self.end_agents(allocation, Exit.NO_RESTART, allocation.reason)
+
+    def end_agents(self, allocation: Allocation, code: int, reason: str) -> None:
+        allocation.end_code = code
+        self.tell_agents(allocation, AgentEnd(term=self.book.term, code=code, reason=reason))
+
+    def _end_run(self, run: Run, status: RunStatus, message: str) -> None:
+        """The run is over: one allocation is elected to run the rest of the batch script, the others end."""
+        run.record.ended_at = self.now
+        self.ended.append(run.id)
+        self.record(run, status.value, f"run {run.id} is {status}" + (f": {message}" if message else ""))
+        elected = self._elect(run) if status is not RunStatus.CANCELLED else None
+        for allocation in run.live_allocations():
+            if not allocation.agents:
+                self.cancel(run, allocation, f"the run is {status}")
+                continue
+            code: int = Exit.NO_RESTART
+            if allocation is elected:
+                code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
+            allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
+            self.end_agents(allocation, code, message or f"the run is {status}")
+
+    @staticmethod
+    def _elect(run: Run) -> Allocation | None:
+        """A living base allocation, else the one of the main member."""
+        alive = [a for a in run.live_allocations() if set(a.agents) - set(a.agents_gone)]
+        base = [a for a in alive if a.kind is AllocationKind.BASE]
+        if base:
+            return base[0]
+        main = [a for a in alive if run.roster.members and run.roster.members[0] in a.workers]
+        return (main or alive or [None])[0]
+
+
+def agent_peer(allocation: Allocation, node: str) -> str:
+    """The router's name for an agent: its allocation's key and its own name."""
+    return f"{allocation.public_key} {node}"

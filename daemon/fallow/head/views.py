@@ -1,0 +1,170 @@
+"""What people and programs see: snapshots and reports, derived from the book and the last poll."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+from fallow.core.allocations import Allocation
+from fallow.core.holes import is_idle
+from fallow.head.book import Run
+from fallow.model import (
+    AllocationState,
+    AllocationView,
+    ChangeKind,
+    ClusterState,
+    GenerationReport,
+    MemberView,
+    NodeInfo,
+    NodeOwner,
+    NodeView,
+    PauseReport,
+    Quantiles,
+    RunReport,
+    RunView,
+    SampleReport,
+    WorkerPhase,
+)
+
+RECENT_PAUSES = 50
+"""As many of the last changes decide how early a node is released."""
+
+
+def quantile(values: Iterable[float], q: float) -> float | None:
+    """The smallest value that at least the share `q` of the values do not exceed (nearest rank); None of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    return ordered[max(0, ceil(q * len(ordered)) - 1)]
+
+
+def longest_pause(run: Run) -> float:
+    pauses = [g.pause_s for g in run.roster.history[-RECENT_PAUSES:] if g.pause_s is not None]
+    return max(pauses, default=0.0)
+
+
+def run_view(run: Run, at: float, now: float) -> RunView:
+    r = run.roster
+    beats = [run.beats[w] for w in r.members if w in run.beats]
+    front = max(beats, key=lambda beat: beat.step, default=None)
+    step = max((beat.step for beat in beats), default=max((w.step for w in r.workers.values()), default=0))
+    return RunView(
+        run=run.id,
+        name=run.spec.name,
+        status=r.status,
+        min_nodes=run.spec.min_nodes,
+        max_nodes=run.spec.max_nodes,
+        limit=r.limit,
+        generation=r.generation,
+        step=r.final.steps if r.final is not None else step,
+        total_steps=r.total_steps or (front.total_steps if front is not None else None),
+        epoch=front.epoch if front is not None else 0,
+        loss=front.loss if front is not None else None,
+        samples_per_s=front.samples_per_s if front is not None and r.members and not r.status.ended else 0.0,
+        members=[_member_view(run, w, at, now) for w in _shown_workers(run)],
+        allocations=[_allocation_view(a, now) for a in run.live_allocations()],
+        change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
+        scalars=front.scalars if front is not None else {},
+        message=r.message or run.record.harvest_paused,
+        created_at=run.spec.created_at,
+    )
+
+
+def _shown_workers(run: Run) -> list[str]:
+    if run.roster.status.ended:
+        return []
+    return [w.worker for w in run.roster.workers.values() if w.phase is not WorkerPhase.GONE]
+
+
+def _member_view(run: Run, worker: str, at: float, now: float) -> MemberView:
+    r = run.roster
+    known = r.workers[worker]
+    allocation = run.allocation_of(worker)
+    return MemberView(
+        worker=worker,
+        node=known.node,
+        token=known.token,
+        allocation=allocation.kind,
+        phase=known.phase,
+        rank=r.members.index(worker) if worker in r.members else None,
+        step=known.step,
+        ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
+        last_seen_s=max(0.0, at - (run.machine.seen(worker) or at)),
+        pid=known.pid,
+    )
+
+
+def _allocation_view(allocation: Allocation, now: float) -> AllocationView:
+    return AllocationView(
+        token=allocation.token,
+        kind=allocation.kind,
+        state=allocation.state,
+        job_id=allocation.job_id,
+        partition=allocation.partition,
+        nodes=sorted(allocation.agents) or allocation.nodes,
+        ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
+        reason=allocation.reason,
+    )
+
+
+def node_views(cluster: ClusterState | None, runs: Iterable[Run], now: float) -> list[NodeView]:
+    """All nodes of the last poll, each with whose it is."""
+    if cluster is None:
+        return []
+    ours: dict[str, tuple[Run, Allocation]] = {}
+    for run in runs:
+        for allocation in run.live_allocations():
+            if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
+                for node in [*allocation.nodes, *allocation.agents]:
+                    ours[node] = (run, allocation)
+    planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
+    return [_node_view(node, ours.get(node.node), node.node in planned, now) for node in cluster.nodes]
+
+
+def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float) -> NodeView:
+    if ours is not None:
+        owner = NodeOwner.OURS
+    elif node.state in ("DOWN", "UNKNOWN", "ERROR", "FUTURE"):
+        owner = NodeOwner.DOWN
+    elif node.state in ("ALLOCATED", "MIXED") or "COMPLETING" in node.flags:
+        owner = NodeOwner.OTHERS
+    elif not is_idle(node):
+        owner = NodeOwner.DOWN
+    else:
+        owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
+    end = None if ours is None else ours[1].end_at
+    return NodeView(
+        node=node.node,
+        partitions=node.partitions,
+        state="+".join([node.state, *node.flags]),
+        owner=owner,
+        run=None if ours is None else ours[0].id,
+        gpus=node.gpus,
+        ends_in_s=None if end is None else end - now,
+    )
+
+
+def run_report(run: Run, samples: SampleReport) -> RunReport:
+    """The JSON report of DESIGN section 6 for one run, ended or not."""
+    r = run.roster
+    return RunReport(
+        run=run.id,
+        status=r.status,
+        steps=r.final.steps if r.final is not None else max((w.step for w in r.workers.values()), default=0),
+        samples=samples,
+        final_digest=None if r.final is None else r.final.digest,
+        final_loss=None if r.final is None else r.final.loss,
+        generations=list(r.history),
+        pause_s=PauseReport(planned=_pauses(r.history, False), unplanned=_pauses(r.history, True)),
+        steps_discarded=r.steps_discarded,
+        message=r.message,
+    )
+
+
+def _pauses(history: list[GenerationReport], unplanned: bool) -> Quantiles:
+    values = [
+        g.pause_s
+        for g in history
+        if g.pause_s is not None and g.kind is not ChangeKind.START and (g.kind is ChangeKind.EJECT) == unplanned
+    ]
+    return Quantiles(p50=quantile(values, 0.5), p95=quantile(values, 0.95), max=max(values, default=None))

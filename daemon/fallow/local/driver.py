@@ -1,0 +1,246 @@
+"""Runs one training under a private head and makes the scheduled things happen at their steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from fallow.control.client import ControlClient
+from fallow.control.protocol import LocalAllocation, NewRun
+from fallow.core.schedule import Action, Item
+from fallow.files import Paths
+from fallow.local.headprocess import HeadProcess
+from fallow.model import Exit, FallowError, MemberView, RunReport, RunSpec, RunView, Snapshot, WorkerPhase
+
+LOOK_S = 0.02
+"""How often the driver looks at the run's step."""
+
+END_S = 20.0
+
+
+class Driver:
+    """One `fallow local` session over a folder of its own.
+
+    Args:
+        folder: private and empty; holds the head's state.
+        command: the training's argv.
+        members: workers it starts with.
+        schedule: what happens then.
+        max_members: most workers at any time (the default number of shards); None: the peak of the schedule.
+        output: takes the main member's output.
+        on_view: called with each look at the run.
+        environ: environment of everything that is started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        members: int,
+        schedule: Sequence[Item] = (),
+        *,
+        max_members: int | None = None,
+        output: IO[bytes] | int | None = None,
+        on_view: Callable[[RunView], None] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.command = list(command)
+        self.members = members
+        self.schedule = list(schedule)
+        self.max_members = max_members or peak(members, schedule)
+        self.total = members + sum(i.count for i in schedule if i.action is Action.ADD)
+        self.paths = Paths(state=folder / "state", runtime=folder / "run").create()
+        self._output = output
+        self._on_view = on_view
+        empty = folder / "config.toml"
+        empty.touch()
+        self._environ = {
+            # As many workers as there are members share this machine's cores, so one thread each, as torchrun does.
+            "OMP_NUM_THREADS": "1",
+            **environ,
+            "FALLOW_STATE_DIR": str(self.paths.state),
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+            "FALLOW_CONFIG": str(empty),
+            "FALLOW_SLURM__CLIENT": "none",
+            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
+            "FALLOW_MEMBERSHIP__BEAT_S": "0.1",
+        }
+        self.paths = Paths.default(self._environ).create()
+        self._head = HeadProcess(self.paths, self._environ, folder / "head.log")
+        self._agents: list[asyncio.subprocess.Process] = []
+        self._run = ""
+        self._control: ControlClient
+        self._due = list(self.schedule)
+
+    async def train(self) -> RunReport:
+        """From start to end of the training; everything that was started is gone afterwards.
+
+        Raises:
+            FallowError: it could not start.
+        """
+        self._control = await self._head.start()
+        try:
+            await self._create()
+            await self._until(self._all_ready)
+            await self._call("grow", run=self._run, by=self.members)
+            await self._follow()
+            return msgspec.convert(await self._call("report", run=self._run), RunReport)
+        finally:
+            await self._clean_up()
+
+    @property
+    def missed(self) -> list[Item]:
+        """Items whose step never came."""
+        return self._due
+
+    async def _create(self) -> None:
+        spec = RunSpec(
+            run="",
+            name=Path(self.command[0] if len(self.command) < 2 else self.command[1]).stem or "local",
+            min_nodes=self.members,
+            max_nodes=self.max_members,
+            workers_per_node=1,
+            local=True,
+        )
+        made = msgspec.convert(await self._call("create_run", spec=msgspec.to_builtins(spec)), NewRun)
+        self._run = made.run
+        for _ in range(self.total):
+            place = await self._call("local_allocation", run=self._run, slots=1)
+            await self._start_agent(msgspec.convert(place, LocalAllocation).key_file)
+
+    async def _start_agent(self, key_file: str) -> None:
+        agent = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fallow.agent",
+            "--key-file",
+            key_file,
+            "--",
+            *self.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=self._output,
+            env=self._environ,
+            start_new_session=True,
+        )
+        self._agents.append(agent)
+
+    def _all_ready(self, view: RunView) -> bool:
+        ready = sum(1 for m in view.members if m.phase is WorkerPhase.READY)
+        return view.status.ended or ready >= self.total
+
+    async def _until(self, condition: Callable[[RunView], bool]) -> None:
+        while not condition(await self._look()):
+            self._check_agents()
+            await asyncio.sleep(LOOK_S)
+
+    def _check_agents(self) -> None:
+        if self._agents and all(agent.returncode is not None for agent in self._agents):
+            codes = sorted({str(agent.returncode) for agent in self._agents})
+            raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on", Exit.SOFTWARE)
+
+    async def _follow(self) -> None:
+        """Make each item happen as soon as its step is finished, until the run has ended."""
+        while not (view := await self._look()).status.ended:
+            while self._due and view.generation and view.step >= self._due[0].step:
+                await self._do(self._due.pop(0), view)
+            self._check_agents()
+            await asyncio.sleep(LOOK_S)
+
+    async def _do(self, item: Item, view: RunView) -> None:
+        match item.action:
+            case Action.ADD:
+                await self._call("grow", run=self._run, by=item.count)
+            case Action.RELEASE:
+                youngest = [m.worker for m in _by_arrival(view) if m.rank is not None][-item.count :]
+                await self._call("release", run=self._run, workers=youngest)
+            case Action.RELEASE_MEMBER:
+                await self._call("release", run=self._run, workers=[f"w{item.member}"])
+            case Action.KILL | Action.STOP | Action.CONT:
+                number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
+                await self._signal(f"w{item.member}", number[item.action])
+            case Action.HEAD_KILL:
+                self._head.kill()
+                await self._control.aclose()
+                self._control = await self._head.start()
+            case Action.STORE_KILL:
+                os.kill(store_pid(self.paths), signal.SIGKILL)
+
+    async def _signal(self, worker: str, number: signal.Signals) -> None:
+        pid = self._pids.get(worker)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def _look(self) -> RunView:
+        snapshot = msgspec.convert(await self._call("status", run=self._run), Snapshot)
+        view = snapshot.runs[0]
+        self._pids = {**getattr(self, "_pids", {}), **{m.worker: m.pid for m in view.members if m.pid}}
+        if self._on_view is not None:
+            self._on_view(view)
+        return view
+
+    async def _call(self, method: str, **params: object) -> object:
+        """One request; a head that ended by itself is started again, as a supervisor would."""
+        for _ in range(3):
+            try:
+                return await self._control.call(method, **params)
+            except FallowError as error:
+                if error.code is not Exit.UNAVAILABLE:
+                    raise
+                await self._control.aclose()
+                if not self._head.running:
+                    self._control = await self._head.start()
+                else:
+                    self._control = await ControlClient.connect(self.paths.head_file)
+        raise FallowError(f"the head does not answer; its log: {self._head.log}", Exit.UNAVAILABLE)
+
+    async def _clean_up(self) -> None:
+        if self._run:
+            with contextlib.suppress(FallowError):
+                view = await self._look()
+                if not view.status.ended:
+                    await self._call("cancel", run=self._run)
+        # Stopped workers cannot end by themselves.
+        for worker in getattr(self, "_pids", {}):
+            await self._signal(worker, signal.SIGCONT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await asyncio.gather(*(agent.wait() for agent in self._agents))
+        for agent in self._agents:
+            if agent.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    agent.kill()
+                await agent.wait()
+        await self._control.aclose()
+        await self._head.stop()
+
+
+def _by_arrival(view: RunView) -> list[MemberView]:
+    return sorted(view.members, key=lambda m: int(m.worker[1:]))
+
+
+def peak(members: int, schedule: Sequence[Item]) -> int:
+    """Most members at any time of a schedule."""
+    now = most = members
+    for item in schedule:
+        if item.action is Action.ADD:
+            now += item.count
+        elif item.action is Action.RELEASE:
+            now -= item.count
+        elif item.action in (Action.RELEASE_MEMBER, Action.KILL):
+            now -= 1
+        most = max(most, now)
+    return most
+
+
+def store_pid(paths: Paths) -> int:
+    """Process id of the head's private store."""
+    return int((paths.redis_dir / "redis.pid").read_text())

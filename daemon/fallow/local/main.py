@@ -1,0 +1,78 @@
+"""Entry of `fallow local`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fallow.core.schedule import parse_schedule
+from fallow.local.driver import Driver
+from fallow.model import Exit, FallowError, RunReport, RunStatus
+
+
+def main(
+    command: Sequence[str], members: int, schedule: str = "", report: Path | None = None, json: bool = False
+) -> int:
+    """Train `command` on this machine with a scripted membership; returns the exit code.
+
+    Args:
+        command: argv of the training.
+        members: workers at the start, at least 1.
+        schedule: see `fallow.core.schedule`.
+        report: file that takes the report as JSON.
+        json: print the report, and nothing else, on standard output.
+
+    Raises:
+        FallowError: bad arguments, or it could not start.
+    """
+    if members < 1:
+        raise FallowError(f"--members {members}: at least 1", Exit.USAGE)
+    if not command or shutil.which(command[0]) is None:
+        what = command[0] if command else ""
+        raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
+    items = parse_schedule(schedule, members)
+    folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
+    driver = Driver(folder, command, members, items, output=sys.stderr.fileno() if json else None)
+    try:
+        result = asyncio.run(driver.train())
+    except BaseException:
+        sys.stderr.write(f"fallow local: logs are kept in {folder}\n")
+        raise
+    for item in driver.missed:
+        sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended at step {result.steps}\n")
+    encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    if report is not None:
+        report.write_bytes(encoded + b"\n")
+    if json:
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        sys.stdout.write(summary(result) + "\n")
+    good = result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+        return Exit.OK
+    sys.stderr.write(f"fallow local: run is {result.status}: {result.message or 'see the report'}; logs in {folder}\n")
+    return Exit.SOFTWARE
+
+
+def summary(report: RunReport) -> str:
+    """A few lines for people."""
+    changes = [g for g in report.generations if g.pause_s is not None]
+    planned = report.pause_s.planned
+    lines = [
+        f"run {report.run}: {report.status}, {report.steps} steps, {len(report.generations)} generations",
+        f"samples: {report.samples.consumed} used, {report.samples.lost} lost, {report.samples.duplicated} repeated",
+        f"final loss {report.final_loss}, state {(report.final_digest or '-')[:16]}",
+    ]
+    if planned.p50 is not None:
+        lines.append(f"planned pauses: p50 {planned.p50:.3f} s, p95 {planned.p95:.3f} s ({len(changes)} changes)")
+    for generation in report.generations:
+        pause = "-" if generation.pause_s is None else f"{generation.pause_s:.3f} s"
+        lines.append(f"  step {generation.first_step}: {generation.reason} (pause {pause})")
+    return "\n".join(lines)
