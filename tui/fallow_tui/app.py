@@ -1,0 +1,93 @@
+"""`fallow top`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from textual.app import App
+
+from fallow.model import Exit
+from fallow.text import clean
+from fallow_tui.demo import DemoSource
+from fallow_tui.screens.operator import OperatorScreen
+from fallow_tui.screens.overview import OverviewScreen
+from fallow_tui.source import HeadSource, Source
+from fallow_tui.view import View
+
+RETRY_S = 2.0
+REDRAW_S = 1.0
+"""Ages on the screen move by themselves."""
+
+
+class TopApp(App[None]):
+    """Follows a source and draws what it says. Clocks come in from outside, so that tests need not wait."""
+
+    TITLE = "fallow top"
+    CSS_PATH = "app.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 (Textual declares no ClassVar)
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        read_only: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.read_only = read_only
+        self.view = View()
+        self._monotonic = monotonic
+        self._wall = wall
+        self._retry_s = retry_s
+        self._drawing = False
+
+    @property
+    def mode(self) -> str:
+        """What is special about this monitor, for the header."""
+        return ", ".join(filter(None, (self.source.name, "read only" if self.read_only else "")))
+
+    async def on_mount(self) -> None:
+        await self.push_screen(OverviewScreen())
+        self.draw()
+        self.set_interval(REDRAW_S, self.draw)
+        self.run_worker(self._follow(), exclusive=True)
+
+    def draw(self) -> None:
+        """Draws the view on the screens that are open."""
+        self._drawing = False
+        for screen in self.screen_stack:
+            if isinstance(screen, OperatorScreen) and screen.is_mounted:
+                screen.show(self.view, self._monotonic())
+
+    def _draw_soon(self) -> None:
+        # A burst of events is drawn once.
+        if not self._drawing:
+            self._drawing = True
+            self.call_next(self.draw)
+
+    async def _follow(self) -> None:
+        """Keeps a subscription for as long as the monitor runs; the last data stays while the head is away."""
+        while True:
+            reason = "the head closed the connection"
+            try:
+                async for item in self.source.subscribe():
+                    self.view.apply(item, self._monotonic())
+                    self._draw_soon()
+            except Exception as error:
+                # Whatever went wrong with the head is for the header, never a traceback over the screen.
+                reason = clean(str(error)) or type(error).__name__
+            self.view.lost(reason, self._wall())
+            self._draw_soon()
+            await asyncio.sleep(self._retry_s)
+
+
+def main(read_only: bool = False, demo: bool = False) -> int:
+    """Runs the monitor until it is quit; the exit code."""
+    app = TopApp(DemoSource() if demo else HeadSource(), read_only=read_only)
+    app.run()
+    return app.return_code or int(Exit.OK)

@@ -1,0 +1,82 @@
+"""Glyphs and colours. Every colour goes with a glyph, so that the screen reads without colours too."""
+
+from __future__ import annotations
+
+from rich.style import Style
+from rich.text import Text
+
+from fallow.model import AllocationKind, NodeOwner, RunStatus, WorkerPhase
+from fallow_tui.view import Cell, Freshness, View
+
+RUN_COLOURS = ("#5fd7af", "#ffaf5f", "#87afff", "#d787ff", "#ffd75f", "#ff87af", "#5fd7ff", "#afd75f")
+_MUTED = "#8a8a8a"
+
+MUTED = Style(color=_MUTED)
+LABEL = Style(bold=True)
+GOOD = Style(color="#5faf5f", bold=True)
+WARN = Style(color="#d7af00", bold=True)
+BAD = Style(color="#ff5f5f", bold=True)
+
+OWNERS: dict[NodeOwner | None, tuple[str, Style]] = {
+    NodeOwner.IDLE: ("·", Style(color="#5faf5f")),
+    NodeOwner.OTHERS: ("▒", Style(color="#767676")),
+    NodeOwner.PLANNED: ("◇", Style(color="#d7af00")),
+    NodeOwner.DOWN: ("×", Style(color="#d75f5f")),
+    NodeOwner.OURS: ("?", Style(color="#ffffff")),
+    None: (" ", Style()),
+}
+
+STATUSES: dict[RunStatus, tuple[str, Style]] = {
+    RunStatus.WAITING: ("…", WARN),
+    RunStatus.TRAINING: ("▶", GOOD),
+    RunStatus.SUSPENDED: ("‖", Style(color="#d787ff", bold=True)),
+    RunStatus.FINISHED: ("✓", Style(color="#5fafff")),
+    RunStatus.FAILED: ("✗", BAD),
+    RunStatus.CANCELLED: ("⊘", MUTED),
+}
+
+PHASES: dict[WorkerPhase, Style] = {
+    WorkerPhase.STARTING: WARN,
+    WorkerPhase.READY: WARN,
+    WorkerPhase.MEMBER: GOOD,
+    WorkerPhase.LEAVING: Style(color="#d787ff", bold=True),
+    WorkerPhase.GONE: MUTED,
+}
+
+EVENTS: dict[str, Style] = {
+    "start": GOOD,
+    "absorb": GOOD,
+    "resume": GOOD,
+    "finish": Style(color="#5fafff", bold=True),
+    "release": Style(color="#d787ff", bold=True),
+    "suspend": Style(color="#d787ff", bold=True),
+    "eject": BAD,
+    "fail": BAD,
+    "refuse": WARN,
+}
+
+FRESHNESS: dict[Freshness, Style] = {Freshness.FRESH: GOOD, Freshness.AGING: WARN, Freshness.STALE: BAD}
+
+
+def run_colour(view: View, run: str) -> str:
+    return RUN_COLOURS[view.index(run) % len(RUN_COLOURS)]
+
+
+def run_badge(view: View, run: str) -> Text:
+    """The run's letter on its colour."""
+    return Text(view.letter(run), Style(color="#000000", bgcolor=run_colour(view, run), bold=True))
+
+
+def glyph(view: View, cell: Cell) -> tuple[str, Style]:
+    """One character: `A` member on a base node, `a` on a harvested one, `+` coming, `-` leaving; else the owner."""
+    if cell.owner is not NodeOwner.OURS or cell.run is None:
+        return OWNERS[cell.owner]
+    colour = run_colour(view, cell.run)
+    letter = view.letter(cell.run)
+    if cell.phase is WorkerPhase.LEAVING:
+        return "-", Style(color=colour, bold=True)
+    if cell.phase is not WorkerPhase.MEMBER:
+        return "+", Style(color=colour, bold=True)
+    if cell.kind is AllocationKind.BASE:
+        return letter, Style(color="#000000", bgcolor=colour, bold=True)
+    return letter.lower(), Style(color=colour, bgcolor="#303030", bold=True)

@@ -1,0 +1,1 @@
+"""The overview, one run, and the dialogs."""

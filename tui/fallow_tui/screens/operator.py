@@ -1,0 +1,147 @@
+"""What an operator can do to a run: one registry for keys, dialogs and requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import work
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from fallow.model import FallowError, RunView
+from fallow.text import clean
+from fallow_tui.screens.dialogs import Confirm, Help
+from fallow_tui.view import View
+
+if TYPE_CHECKING:
+    from fallow_tui.app import TopApp
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One request to the head. `object_` is "run" or "node": what it is done to."""
+
+    method: str
+    key: str
+    label: str
+    object_: str
+    consequence: str
+    countable: str | None = None
+
+
+ACTIONS = {
+    action.method: action
+    for action in (
+        Action(
+            "grow",
+            "g",
+            "Grow",
+            "run",
+            "More idle nodes may be taken, up to the run's most.",
+            countable="node",
+        ),
+        Action(
+            "shrink",
+            "s",
+            "Shrink",
+            "run",
+            "Nodes are handed back at the next step boundary; no work is lost.",
+            countable="node",
+        ),
+        Action("drain", "d", "Drain", "node", "Its workers leave at the next step boundary; no work is lost."),
+        Action(
+            "cancel",
+            "c",
+            "Cancel",
+            "run",
+            "Training ends; all its allocations are handed back. This cannot be undone.",
+        ),
+    )
+}
+
+
+class OperatorScreen(Screen[None]):
+    """A screen with a selected run, and perhaps a selected node of it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(action.key, f"operate('{action.method}')", action.label, id=f"operate.{action.method}")
+            for action in ACTIONS.values()
+        ),
+        Binding("question_mark", "help", "Help", key_display="?", id="help"),
+        Binding("q", "app.quit", "Quit", id="quit"),
+    ]
+
+    @property
+    def top(self) -> TopApp:
+        """The application, by its own type."""
+        from fallow_tui.app import TopApp
+
+        assert isinstance(self.app, TopApp)
+        return self.app
+
+    def show(self, view: View, now: float) -> None:
+        """Draws what is in the view."""
+        raise NotImplementedError
+
+    def selected_run(self) -> RunView | None:
+        """The run that actions are for."""
+        raise NotImplementedError
+
+    def selected_node(self) -> tuple[str, RunView] | None:
+        """The node that `drain` is for, and the run that has it."""
+        raise NotImplementedError
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hides what cannot be done now, which the footer shows as missing keys."""
+        if action != "operate":
+            return True
+        if self.top.read_only:
+            return False
+        if parameters == ("drain",):
+            return self.selected_node() is not None
+        run = self.selected_run()
+        return run is not None and not run.status.ended
+
+    def action_help(self) -> None:
+        """Shows the keys that are valid here."""
+        keys: dict[str, str] = {}
+        for active in self.active_bindings.values():
+            if active.enabled and active.binding.id and active.binding.description:
+                binding = active.binding
+                shown = self.app.get_key_display(binding)
+                keys[binding.description] = f"{keys.get(binding.description, '')} {shown}".strip()
+        self.app.push_screen(Help([(key, description) for description, key in keys.items()]))
+
+    @work
+    async def action_operate(self, method: str) -> None:
+        """Asks back, then asks the head; what it answers is shown."""
+        action = ACTIONS[method]
+        found = self.selected_node() if action.object_ == "node" else None
+        run = found[1] if found is not None else self.selected_run()
+        if run is None or (action.object_ == "node" and found is None):
+            return
+        params: dict[str, str | int] = {"run": run.run}
+        named = f"run {run.name} ({run.run})" if run.name and run.name != run.run else f"run {run.run}"
+        question = f"{action.label} {named}"
+        if found is not None:
+            params["node"] = found[0]
+            question = f"{action.label} node {found[0]} of {named}"
+        number = await self.app.push_screen_wait(
+            Confirm(
+                question if action.countable else question + "?",
+                action.consequence,
+                countable=action.countable,
+            )
+        )
+        if number is None:
+            return
+        if action.countable is not None:
+            params["nodes"] = number
+        try:
+            await self.top.source.call(method, **params)
+        except (FallowError, OSError) as error:
+            self.app.notify(clean(str(error)), title=question, severity="error", markup=False)
+        else:
+            self.app.notify(question, title="The head will do it", markup=False)

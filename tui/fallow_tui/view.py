@@ -1,0 +1,244 @@
+"""What the screens show, reduced from the head's stream. Pure: times come in as arguments, nothing is drawn here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fallow.model import AllocationKind, EventRecord, NodeOwner, NodeView, RunView, Snapshot, WorkerPhase
+from fallow_tui.text import clean_item
+
+KEEP_EVENTS = 2000
+KEEP_S = 2 * 3600.0
+"""How far back the timeline goes."""
+RATE_EVERY_S = 5.0
+KEEP_RATES = 64
+YELLOW_S = 6.0
+RED_S = 20.0
+
+CHANGES = frozenset({"start", "absorb", "release", "eject", "mixed", "suspend", "resume", "finish", "fail"})
+"""Kinds of events that say why the membership changed."""
+
+
+class Freshness(StrEnum):
+    """How much the data may be trusted by its age."""
+
+    FRESH = "fresh"
+    AGING = "aging"
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one node (or, without Slurm, one worker) is at one moment."""
+
+    owner: NodeOwner | None
+    "None: no data"
+    run: str | None = None
+    kind: AllocationKind | None = None
+    phase: WorkerPhase | None = None
+    "None: held, but no worker there yet"
+
+
+NO_DATA = Cell(None)
+
+
+@dataclass(slots=True)
+class View:
+    """State of the monitor. `apply` takes what the head sends, `lost` the end of the connection."""
+
+    snapshot: Snapshot | None = None
+    received: float = 0.0
+    "monotonic time of the last snapshot"
+    away_since: float | None = None
+    "Unix time since which the head cannot be reached"
+    away_reason: str = ""
+    events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=KEEP_EVENTS))
+    cells: dict[str, Cell] = field(default_factory=dict)
+    history: dict[str, list[tuple[float, Cell]]] = field(default_factory=dict)
+    "per row: what it became, and when (Unix time of the head), oldest first"
+    ours: set[str] = field(default_factory=set)
+    "rows that were ours at some time"
+    rates: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
+    _letters: dict[str, str] = field(default_factory=dict)
+    _last_seq: int = -1
+
+    def apply(self, item: Snapshot | EventRecord, now: float) -> None:
+        """Takes one item of the stream; `now` is monotonic."""
+        if isinstance(item, EventRecord):
+            self._add_event(clean_item(item))
+        else:
+            self._add_snapshot(clean_item(item), now)
+
+    def lost(self, reason: str, at: float) -> None:
+        """The head cannot be reached since `at` (Unix time; the first call of an outage counts)."""
+        if self.away_since is None:
+            self.away_since = at
+            if self.snapshot is not None:
+                for row in self.cells:
+                    self._note(row, self.snapshot.at, NO_DATA)
+        self.away_reason = reason
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def age(self, now: float) -> float | None:
+        """Seconds since the last snapshot."""
+        return None if self.snapshot is None else max(0.0, now - self.received)
+
+    def freshness(self, now: float) -> Freshness:
+        age = self.age(now)
+        if age is None or age >= RED_S:
+            return Freshness.STALE
+        return Freshness.AGING if age >= YELLOW_S or self.away_since is not None else Freshness.FRESH
+
+    def poll_age(self, now: float) -> float | None:
+        """Seconds since Slurm last answered the head."""
+        if self.snapshot is None or self.snapshot.head.poll_age_s is None:
+            return None
+        return self.snapshot.head.poll_age_s + max(0.0, now - self.received)
+
+    def run(self, run: str) -> RunView | None:
+        runs = self.snapshot.runs if self.snapshot is not None else []
+        return next((view for view in runs if view.run == run), None)
+
+    def node(self, node: str) -> NodeView | None:
+        nodes = self.snapshot.nodes if self.snapshot is not None else []
+        return next((view for view in nodes if view.node == node), None)
+
+    def letter(self, run: str) -> str:
+        """The run's letter, A to Z by first appearance."""
+        return self._letters.setdefault(run, chr(ord("A") + len(self._letters) % 26))
+
+    def index(self, run: str) -> int:
+        """The run's number by first appearance; colours go by it."""
+        self.letter(run)
+        return list(self._letters).index(run)
+
+    def next_release(self, run: RunView, now: float) -> float | None:
+        """Seconds until the first node of the run goes away."""
+        ends = [member.ends_in_s for member in run.members if member.ends_in_s is not None]
+        ends += [allocation.ends_in_s for allocation in run.allocations if allocation.ends_in_s is not None]
+        return max(0.0, min(ends) - (now - self.received)) if ends else None
+
+    def rate_history(self, run: str) -> list[float]:
+        return [rate for _, rate in self.rates.get(run, ())]
+
+    def changes(self, limit: int) -> list[EventRecord]:
+        """The newest membership changes, newest first."""
+        found: list[EventRecord] = []
+        for event in reversed(self.events):
+            if len(found) == limit:
+                break
+            if event.kind in CHANGES:
+                found.append(event)
+        return found
+
+    def timeline(self, columns: int, column_s: float) -> dict[str, list[Cell]]:
+        """Rows that were ours at some time shown, those that changed first, as `columns` cells; the last one has the newest snapshot."""
+        if self.snapshot is None:
+            return {}
+        # Columns start at multiples of their length, so that the picture moves by whole columns.
+        last = self.snapshot.at // column_s * column_s
+        ends = [last + column_s * (2 - columns + number) for number in range(columns)]
+        rows: dict[str, list[Cell]] = {}
+        for row in sorted(self.ours):
+            cells = list(_sample(self.history[row], ends))
+            if any(cell.owner is NodeOwner.OURS for cell in cells):
+                rows[row] = cells
+        # Where little fits, what changed says more than what stayed.
+        return dict(sorted(rows.items(), key=lambda item: len(set(item[1])) == 1))
+
+    # -- reduction ----------------------------------------------------------------------------------------------
+
+    def _add_event(self, event: EventRecord) -> None:
+        # A new subscription may repeat what we have.
+        if event.seq > self._last_seq:
+            self._last_seq = event.seq
+            self.events.append(event)
+
+    def _add_snapshot(self, snapshot: Snapshot, now: float) -> None:
+        if self.away_since is not None:
+            self.away_since, self.away_reason = None, ""
+            if snapshot.last_event < self._last_seq:
+                # Numbers never go back over the life of a state folder: this is another one.
+                self.events.clear()
+                self._last_seq = -1
+        self.snapshot, self.received = snapshot, now
+        cells = _cells(snapshot)
+        for row in self.cells.keys() - cells.keys():
+            self._note(row, snapshot.at, NO_DATA)
+        for row, cell in cells.items():
+            self._note(row, snapshot.at, cell)
+        self.cells = cells
+        for run in snapshot.runs:
+            self.letter(run.run)
+            self._add_rate(run, snapshot.at)
+
+    def _note(self, row: str, at: float, cell: Cell) -> None:
+        marks = self.history.setdefault(row, [])
+        if marks and marks[-1][1] == cell:
+            return
+        marks.append((at, cell))
+        if cell.owner is NodeOwner.OURS:
+            self.ours.add(row)
+        # The newest mark before the horizon still says what the row was at the horizon.
+        while len(marks) > 1 and marks[1][0] < at - KEEP_S:
+            del marks[0]
+
+    def _add_rate(self, run: RunView, at: float) -> None:
+        rates = self.rates.setdefault(run.run, deque(maxlen=KEEP_RATES))
+        rate = 0.0 if run.status.ended else run.samples_per_s
+        if rates and at - rates[-1][0] < RATE_EVERY_S:
+            rates[-1] = (rates[-1][0], rate)
+        else:
+            rates.append((at, rate))
+
+
+def _sample(marks: list[tuple[float, Cell]], ends: list[float]) -> Iterator[Cell]:
+    """What the row was at the end of each column."""
+    position, current = 0, NO_DATA
+    for end in ends:
+        while position < len(marks) and marks[position][0] < end:
+            current = marks[position][1]
+            position += 1
+        yield current
+
+
+def _cells(snapshot: Snapshot) -> dict[str, Cell]:
+    """One cell per node; workers stand for themselves where no Slurm names their nodes."""
+    kinds: dict[str, tuple[str, AllocationKind]] = {}
+    phases: dict[str, WorkerPhase] = {}
+    known = {node.node for node in snapshot.nodes}
+    cells: dict[str, Cell] = {}
+    for run in snapshot.runs:
+        for allocation in run.allocations:
+            for name in allocation.nodes:
+                kinds[name] = (run.run, allocation.kind)
+        for member in run.members:
+            if member.phase is WorkerPhase.GONE:
+                continue
+            kinds[member.node] = (run.run, member.allocation)
+            # Of several workers on a node the one that is furthest into the membership speaks for it.
+            if _RANK[member.phase] >= _RANK[phases.get(member.node)]:
+                phases[member.node] = member.phase
+            if member.node not in known:
+                cells[member.worker] = Cell(NodeOwner.OURS, run.run, member.allocation, member.phase)
+    for node in snapshot.nodes:
+        if node.owner is not NodeOwner.OURS:
+            cells[node.node] = Cell(node.owner)
+            continue
+        owner, kind = kinds.get(node.node, (node.run, None))
+        cells[node.node] = Cell(NodeOwner.OURS, node.run or owner, kind, phases.get(node.node))
+    return cells
+
+
+_RANK: dict[WorkerPhase | None, int] = {
+    None: -1,
+    WorkerPhase.GONE: 0,
+    WorkerPhase.STARTING: 1,
+    WorkerPhase.READY: 2,
+    WorkerPhase.LEAVING: 3,
+    WorkerPhase.MEMBER: 4,
+}

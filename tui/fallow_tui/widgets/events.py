@@ -1,0 +1,103 @@
+"""The event log, with a filter."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.widgets import Input, RichLog
+
+from fallow.model import EventRecord
+from fallow_tui.palette import EVENTS, MUTED, run_badge
+from fallow_tui.text import clock, fit
+from fallow_tui.view import KEEP_EVENTS, View
+
+
+class _Lines(RichLog):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down", "Down", show=False, id="events.down"),
+        Binding("k", "scroll_up", "Up", show=False, id="events.up"),
+    ]
+
+
+class EventLog(Vertical):
+    """Events, newest last. `/` filters by any words in the time, the run, the kind or the text."""
+
+    def __init__(self, *, id: str | None = None, run: str | None = None, title: str = "Events") -> None:
+        super().__init__(id=id)
+        self.border_title = title
+        self._run = run
+        self._view = View()
+        self._shown = -1
+        "sequence number of the last event looked at"
+
+    def compose(self) -> ComposeResult:
+        yield _Lines(wrap=False, markup=False, max_lines=KEEP_EVENTS)
+        yield Input(placeholder="words to look for; enter keeps them, escape clears", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one(Input).display = False
+
+    def show(self, view: View) -> None:
+        """Adds what is new in the view."""
+        self._view = view
+        if view.events and view.events[-1].seq < self._shown:
+            # The numbers went back: another state folder, so what is on the screen is of another story.
+            self._rewrite()
+        for event in view.events:
+            if event.seq > self._shown:
+                self._shown = event.seq
+                self._write(event)
+
+    def focus_lines(self) -> None:
+        self.query_one(_Lines).focus()
+
+    def start_filter(self) -> None:
+        """Opens the filter."""
+        box = self.query_one(Input)
+        box.display = True
+        box.focus()
+
+    def clear_filter(self) -> bool:
+        """Closes the filter; False when there was none."""
+        box = self.query_one(Input)
+        if not box.display:
+            return False
+        box.value = ""
+        box.display = False
+        self.focus_lines()
+        return True
+
+    @on(Input.Changed)
+    def _filter_changed(self) -> None:
+        self._rewrite()
+
+    @on(Input.Submitted)
+    def _filter_kept(self) -> None:
+        self.query_one(Input).display = bool(self.query_one(Input).value)
+        self.focus_lines()
+
+    def _rewrite(self) -> None:
+        self.query_one(_Lines).clear()
+        self._shown = -1
+        self.show(self._view)
+
+    def _write(self, event: EventRecord) -> None:
+        if self._run is not None and event.run != self._run:
+            return
+        line = Text(clock(event.at) + " ", MUTED, end="")
+        if event.run is None:
+            line.append("  ")
+        else:
+            line.append_text(run_badge(self._view, event.run)).append(" ")
+        line.append(fit(event.kind, 9), EVENTS.get(event.kind, ""))
+        line.append(event.text)
+        if event.run is not None and self._run is None:
+            line.append(f"  {event.run}", MUTED)
+        words = self.query_one(Input).value.casefold().split()
+        if all(word in line.plain.casefold() for word in words):
+            self.query_one(_Lines).write(line)
