@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from fallow.core.sbatch_line import Component, Given, parse_nodes
+from fallow.core.sbatch_line import Component, Given, parse_nodes, split
 from fallow.core.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
@@ -53,11 +53,6 @@ def captured_environment(environ: Mapping[str, str], export: str | None = None) 
 def _assigned(words: Sequence[str]) -> dict[str, str]:
     pairs = (word.partition("=") for word in words)
     return {name: value for name, equals, value in pairs if equals}
-
-
-def has_token(comment: str, token: str) -> bool:
-    """Whether a job's comment says that it is the allocation of `token`."""
-    return token in comment.split()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -156,14 +151,33 @@ def harvest_options(
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def base_options(
+FIRST_ONLY = frozenset(
+    ["begin", "dependency", "hold", "parsable", "quiet", "test-only", "verbose", "wait", "wrap", "kill-on-invalid-dep"]
+)
+"""Options that meant the moment of the first submission."""
+
+
+def base_options(options: Sequence[str], *, token: str, exported: Mapping[str, str]) -> list[str]:
+    """sbatch options for submitting a base job again, from `RunSpec.sbatch_options`."""
+    _check_id(token, "token")
+    words: list[str] = []
+    for index, component in enumerate(split(options).components):
+        in_force = {given.name: given for given in component}
+        words.extend([":"] if index else [])
+        words.extend(given.canonical for given in component if given.name not in FIRST_ONLY and not _replaced(given))
+        words.extend(_joining(in_force, token, exported))
+    return words
+
+
+def first_options(
     command: Sequence[Component],
     in_force: Sequence[Mapping[str, Given]],
+    nodes: str,
+    *,
     token: str,
-    variables: Mapping[str, str],
-    nodes: str = "",
+    exported: Mapping[str, str],
 ) -> list[str]:
-    """sbatch's words before the script: the user's own, then what makes the job findable and joins it to its run.
+    """sbatch options for the first submission: the user's own, then what makes the job part of its run.
 
     `in_force` says what holds after script and environment are read too (`sbatch_line.in_force`); `nodes` is the
     size to ask for where the user gave none. Ours come last in every component, so they hold.
@@ -174,20 +188,28 @@ def base_options(
         options = in_force[min(index, len(in_force) - 1)]
         words.extend([":"] if index else [])
         for given in component:
-            if given.option.reach is Reach.OWN or given.name in ("comment", "export", "parsable", "quiet"):
-                continue
             if given.name == "nodes":
-                given = Given("nodes", parse_nodes(given.value or "").base)
-            words.append(given.canonical)
+                words.append(Given("nodes", parse_nodes(given.value or "").base).canonical)
+            elif not _replaced(given) and given.name not in ("parsable", "quiet"):
+                words.append(given.canonical)
         if nodes and "nodes" not in options:
             words.append(f"--nodes={nodes}")
-        comment = options.get("comment")
-        words.append(f"--comment={comment.value} {token}" if comment and comment.value else f"--comment={token}")
-        if "requeue" not in options and "no-requeue" not in options:
-            # A run outlives its base job; a restarted one would only train the same run from a worse place.
-            words.append("--no-requeue")
-        if (export := _export(options, variables)) is not None:
-            words.append(f"--export={export}")
+        words.extend(_joining(options, token, exported))
+    return words
+
+
+def _replaced(given: Given) -> bool:
+    return given.option.reach is Reach.OWN or given.name in ("comment", "export")
+
+
+def _joining(options: Mapping[str, Given], token: str, exported: Mapping[str, str]) -> list[str]:
+    comment = options.get("comment")
+    words = [f"--comment={comment.value} {token}" if comment and comment.value else f"--comment={token}"]
+    if "requeue" not in options and "no-requeue" not in options:
+        # A run outlives its base job; a restarted one would only train the same run from a worse place.
+        words.append("--no-requeue")
+    if (export := _export(options, exported)) is not None:
+        words.append(f"--export={export}")
     return words
 
 

@@ -31,9 +31,13 @@ class Submission(msgspec.Struct, frozen=True):
     "size of the base job where the user gave none; empty: sbatch's default"
     warnings: tuple[str, ...]
 
-    def base_options(self, token: str, variables: Mapping[str, str]) -> list[str]:
+    def options(self, token: str, exported: Mapping[str, str]) -> list[str]:
         """sbatch's words before the script."""
-        return sbatch.base_options(self.line.components, self.in_force, token, variables, self.nodes)
+        return sbatch.first_options(self.line.components, self.in_force, self.nodes, token=token, exported=exported)
+
+    def asked(self, name: str) -> Given | None:
+        """An option of the whole job, wherever it was given."""
+        return next((options[name] for options in self.in_force if name in options), None)
 
     @property
     def harvest_script(self) -> str:
@@ -48,6 +52,7 @@ def plan(
     cwd: str,
     umask: int,
     now: float,
+    min_minutes: int = 2,
 ) -> Submission:
     """Checks everything that can be checked without Slurm or a head; raises FallowError for what is wrong."""
     options = in_force(line.components, script.components, from_environment(environ))
@@ -65,6 +70,7 @@ def plan(
     sized = any("nodes" in component for component in options)
     # In a heterogeneous job every component has its own size; #FALLOW nodes then only bounds the run.
     nodes = "" if sized or fallow.nodes is None or len(options) > 1 else str(low)
+    words = canonical(options) + ([f"--nodes={nodes}"] if nodes else [])
     base = parse_nodes(leader["nodes"].value or "").minimum if "nodes" in leader else low
     export = leader.get("export")
     spec = RunSpec(
@@ -76,20 +82,17 @@ def plan(
         harvest_partitions=list(fallow.partitions or ()),
         script=script.text,
         args=list(line.args),
-        sbatch_options=canonical(options),
+        sbatch_options=words,
         harvest_options=sbatch.reaching_harvest(leader, base),
         environment=sbatch.captured_environment(environ, export.value if export else None),
         cwd=_chdir(leader, cwd),
         umask=umask,
         budget_node_hours=fallow.budget_node_hours,
-        min_harvest_minutes=fallow.min_minutes or _DEFAULT_MIN_MINUTES,
+        min_harvest_minutes=fallow.min_minutes or min_minutes,
         seed=fallow.seed or 0,
         created_at=now,
     )
     return Submission(spec, line, options, nodes, (*script.warnings, *_advice(spec, options, script)))
-
-
-_DEFAULT_MIN_MINUTES = 2
 
 
 def _advice(spec: RunSpec, options: Sequence[Mapping[str, Given]], script: BatchScript) -> list[str]:

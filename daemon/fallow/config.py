@@ -1,0 +1,172 @@
+"""The configuration: /etc/fallow/config.toml, then the user's file, then `FALLOW_<SECTION>__<KEY>`.
+
+The user's file is `$FALLOW_CONFIG`, else `$XDG_CONFIG_HOME/fallow/config.toml`. What is not known is refused by name:
+a misspelt key would otherwise do nothing, silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fallow.model import Exit, FallowError
+
+SYSTEM_FILE = Path("/etc/fallow/config.toml")
+
+Seconds = Annotated[float, Meta(gt=0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Slurm(_Section, frozen=True):
+    poll_interval_s: Seconds = 30.0
+    client: Literal["auto", "cli", "none"] = "auto"
+    "none: no Slurm at all, as under `fallow local`"
+
+
+class Harvest(_Section, frozen=True):
+    partitions: list[str] = msgspec.field(default_factory=list)
+    "empty: every partition that is up and preempts its jobs for others"
+    max_pending: Annotated[int, Meta(ge=1)] = 4
+    max_nodes: Annotated[int, Meta(ge=0)] | None = None
+    "over all runs; None: no limit"
+    max_minutes: Annotated[int, Meta(ge=1)] = 120
+    min_minutes: Annotated[int, Meta(ge=1)] = 2
+    nice: Annotated[int, Meta(ge=0, le=2147483645)] = 100_000
+    allow_without_preemption: bool = False
+
+
+class HeadSection(_Section, frozen=True):
+    address: str | None = None
+    "IP address or interface address to listen on; None: the one that leads to the cluster"
+    port: Port | None = None
+    redis_url: str | None = None
+    "None: a private server"
+    prometheus_port: Port | None = None
+
+
+class Membership(_Section, frozen=True):
+    beat_s: Seconds = 0.5
+    lease_s: Seconds = 30.0
+    prepare_timeout_s: Seconds = 30.0
+    start_timeout_s: Seconds = 600.0
+    head_patience_s: Seconds = 600.0
+    release_margin_s: Annotated[float, Meta(ge=0)] = 20.0
+
+
+class Config(_Section, frozen=True):
+    slurm: Slurm = Slurm()
+    harvest: Harvest = Harvest()
+    head: HeadSection = HeadSection()
+    membership: Membership = Membership()
+
+
+SECTIONS: dict[str, type[_Section]] = {
+    "slurm": Slurm,
+    "harvest": Harvest,
+    "head": HeadSection,
+    "membership": Membership,
+}
+
+
+def user_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the user's configuration is, whether or not it exists."""
+    if named := environ.get("FALLOW_CONFIG"):
+        return Path(named)
+    base = environ.get("XDG_CONFIG_HOME")
+    home = Path(environ.get("HOME") or "~").expanduser()
+    return (Path(base) if base else home / ".config") / "fallow" / "config.toml"
+
+
+def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYSTEM_FILE) -> Config:
+    """Reads all sources. Raises FallowError (CONFIG) naming file, key and the nearest known key."""
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    named = "FALLOW_CONFIG" in environ
+    for path, needed in ((system_file, False), (user_file(environ), named)):
+        for section, values in _read(path, needed).items():
+            merged[section] |= values
+    for section, values in _from_environment(environ).items():
+        merged[section] |= values
+    # Every source was checked by itself, so nothing can be wrong with the sum but what spans two sections.
+    config = msgspec.convert(merged, Config)
+    if config.membership.lease_s < 3 * config.membership.beat_s:
+        raise FallowError(
+            f"[membership] lease_s={config.membership.lease_s:g} is less than three beats "
+            f"(beat_s={config.membership.beat_s:g}); healthy workers would be ejected",
+            Exit.CONFIG,
+        )
+    return config
+
+
+def _read(path: Path, needed: bool) -> dict[str, dict[str, Any]]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if needed:
+            raise FallowError(f"{path}: no such file (FALLOW_CONFIG names it)", Exit.CONFIG) from None
+        return {}
+    except NotADirectoryError:
+        return {}
+    except OSError as error:
+        raise FallowError(f"{path}: cannot be read ({error.strerror})", Exit.CONFIG) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FallowError(f"{path}: not valid TOML ({error})", Exit.CONFIG) from error
+    for section, values in data.items():
+        if section not in SECTIONS:
+            raise _unknown(str(path), f"[{section}]", section, SECTIONS)
+        if not isinstance(values, dict):
+            raise FallowError(f"{path}: {section} must be a section, written [{section}]", Exit.CONFIG)
+        _check(str(path), section, values, strict=True)
+    return data
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """`FALLOW_HARVEST__NICE=0`; lists with commas, an empty value for none."""
+    found: dict[str, dict[str, Any]] = {}
+    for variable, text in environ.items():
+        if not variable.startswith("FALLOW_") or "__" not in variable:
+            continue
+        section, _, key = variable.removeprefix("FALLOW_").lower().partition("__")
+        if section not in SECTIONS:
+            raise _unknown(variable, f"section {section}", section, SECTIONS)
+        value: Any = text
+        if section == "harvest" and key == "partitions":
+            value = [name.strip() for name in text.split(",") if name.strip()]
+        elif not text:
+            value = None
+        found.setdefault(section, {})[key] = _check(variable, section, {key: value}, strict=False)[key]
+    return found
+
+
+def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """Checked values of one section, converted from text where not `strict`."""
+    known = SECTIONS[section].__struct_fields__
+    for key in values:
+        if key not in known:
+            raise _unknown(origin, f"[{section}] {key}", key, known)
+    try:
+        checked = msgspec.convert(values, SECTIONS[section], strict=strict)
+    except msgspec.ValidationError as error:
+        text = str(error).replace(" - at `$.", " at `").replace("`$.", "`")
+        raise FallowError(f"{origin}: [{section}] {_lower(text)}", Exit.CONFIG) from error
+    return {key: getattr(checked, key) for key in values}
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _unknown(origin: str, shown: str, name: str, known: Any) -> FallowError:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return FallowError(f"{origin}: {shown} is not known; {advice}", Exit.CONFIG)
