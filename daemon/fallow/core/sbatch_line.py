@@ -19,7 +19,208 @@ class Given(msgspec.Struct, frozen=True):
     value: str | None = None
 
     @property
-    def canonical(components: Sequence[Mapping[str, Given]]) -> list[str]:
+    def canonical(self) -> str:
+        """`--long` or `--long=value`: one word, whatever the value is."""
+        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
+
+    @property
+    def option(self) -> Option:
+        """Its row in the table; an option that is not there is a site plugin's (see `_find`)."""
+        return BY_LONG.get(self.name) or _plugin(self.name)
+
+
+Component = tuple[Given, ...]
+"""The options of one job, or of one component of a heterogeneous job."""
+
+
+class CommandLine(msgspec.Struct, frozen=True):
+    components: tuple[Component, ...]
+    script: str | None
+    args: tuple[str, ...]
+
+    def last(self, name: str) -> Given | None:
+        """The last time that an option was given, in whatever component."""
+        return next(
+            (given for part in reversed(self.components) for given in reversed(part) if given.name == name), None
+        )
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How many nodes: what the base job asks for, and between what the run may move."""
+
+    base: str
+    "for sbatch's --nodes; empty: not given"
+    minimum: int
+    maximum: int
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Splitting
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def split(argv: Sequence[str]) -> CommandLine:
+    """`(options, script, args)` as sbatch has them: the first word that is no option is the script.
+
+    `:` separates the components of a heterogeneous job; sbatch drops it wherever it stands, and so do we.
+    """
+    components: list[Component] = []
+    current: list[Given] = []
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == ":":
+            components.append(tuple(current))
+            current = []
+            position += 1
+            continue
+        if word == "--":
+            position += 1
+            break
+        if not word.startswith("-") or word == "-":
+            break
+        following = argv[position + 1] if position + 1 < len(argv) else None
+        given, used = _long(word, following) if word.startswith("--") else _cluster(word, following)
+        current.extend(given)
+        position += used
+    components.append(tuple(current))
+    rest = [word for word in argv[position:] if word != ":"]
+    return CommandLine(tuple(components), rest[0] if rest else None, tuple(rest[1:]))
+
+
+def parse_options(words: Sequence[str], where: str) -> Component:
+    """Options alone, e.g. of a `#SBATCH` line; a word that is none is refused as sbatch does."""
+    try:
+        line = split(words)
+    except FallowError as error:
+        raise FallowError(f"{where}: {error.message}", error.code) from error
+    if line.script is not None:
+        raise FallowError(f"{where}: {line.script!r} is no sbatch option", Exit.DATA)
+    for given in line.components[0]:
+        if given.option.reach is Reach.OWN:
+            raise FallowError(f"{where}: sbatch does not know --{given.name}; write a #FALLOW line", Exit.DATA)
+    return line.components[0]
+
+
+def _long(word: str, following: str | None) -> tuple[list[Given], int]:
+    name, equals, value = word[2:].partition("=")
+    option = _find(name, bool(equals))
+    if option.value is Value.NONE:
+        if equals:
+            raise _usage(f"--{option.long} takes no value, {word!r} gives one")
+        return [Given(_canonical(option))], 1
+    if equals:
+        return [Given(_canonical(option), value)], 1
+    if option.value is Value.OPTIONAL:
+        return [Given(_canonical(option))], 1
+    return [Given(_canonical(option), _needed(option, f"--{option.long}", following))], 2
+
+
+def _cluster(word: str, following: str | None) -> tuple[list[Given], int]:
+    """`-N2`, `-N 2`, `-Hvv`, `-HN2`: letters up to the first one that takes a value; the rest is the value."""
+    given: list[Given] = []
+    letters = word[1:]
+    for place, letter in enumerate(letters):
+        option = BY_SHORT.get(letter)
+        if option is None:
+            raise _usage(f"sbatch has no option -{letter} (in {word!r})")
+        rest = letters[place + 1 :]
+        if option.value is Value.NONE:
+            given.append(Given(_canonical(option)))
+        elif rest or option.value is Value.OPTIONAL:
+            return [*given, Given(_canonical(option), rest or None)], 1
+        else:
+            return [*given, Given(_canonical(option), _needed(option, f"-{letter}", following))], 2
+    return given, 1
+
+
+def _needed(option: Option, shown: str, following: str | None) -> str:
+    if following is None or following == ":":
+        raise _usage(f"{shown} needs a value, e.g. --{option.long}=…")
+    return following
+
+
+def _canonical(option: Option) -> str:
+    return ALIASES.get(option.long, option.long)
+
+
+def _find(name: str, with_value: bool) -> Option:
+    """By its name or an unambiguous beginning of it, as getopt_long allows.
+
+    Sites add options with plugins (SPANK). Only in the form `--name=value` is it certain where the value ends,
+    so that is the form in which they are let through.
+    """
+    if name in BY_LONG:
+        return BY_LONG[name]
+    begins = [option for option in OPTIONS if name and option.long.startswith(name)]
+    if len({_canonical(option) for option in begins}) == 1:
+        return begins[0]
+    if begins:
+        choices = ", ".join(f"--{option.long}" for option in begins)
+        raise _usage(f"--{name} could be any of {choices}; write it out")
+    near = difflib.get_close_matches(name, BY_LONG, n=1, cutoff=0.75)
+    if with_value and not near and _PLUGIN.fullmatch(name):
+        return _plugin(name)
+    advice = f"did you mean --{near[0]}?" if near else "write a site plugin's option as --name=value"
+    raise _usage(f"sbatch has no option --{name[:64]}; {advice}")
+
+
+_PLUGIN = re.compile(r"[a-z][a-z0-9_-]{1,63}")
+
+
+def _plugin(name: str) -> Option:
+    return Option(name, "", Value.REQUIRED, Reach.KEPT, sticky=False, variable="")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is in force
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def from_environment(environ: Mapping[str, str]) -> Component:
+    """The options that sbatch takes from its environment (`SBATCH_ACCOUNT` and so on)."""
+    found: list[Given] = []
+    for option in OPTIONS:
+        value = environ.get(f"SBATCH_{option.variable}") if option.variable else None
+        if value or (value is not None and option.value is not Value.REQUIRED):
+            found.append(Given(_canonical(option), None if option.value is Value.NONE else value or None))
+    return tuple(found)
+
+
+def in_force(
+    command: Sequence[Component], header: Sequence[Component], environment: Component = ()
+) -> tuple[dict[str, Given], ...]:
+    """Per component, the options that hold: command line over environment over script, later over earlier.
+
+    As in sbatch, the last component on the command line also serves further components of the script, and
+    options about the job as a whole stay in force for later components.
+    """
+    result: list[dict[str, Given]] = []
+    sticky: dict[str, Given] = {}
+    for index in range(max(len(command), len(header))):
+        options = dict(sticky)
+        layers: Iterable[Component] = (
+            header[index] if index < len(header) else (),
+            environment,
+            command[min(index, len(command) - 1)],
+        )
+        for layer in layers:
+            for given in layer:
+                options[given.name] = given
+                _exclusive(options, given.name)
+        sticky = {name: given for name, given in options.items() if given.option.sticky}
+        result.append(options)
+    return tuple(result)
+
+
+def _exclusive(options: dict[str, Given], name: str) -> None:
+    # The later one of such a pair wins in sbatch; both together would be a contradiction in a new submission.
+    for pair in (("requeue", "no-requeue"), ("exclusive", "oversubscribe")):
+        if name in pair:
+            options.pop(pair[1 - pair.index(name)], None)
+
+
+def canonical(components: Sequence[Mapping[str, Given]]) -> list[str]:
     """One flat list as sbatch takes it; components are separated by `:`, `--nodes=MIN:MAX` has become MIN."""
     words: list[str] = []
     for index, options in enumerate(components):
