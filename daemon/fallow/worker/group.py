@@ -1,0 +1,203 @@
+"""One generation's process group, and collectives that an interrupt can end.
+
+gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives here are always
+asynchronous; `wait` ends when the works' futures have completed or when `interrupt` was called, whichever is first.
+A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
+
+from fallow.model import Exit, FallowError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
+
+
+class Interrupted(Exception):
+    """A pending collective was given up. Never reaches the user's code."""
+
+
+class Group:
+    """Ranks 0..size-1 of one generation. `pg` is None for a world of one: every collective is then the identity.
+
+    Thread-safe: collectives may be issued from autograd's threads, `interrupt` comes from the communication thread.
+    """
+
+    def __init__(self, generation: int, rank: int, size: int, pg: Any | None) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.size = size
+        self._pg = pg
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._broken: str | None = None
+        self._kept: list[Any] = []
+
+    @property
+    def broken(self) -> str | None:
+        """Why the group cannot be used any more; None: it stands."""
+        return self._broken
+
+    @property
+    def abandoned(self) -> bool:
+        """True if collectives were left behind: native threads may still hold on to them."""
+        return self._broken is not None and self._pg is not None
+
+    def interrupt(self, reason: str) -> None:
+        """End every pending and future collective of this group with `Interrupted`."""
+        with self._changed:
+            if self._broken is None:
+                self._broken = reason
+            self._changed.notify_all()
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Launch a sum over the ranks, in place; complete after `wait`."""
+        if self._pg is not None:
+            self._launch(lambda pg: pg.allreduce([tensor]), tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Launch a copy of `root`'s values to all, in place; complete after `wait`."""
+        if self._pg is None:
+            return
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self._launch(lambda pg: pg.broadcast([tensor], options), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Launch a gather to all; the returned tensors, by rank, are complete after `wait`."""
+        if self._pg is None:
+            return [tensor.clone()]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._launch(lambda pg: pg.allgather([gathered], [tensor]), (tensor, gathered))
+        return gathered
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until everything launched is complete.
+
+        Raises:
+            Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
+        """
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._pending == 0 or self._broken is not None, timeout_s)
+            if not done:
+                self._broken = f"no answer from a peer within {timeout_s:g} s"
+            if self._broken is not None:
+                raise Interrupted(self._broken)
+            self._kept.clear()
+
+    def _launch(self, issue: Any, tensors: Any) -> None:
+        with self._changed:
+            if self._broken is not None:
+                raise Interrupted(self._broken)
+            self._pending += 1
+        try:
+            work = issue(self._pg)
+            future = work.get_future()
+        except RuntimeError as error:
+            self.interrupt(_reason(error))
+            raise Interrupted(self._broken) from None
+        with self._changed:
+            self._kept.append((work, tensors))
+        # Runs on gloo's thread, or here if the work is complete already; in both cases exactly once.
+        future.add_done_callback(self._completed)
+
+    def _completed(self, future: Any) -> None:
+        error: str | None = None
+        try:
+            future.value()
+        except RuntimeError as caught:
+            error = _reason(caught)
+        with self._changed:
+            self._pending -= 1
+            if error is not None and self._broken is None:
+                self._broken = error
+            self._changed.notify_all()
+
+    def destroy(self) -> None:
+        """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: call it on a `Reaper`."""
+        if self._pg is not None:
+            self._pg.shutdown()
+        self._pg = None
+        self._kept.clear()
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def build_group(
+    generation: int, rank: int, size: int, store: Store | None, address: str, timeout_s: float
+) -> Group:
+    """Build a group over gloo and open its connections.
+
+    Args:
+        generation: number of the generation, for the record only; `store` must be private to it.
+        rank: this process's place, 0-based.
+        size: members; 1 builds no native group at all.
+        store: rendezvous; may be None for a size of 1.
+        address: the only local address to listen on.
+        timeout_s: seconds until the attempt fails.
+
+    Raises:
+        FallowError: the group could not be built; the text says why.
+    """
+    if size == 1:
+        return Group(generation, 0, 1, None)
+    started = time.monotonic()
+    options: Any = getattr(ProcessGroupGloo, "_Options")()
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        assert store is not None
+        pg = ProcessGroupGloo(store, rank, size, options)
+        group = Group(generation, rank, size, pg)
+        _open_connections(group, timeout_s - (time.monotonic() - started))
+        pg._set_default_timeout(COLLECTIVE_TIMEOUT)
+    except (RuntimeError, Interrupted) as error:
+        raise FallowError(
+            f"process group of generation {generation} (rank {rank} of {size}) on {address}: {_reason(error)}; "
+            "check that the nodes reach each other on that address",
+            Exit.TEMPFAIL,
+        ) from None
+    return group
+
+
+def _open_connections(group: Group, timeout_s: float) -> None:
+    # gloo connects pairs on first use and asks the store for addresses then. Everything that training will use is
+    # used once here, because the head, which is the store, may be away later.
+    probe = torch.zeros(1)
+    group.all_reduce(probe)
+    for root in range(group.size):
+        group.broadcast(torch.zeros(1), root)
+    group.all_gather(probe.clone())
+    group.wait(timeout_s)
+
+
+class Reaper:
+    """Destroys groups on threads of their own, since that can block for as long as a peer is stopped."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Give up the groups; returns at once."""
+        for group in groups:
+            thread = threading.Thread(target=group.destroy, name=f"reaper-{group.generation}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+
+    @property
+    def busy(self) -> bool:
+        """True while a group is still being destroyed: an ordinary interpreter exit could hang on it."""
+        return any(thread.is_alive() for thread in self._threads)

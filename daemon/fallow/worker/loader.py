@@ -1,0 +1,251 @@
+"""The elastic loader: any shard of any step of any epoch, fetched as the user's DataLoader would.
+
+Which samples a shard holds is a function of (seed, epoch) and the fixed layout. What the membership changes is only
+which shards this process asks for. With `num_workers` the batches are prefetched along the current plan; after a change
+of plan those that are still wanted are used and the others thrown away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from fallow.core.shards import Layout, make_layout, mix, shard_crc
+from fallow.model import Exit, FallowError
+from fallow.worker import rng
+
+
+class Key(NamedTuple):
+    """One shard: epoch of the data, step in that epoch, shard in that step."""
+
+    epoch: int
+    step: int
+    shard: int
+
+
+Duties = Callable[[int], Sequence[int]]
+"""Shards in a step -> the shards that this member computes."""
+
+
+class ElasticLoader:
+    """Stands where the user's DataLoader stood. Iterated by `run.steps` only.
+
+    Args:
+        source: the user's loader; its dataset, sampler, collate function and worker settings are used.
+        seed: the run's seed.
+        global_batch: samples in a step; a multiple of the batch size.
+    """
+
+    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
+        check_loader(source)
+        self.source = source
+        self.dataset = source.dataset
+        self._seed = seed
+        self._cached: dict[int, list[int]] = {}
+        self._prefetch: _Prefetcher | None = None
+        assert source.batch_size is not None
+        self.layout: Layout = make_layout(
+            len(self.order(0)), source.batch_size, global_batch, source.drop_last
+        )
+
+    def __len__(self) -> int:
+        """Optimizer steps in one epoch."""
+        return self.layout.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        raise FallowError("a prepared DataLoader is iterated with `for batch in run.steps(loader)`", Exit.DATA)
+
+    def order(self, epoch: int) -> list[int]:
+        """Sample numbers of an epoch, in order: the same on every member and for every membership."""
+        if epoch not in self._cached:
+            # Two, because prefetching looks into the next epoch.
+            for old in sorted(self._cached)[:-1]:
+                del self._cached[old]
+            self._cached[epoch] = _order(self.source, mix(self._seed, "order", epoch))
+        return self._cached[epoch]
+
+    def indices(self, key: Key) -> list[int]:
+        """Sample numbers of one shard."""
+        first, end = self.layout.bounds(key.step, key.shard)
+        return self.order(key.epoch)[first:end]
+
+    def crc(self, key: Key) -> int:
+        """CRC of one shard, see `shard_crc`."""
+        return shard_crc(*key, self.indices(key))
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        """Tell the prefetching processes what this member will want from `at` on."""
+        if self._prefetch is not None:
+            self._prefetch.replan(at, duties)
+
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        """One batch, collated (and pinned) as the user's loader does it."""
+        if self.source.num_workers:
+            if self._prefetch is None:
+                self._prefetch = _Prefetcher(self, key, duties)
+            return self._prefetch.take(key)
+        rng.seed_everything(self.data_seed(key))
+        batch = self.source.collate_fn(_samples(self.dataset, self.indices(key)))
+        if self.source.pin_memory and torch.cuda.is_available():
+            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+        return batch
+
+    def data_seed(self, key: Key) -> int:
+        """Seed for the dataset's own random numbers (augmentation) in one shard."""
+        return mix(self._seed, "data", *key)
+
+    def close(self) -> None:
+        """Stop prefetching processes, if any."""
+        self._prefetch = None
+
+
+def check_loader(loader: DataLoader[Any]) -> None:
+    """Refuse what cannot be cut into shards by sample number.
+
+    Raises:
+        FallowError: the text names the feature and what to write instead.
+    """
+    advice: str | None = None
+    if isinstance(loader.dataset, IterableDataset):
+        advice = "its dataset is an IterableDataset: give a map-style dataset (__len__ and __getitem__)"
+    elif isinstance(loader.sampler, DistributedSampler):
+        advice = "it has a DistributedSampler: remove it (shuffle=True instead), Fallow divides the samples itself"
+    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        advice = "it has a batch_sampler of its own or none: give batch_size=... and, if need be, a sampler"
+    if advice is not None:
+        raise FallowError(f"prepare: this DataLoader cannot be made elastic: {advice}", Exit.DATA)
+
+
+def _order(loader: DataLoader[Any], seed: int) -> list[int]:
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler):
+        return list(range(len(sampler)))
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        size = len(sampler.data_source)
+        if sampler.num_samples == size:
+            return list(torch.randperm(size, generator=generator).tolist())
+    own: torch.Generator = getattr(sampler, "generator", None) or generator
+    before = own.get_state()
+    with rng.kept():
+        rng.seed_everything(seed)
+        own.manual_seed(seed)
+        order = [int(index) for index in sampler]
+    own.set_state(before)
+    return order
+
+
+def _samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    if callable(getattr(dataset, "__getitems__", None)):
+        return list(dataset.__getitems__(list(indices)))
+    return [dataset[index] for index in indices]
+
+
+# -------------------------------------------------------------------------------------------------- prefetching
+
+
+class _Tagged(NamedTuple):
+    key: tuple[int, ...]
+    samples: list[Any]
+
+
+class _TaggedDataset(torch.utils.data.Dataset[Any]):
+    """Runs in the loader's processes: an index list begins with (seed, key) and seeds all generators first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, tagged: list[Any]) -> _Tagged:
+        (seed, key), *indices = tagged
+        rng.seed_everything(seed)
+        return _Tagged(key, _samples(self.dataset, indices))
+
+
+def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], Any]:
+    return tagged.key, user(tagged.samples)
+
+
+class _Feed:
+    """A batch sampler whose future can change. It never ends: a loader process's StopIteration would be permanent."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self.flying: set[Key] = set()
+        self._plan: Iterator[Key] = iter(())
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        self._plan = _keys(self._loader.layout, at, duties)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        while True:
+            key = next(k for k in self._plan if k not in self.flying)
+            self.flying.add(key)
+            yield [(self._loader.data_seed(key), tuple(key)), *self._loader.indices(key)]
+
+
+def _keys(layout: Layout, at: Key, duties: Duties) -> Iterator[Key]:
+    epoch, step, first = at
+    while True:
+        for shard in duties(layout.shards_in(step)):
+            if shard >= first:
+                yield Key(epoch, step, shard)
+        first = 0
+        step += 1
+        if step == layout.steps:
+            epoch, step = epoch + 1, 0
+
+
+class _Prefetcher:
+    """A DataLoader over the feed, and the batches that arrived before they were wanted."""
+
+    def __init__(self, loader: ElasticLoader, at: Key, duties: Duties) -> None:
+        source = loader.source
+        self._feed = _Feed(loader)
+        self._feed.replan(at, duties)
+        self._duties = duties
+        self._at = at
+        self._layout = loader.layout
+        self._ready: dict[Key, Any] = {}
+        inner: DataLoader[Any] = DataLoader(
+            _TaggedDataset(loader.dataset),
+            batch_sampler=self._feed,
+            num_workers=source.num_workers,
+            collate_fn=functools.partial(_collate, source.collate_fn),
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+        )
+        self._batches = iter(inner)
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        self._feed.replan(at, duties)
+        self._at, self._duties = at, duties
+        self._ready = {key: batch for key, batch in self._ready.items() if self._wanted(key)}
+        self._feed.flying |= self._ready.keys()
+
+    def take(self, key: Key) -> Any:
+        while key not in self._ready:
+            raw, batch = next(self._batches)
+            arrived = Key(*raw)
+            if self._wanted(arrived) or arrived == key:
+                self._ready[arrived] = batch
+            else:
+                self._feed.flying.discard(arrived)
+        self._feed.flying.discard(key)
+        return self._ready.pop(key)
+
+    def _wanted(self, key: Key) -> bool:
+        return key >= self._at and key.shard in self._duties(self._layout.shards_in(key.step))

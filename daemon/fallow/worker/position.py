@@ -1,0 +1,67 @@
+"""Where a run is: replicated on every member, part of the state that a newcomer receives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Position(msgspec.Struct, kw_only=True):
+    """Counters of the finished part of the run, and the place in the script that goes with them."""
+
+    step: int = 0
+    "finished optimizer steps"
+    samples: int = 0
+    "samples consumed by them"
+    data_epoch: int = 0
+    "number of the pass over data in progress; with the seed it fixes the order of samples"
+    index: int = 0
+    "finished steps in this pass"
+    call: int = 0
+    "number of the call of run.steps in progress, or the next one"
+    passes: int = 0
+    "finished passes in this call"
+    call_steps: int = 0
+    "finished steps in this call"
+    loop: int = 0
+    "number of the run.epochs loop in progress, or the next one"
+    loop_epoch: int = 0
+    "its current epoch"
+    loop_call: int = 0
+    "number of the first run.steps call in that epoch"
+    loss: float | None = None
+    "mean loss of the last finished step"
+
+    def finish_step(self, samples: int, steps_in_pass: int) -> None:
+        """Count one finished step of `samples` samples."""
+        self.step += 1
+        self.samples += samples
+        self.call_steps += 1
+        self.index += 1
+        if self.index == steps_in_pass:
+            self.index = 0
+            self.passes += 1
+            self.data_epoch += 1
+
+    def finish_call(self) -> None:
+        """Count one finished run.steps call; a pass that `max_steps` cut short is not taken up again."""
+        if self.index:
+            self.index = 0
+            self.data_epoch += 1
+        self.call += 1
+        self.passes = self.call_steps = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Enter an epoch of the current run.epochs loop."""
+        self.loop_epoch = epoch
+        self.loop_call = self.call
+
+    def finish_loop(self) -> None:
+        """Count one finished run.epochs loop."""
+        self.loop += 1
+        self.loop_epoch = 0
+
+    def export(self) -> dict[str, Any]:
+        """As plain values."""
+        return dict(msgspec.structs.asdict(self))

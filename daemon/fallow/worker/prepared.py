@@ -1,0 +1,182 @@
+"""What `run.prepare` took over: who acts when, and all of its state as one tree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fallow.model import Exit, FallowError
+
+_GATED = ("step", "update", "unscale_", "update_parameters")
+"""Methods that change state once per step; in a void body they do nothing."""
+
+
+class Gate:
+    """Tells prepared objects whether a call counts now. One per run, set by the loop."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.in_body = False
+        self.single = True
+        "the step has one shard only, so a closure may run the model again"
+        self.stepped = False
+        "an optimizer has stepped in this body"
+
+
+class Prepared:
+    """The objects of one run, in the order in which they were prepared."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.others: list[Any] = []
+        self.scaler: torch.amp.GradScaler | None = None
+
+    def add(self, thing: Any) -> None:
+        """Take over one object (not a DataLoader).
+
+        Raises:
+            FallowError: it is neither a module nor has state_dict and load_state_dict.
+        """
+        known = [*self.modules, *self.optimizers, *self.others]
+        if any(thing is other for other in known):
+            raise FallowError(f"prepare: {type(thing).__name__} was given twice; prepare each object once")
+        averaged = isinstance(thing, torch.optim.swa_utils.AveragedModel)
+        if isinstance(thing, nn.Module) and not averaged:
+            self.modules.append(thing)
+            return
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise FallowError(
+                f"prepare: {type(thing).__name__} has no state_dict and load_state_dict, so its state cannot be "
+                "handed to a member that joins; add both, or do not prepare it",
+                Exit.DATA,
+            )
+        if isinstance(thing, torch.optim.Optimizer):
+            self.optimizers.append(thing)
+        else:
+            self.others.append(thing)
+        if isinstance(thing, torch.amp.GradScaler):
+            self.scaler = thing
+        for name in _GATED:
+            if callable(getattr(thing, name, None)):
+                self._patch(thing, name)
+
+    def _patch(self, thing: Any, name: str) -> None:
+        inner = getattr(thing, name)
+        gate = self._gate
+        takes_step = name == "step" and isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler)
+        is_optimizer = isinstance(thing, torch.optim.Optimizer)
+
+        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")
+            if is_optimizer and gate.in_body and callable(closure):
+                return _with_closure(inner, gate, closure)
+            if not gate.open:
+                return None
+            if takes_step and gate.in_body:
+                gate.stepped = True
+            return inner(*args, **kwargs)
+
+        if hasattr(inner, "_wrapped_by_lr_sched"):
+            gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would wrap and warn
+        # A bound method and not a function: schedulers that are built later look for __func__.
+        setattr(thing, name, MethodType(gated, thing))
+
+    # ------------------------------------------------------------------------------------------------ parameters
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters with their names, in order, shared ones once."""
+        seen: set[int] = set()
+        named: list[tuple[str, nn.Parameter]] = []
+        for number, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named.append((f"model.{number}.{name}", parameter))
+        return named
+
+    def buffers(self) -> list[torch.Tensor]:
+        """All buffers of all modules, in order, shared ones once."""
+        return list({id(b): b for module in self.modules for b in module.buffers()}.values())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""
+        return [*(p for module in self.modules for p in module.parameters()), *self.buffers()]
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def export(self) -> dict[str, Any]:
+        """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
+        return {
+            "models": [_module_tensors(module) for module in self.modules],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "others": [thing.state_dict() for thing in self.others],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put an exported state into the live objects.
+
+        Raises:
+            FallowError: it does not fit them.
+        """
+        try:
+            with torch.no_grad():
+                for module, tensors in zip(self.modules, state["models"], strict=True):
+                    own = _module_tensors(module)
+                    if own.keys() != tensors.keys():
+                        raise KeyError(", ".join(sorted(own.keys() ^ tensors.keys())))
+                    for name, tensor in own.items():
+                        tensor.copy_(tensors[name])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            for thing, saved in zip(self.others, state["others"], strict=True):
+                thing.load_state_dict(saved)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise FallowError(
+                f"the run's state does not fit what this script prepared: {error}; "
+                "use the same script, arguments and library versions in every allocation",
+                Exit.DATA,
+            ) from None
+
+    def layout(self) -> list[str]:
+        """One line per tensor and object, for comparing a joiner with the run."""
+        lines = [
+            f"model.{number}.{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}".replace(" [", "[")
+            for number, module in enumerate(self.modules)
+            for name, t in _module_tensors(module).items()
+        ]
+        for number, optimizer in enumerate(self.optimizers):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            lines.append(f"optimizer.{number} {type(optimizer).__name__}{sizes}")
+        lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
+        return lines
+
+
+def signature_of(layout: list[str]) -> str:
+    """SHA-256 of the layout."""
+    return hashlib.sha256("\n".join(layout).encode()).hexdigest()
+
+
+def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:
+    if not gate.single:
+        raise FallowError(
+            "optimizer.step(closure) needs the whole global batch in one shard; set the DataLoader's batch_size to "
+            "global_batch, or use an optimizer without a closure",
+            Exit.DATA,
+        )
+
+    # The closure's first backward opens the gate; until then it is closed, so `inner` is called regardless.
+    result = inner(closure)
+    gate.stepped = True
+    return result

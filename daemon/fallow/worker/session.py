@@ -1,0 +1,419 @@
+"""The worker's conversation with the head.
+
+Messages arrive on the link's thread and become facts behind one condition; the training thread reads the facts at the
+turn of the loop. Everything that must get through is repeated with the beats until the head has reacted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+import fallow
+from fallow.model import (
+    PROTOCOL,
+    Abort,
+    Beat,
+    BeatAck,
+    Commit,
+    Dismiss,
+    Exit,
+    FallowError,
+    FromWorker,
+    Interrupt,
+    KvOp,
+    KvReply,
+    KvRequest,
+    Prepare,
+    Refused,
+    SaveCheckpoint,
+    ToWorker,
+    Vote,
+    Welcome,
+    WorkerHello,
+    WorkerReady,
+)
+from fallow.worker.group import Group, Reaper, build_group
+from fallow.worker.rendezvous import HeadStore
+
+_HELLO_S = 1.0
+"""Repeat the first message until the head answers."""
+
+_ASK_AGAIN_S = 1.0
+"""Repeat a rendezvous question that may have been lost (only those that can be asked twice)."""
+
+
+class Channel(Protocol):
+    """What the session needs of a ZeroMQ link."""
+
+    last_heard: float
+    "time.monotonic of the last message"
+
+    def start(self) -> None: ...
+    def send(self, message: FromWorker) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the beats tell; written by the training thread, plain assignments only."""
+
+    generation: int = 0
+    step: int = 0
+    epoch: int = 0
+    held: bool = False
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    total_steps: int | None = None
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A generation that was announced: its group, once it stands (None for one who leaves)."""
+
+    prepare: Prepare
+    rank: int | None
+    group: Group | None = None
+    standing: bool = False
+    reason: str = ""
+    "why it could not be built"
+    committed: bool = False
+
+
+class Session:
+    """One worker's side of the protocol.
+
+    Args:
+        worker: this worker's id.
+        address: local address for process groups.
+        connect: makes the link, given the function to call for each message.
+    """
+
+    def __init__(
+        self, worker: str, address: str, connect: Callable[[Callable[[ToWorker], None]], Channel]
+    ) -> None:
+        self.worker = worker
+        self.progress = Progress()
+        self.reaper = Reaper()
+        self._address = address
+        self._changed = threading.Condition()
+        self._welcome: Welcome | None = None
+        self._term = 0
+        self._next: Prepared | None = None
+        self._highest = 0
+        self._broken_upto = 0
+        self._why_broken = ""
+        self._current: Group | None = None
+        self._ready: WorkerReady | None = None
+        self._ready_seen = False
+        self._end: FallowError | Dismiss | None = None
+        self._deadline: float | None = None
+        self._checkpoint_wanted = False
+        self._asked: dict[int, KvReply | None] = {}
+        self._ask_number = 0
+        self._acks = 0
+        self._closed = threading.Event()
+        self._link = connect(self._on_message)
+
+    # ------------------------------------------------------------------------------------------- life of the link
+
+    def open(self, patience_s: float = 60.0) -> Welcome:
+        """Say hello and wait for the answer.
+
+        Raises:
+            FallowError: the head refused, or did not answer for `patience_s` seconds.
+        """
+        self._link.start()
+        threading.Thread(target=self._beats, name="fallow-beats", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome or self._end, patience_s)
+            self._raise_end()
+            if self._welcome is None:
+                raise FallowError(
+                    f"worker {self.worker}: the head did not answer for {patience_s:g} s; see `fallow doctor`",
+                    Exit.TEMPFAIL,
+                )
+            return self._welcome
+
+    def close(self) -> None:
+        """Stop beats and link."""
+        self._closed.set()
+        self._link.close()
+
+    def send(self, message: FromWorker) -> None:
+        """Send once; thread-safe."""
+        self._link.send(message)
+
+    def deliver(self, message: FromWorker, timeout_s: float) -> None:
+        """Send and give the head a bounded time to show that it is alive: an answer to a beat sent afterwards."""
+        with self._changed:
+            seen = self._acks
+        self.send(message)
+        self._beat()
+        with self._changed:
+            self._changed.wait_for(lambda: self._acks > seen or self._end is not None, timeout_s)
+
+    @property
+    def deadline_in_s(self) -> float | None:
+        """Seconds until this node goes away, as the head last said; None: unknown."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def _beats(self) -> None:
+        while not self._closed.is_set():
+            welcome = self._welcome
+            if welcome is None:
+                self.send(self._hello())
+            else:
+                self._beat()
+            self._closed.wait(_HELLO_S if welcome is None else welcome.beat_s)
+
+    def _hello(self) -> WorkerHello:
+        return WorkerHello(
+            worker=self.worker,
+            protocol=PROTOCOL,
+            pid=os.getpid(),
+            version=fallow.__version__,
+            torch=torch.__version__,
+            address=self._address,
+            generation=self.progress.generation,
+            step=self.progress.step,
+        )
+
+    def _beat(self) -> None:
+        now = self.progress
+        upcoming = self._next
+        standing = upcoming.prepare.generation if upcoming and upcoming.standing else now.generation
+        self.send(
+            Beat(
+                worker=self.worker,
+                generation=now.generation,
+                prepared=standing,
+                step=now.step,
+                held=now.held,
+                epoch=now.epoch,
+                loss=now.loss,
+                samples_per_s=now.samples_per_s,
+                total_steps=now.total_steps,
+                scalars=now.scalars,
+            )
+        )
+        ready = self._ready
+        if ready is not None and not self._ready_seen and upcoming is None:
+            self.send(ready)
+
+    # ------------------------------------------------------------------------------------------- what the head says
+
+    def _on_message(self, message: ToWorker) -> None:
+        with self._changed:
+            term = getattr(message, "term", self._term)
+            if term < self._term:
+                return  # a head that was replaced
+            self._term = term
+            match message:
+                case Welcome():
+                    self._welcome = message
+                case Prepare():
+                    self._on_prepare(message)
+                case Commit():
+                    if self._next is not None and self._next.prepare.generation == message.generation:
+                        self._next.committed = True
+                case Abort():
+                    self._on_abort(message)
+                case Interrupt():
+                    self._break(message.generation, message.reason)
+                case BeatAck():
+                    self._acks += 1
+                    self._ready_seen = message.ready
+                    if message.deadline_in_s is not None:
+                        self._deadline = time.monotonic() + message.deadline_in_s
+                case SaveCheckpoint():
+                    self._checkpoint_wanted = True
+                case Dismiss():
+                    self._end = message
+                    self._break(self._highest, message.reason)
+                case Refused():
+                    self._end = FallowError(message.message, _exit(message.code))
+                    self._break(self._highest, message.message)
+                case KvReply():
+                    if message.id in self._asked:
+                        self._asked[message.id] = message
+            self._changed.notify_all()
+
+    def _on_prepare(self, prepare: Prepare) -> None:
+        known = self._next
+        if known is not None and known.prepare.generation == prepare.generation:
+            if known.standing or known.reason:
+                self._vote(prepare.generation, known.standing, known.reason)
+            return
+        if prepare.generation <= self._highest:
+            return
+        self._drop_next("superseded")
+        self._highest = prepare.generation
+        if prepare.interrupt:
+            self._break(prepare.replaces, "the head replaces this generation")
+        ranks = [rank for rank, peer in enumerate(prepare.members) if peer.worker == self.worker]
+        self._next = Prepared(prepare, ranks[0] if ranks else None)
+        threading.Thread(
+            target=self._build, args=(self._next,), name=f"build-{prepare.generation}", daemon=True
+        ).start()
+
+    def _on_abort(self, abort: Abort) -> None:
+        if self._next is not None and self._next.prepare.generation == abort.generation:
+            self._drop_next(abort.reason)
+
+    def _drop_next(self, reason: str) -> None:
+        dropped, self._next = self._next, None
+        if dropped is not None and dropped.group is not None:
+            dropped.group.interrupt(reason)
+            self.reaper.take([dropped.group])
+
+    def _break(self, generation: int, reason: str) -> None:
+        if generation > self._broken_upto:
+            self._broken_upto, self._why_broken = generation, reason
+        if self._current is not None and self._current.generation <= self._broken_upto:
+            self._current.interrupt(reason)
+
+    def _build(self, upcoming: Prepared) -> None:
+        prepare = upcoming.prepare
+        group: Group | None = None
+        reason = ""
+        if upcoming.rank is not None:
+            store = HeadStore(prepare.generation, self._ask, prepare.timeout_s)
+            try:
+                group = build_group(
+                    prepare.generation,
+                    upcoming.rank,
+                    len(prepare.members),
+                    store,
+                    self._address,
+                    prepare.timeout_s,
+                )
+            except FallowError as error:
+                reason = error.message
+        with self._changed:
+            if self._next is not upcoming:
+                if group is not None:
+                    group.interrupt("superseded")
+                    self.reaper.take([group])
+                return
+            upcoming.group = group
+            upcoming.standing = not reason
+            upcoming.reason = reason
+            self._changed.notify_all()
+        self._vote(prepare.generation, not reason, reason)
+
+    def _vote(self, generation: int, ok: bool, reason: str = "") -> None:
+        self.send(Vote(worker=self.worker, generation=generation, ok=ok, reason=reason))
+
+    def _ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
+        with self._changed:
+            self._ask_number += 1
+            number = self._ask_number
+            self._asked[number] = None
+        request = KvRequest(
+            id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s
+        )
+        end = time.monotonic() + timeout_s
+        try:
+            while True:
+                self.send(request)
+                left = end - time.monotonic()
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._asked[number] is not None, max(0.0, min(left, _ASK_AGAIN_S))
+                    )
+                    reply = self._asked[number]
+                if reply is not None:
+                    return reply
+                if left <= 0:
+                    raise RuntimeError(f"the head did not answer {op} {keys} within {timeout_s:g} s")
+        finally:
+            with self._changed:
+                del self._asked[number]
+
+    # ------------------------------------------------------------------------------------------- the training thread
+
+    def announce(self, ready: WorkerReady) -> None:
+        """Rehearsal done; repeated with the beats until the head has noted it."""
+        self._ready = ready
+        self.send(ready)
+
+    @property
+    def switch_committed(self) -> bool:
+        """True once a planned change is committed and its group stands here."""
+        upcoming = self._next
+        return upcoming is not None and upcoming.committed and upcoming.standing
+
+    @property
+    def checkpoint_wanted(self) -> bool:
+        """The head asked for a durable checkpoint."""
+        return self._checkpoint_wanted
+
+    def checkpoint_done(self) -> None:
+        """The checkpoint that was asked for is written."""
+        self._checkpoint_wanted = False
+
+    def await_commit(self) -> Prepared:
+        """Wait until a newer generation is committed and its group stands, then make it the current one.
+
+        Raises:
+            FallowError: the head was silent for its whole patience, or ended this worker.
+        """
+        assert self._welcome is not None
+        with self._changed:
+            waiting_since = time.monotonic()
+            while not self.switch_committed:
+                self._raise_end()
+                silent = time.monotonic() - max(self._link.last_heard, waiting_since)
+                left = self._welcome.head_patience_s - silent
+                if left <= 0:
+                    raise FallowError(
+                        f"worker {self.worker}: the head was silent for {self._welcome.head_patience_s:g} s while "
+                        "this worker waited for a new generation; state is in the newest checkpoint",
+                        Exit.TEMPFAIL,
+                    )
+                self._changed.wait(min(left, 1.0))
+            taken = self._next
+            assert taken is not None
+            self._next = None
+            old, self._current = self._current, taken.group
+            if taken.group is not None and taken.prepare.generation <= self._broken_upto:
+                taken.group.interrupt(self._why_broken)
+        if old is not None:
+            old.interrupt("left for a newer generation")
+            self.reaper.take([old])
+        return taken
+
+    def raise_if_ended(self) -> None:
+        """Raise what `Dismiss` or `Refused` asked for."""
+        with self._changed:
+            self._raise_end()
+
+    def _raise_end(self) -> None:
+        if isinstance(self._end, Dismiss):
+            raise Dismissed(self._end)
+        if self._end is not None:
+            raise self._end
+
+
+class Dismissed(Exception):
+    """The head does not need this worker any more."""
+
+    def __init__(self, message: Dismiss) -> None:
+        super().__init__(message.reason)
+        self.code = message.code
+        self.reason = message.reason
+
+
+def _exit(code: int) -> Exit:
+    try:
+        return Exit(code)
+    except ValueError:
+        return Exit.SOFTWARE

@@ -1,0 +1,207 @@
+"""State as bytes, without pickle: a tree of plain values as MessagePack, tensors beside it.
+
+What a `state_dict` may hold: None, bool, int, float, str, bytes, list, tuple, set, dict (any encodable key),
+OrderedDict, Counter, defaultdict of a basic type, numpy scalars and arrays, torch tensors, dtypes. Anything else is
+refused by name: reading a state never runs code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from fallow.model import Exit, FallowError
+
+_FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+_SMALL = range(-(2**63), 2**64)
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and dtype of one tensor in the stream (dtype as in `torch.float32`, without `torch.`)."""
+
+    dtype: str
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in the stream, in bytes."""
+        count = 1
+        for side in self.shape:
+            count *= side
+        return count * dtype_named(self.dtype).itemsize
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole state: `tree` (MessagePack, tensors as numbers) and the tensors' specs in order."""
+
+    tree: bytes
+    tensors: list[TensorSpec]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`"float32"` -> `torch.float32`. Raises FallowError for a name that torch does not know."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FallowError(f"state names the dtype {name!r}, which this torch does not have", Exit.DATA)
+    return dtype
+
+
+def encode(value: Any, where: str) -> tuple[Encoded, list[torch.Tensor]]:
+    """Take a tree apart.
+
+    Args:
+        value: nested plain values and tensors.
+        where: name of the object, for errors.
+
+    Returns:
+        The structure, and the tensors it refers to (contiguous, on the CPU, detached; they share memory with the
+        originals where those already are).
+
+    Raises:
+        FallowError: a value of another type; the text names the object and the type.
+    """
+    tensors: list[torch.Tensor] = []
+    tree = _pack(value, where, tensors)
+    specs = [TensorSpec(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+    return Encoded(tree=msgspec.msgpack.encode(tree), tensors=specs), tensors
+
+
+def decode(encoded: Encoded, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of `encode`."""
+    try:
+        return _unpack(msgspec.msgpack.decode(encoded.tree), tensors)
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        raise FallowError(f"a received or stored state cannot be read: {error}", Exit.DATA) from None
+
+
+def _pack(value: Any, where: str, tensors: list[torch.Tensor]) -> list[Any]:
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return ["v", value]
+    if kind is int:
+        return ["v", value] if value in _SMALL else ["big", str(value)]
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().to("cpu").contiguous())
+        return ["t", len(tensors) - 1, isinstance(value, torch.nn.Parameter)]
+    if kind in (list, tuple, set):
+        return [kind.__name__, [_pack(item, where, tensors) for item in value]]
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        items = [[_pack(k, where, tensors), _pack(v, f"{where}.{k}", tensors)] for k, v in value.items()]
+        if kind is not defaultdict:
+            return [kind.__name__, items]
+        factory = "" if value.default_factory is None else value.default_factory.__name__
+        if factory and _FACTORIES.get(factory) is not value.default_factory:
+            raise _refused(where, f"defaultdict of {factory}")
+        return ["defaultdict", items, factory]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        scalar = isinstance(value, np.generic)
+        return ["np", array.dtype.str, list(array.shape), array.tobytes(), scalar]
+    raise _refused(where, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _refused(where: str, what: str) -> FallowError:
+    return FallowError(
+        f"{where}: its state holds a {what}, which cannot be handed to another member; "
+        "return plain values, arrays and tensors from state_dict()",
+        Exit.DATA,
+    )
+
+
+def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    tag = tree[0]
+    if tag == "v":
+        return tree[1]
+    if tag == "big":
+        return int(tree[1])
+    if tag == "t":
+        tensor = tensors[tree[1]]
+        return torch.nn.Parameter(tensor) if tree[2] else tensor
+    if tag in ("list", "tuple", "set"):
+        return {"list": list, "tuple": tuple, "set": set}[tag](_unpack(item, tensors) for item in tree[1])
+    if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
+        items = [(_unpack(key, tensors), _unpack(value, tensors)) for key, value in tree[1]]
+        if tag == "defaultdict":
+            return defaultdict(_FACTORIES[tree[2]] if tree[2] else None, items)
+        return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](dict(items))
+    if tag == "dtype":
+        return dtype_named(tree[1])
+    if tag == "np":
+        array = np.frombuffer(tree[3], dtype=np.dtype(tree[1])).reshape(tree[2]).copy()
+        return array[()] if tree[4] else array
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def flatten(tensors: Iterable[torch.Tensor], size: int) -> torch.Tensor:
+    """All tensors' bytes in one new uint8 tensor of `size` bytes, padded with zeros to a multiple of 8."""
+    flat = torch.empty(size + -size % 8, dtype=torch.uint8)
+    at = 0
+    for tensor in tensors:
+        data = as_bytes(tensor)
+        flat[at : at + data.numel()] = data
+        at += data.numel()
+    flat[at:] = 0
+    return flat
+
+
+def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors of the given specs, copied out of a flat uint8 tensor."""
+    tensors: list[torch.Tensor] = []
+    at = 0
+    for spec in specs:
+        data = flat[at : at + spec.nbytes].clone()
+        tensors.append(data.view(dtype_named(spec.dtype)).reshape(spec.shape))
+        at += spec.nbytes
+    return tensors
+
+
+def checksum(flat: torch.Tensor) -> int:
+    """Sum of a flat uint8 tensor (a multiple of 8 bytes) as int64 words, wrapping around: fast, not secure."""
+    return int(flat.view(torch.int64).sum())
+
+
+def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
+    """A sum over tensors' bits, equal where all values are equal in order; costs one pass over the memory."""
+    total = 0
+    for number, tensor in enumerate(tensors):
+        data = tensor.detach().to("cpu").contiguous()
+        raw = as_bytes(data)
+        even = raw.numel() & ~7
+        part = int(raw[:even].view(torch.int64).sum()) if even and data.data_ptr() % 8 == 0 else int(raw.sum())
+        if even != raw.numel() and data.data_ptr() % 8 == 0:
+            part += int(raw[even:].sum())
+        total = (total * 31 + part + number) & (2**62 - 1)
+    return total
+
+
+def digest(states: Sequence[dict[str, Any]]) -> str:
+    """SHA-256 over models' state: names sorted; name, dtype, shape and raw bytes of each tensor.
+
+    Args:
+        states: one `state_dict()` per model; names carry the model's number where there are several.
+    """
+    named = {
+        (f"{number}.{name}" if len(states) > 1 else name): value
+        for number, state in enumerate(states)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    total = hashlib.sha256()
+    for name in sorted(named):
+        tensor = named[name].detach().to("cpu").contiguous()
+        total.update(f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode())
+        total.update(as_bytes(tensor).numpy().data)
+    return total.hexdigest()
