@@ -30,13 +30,11 @@ SOCKET_PATH_LIMIT = 108
 READ_LIMIT = 64 * 1024 * 1024
 
 _ID = re.compile(ID_PATTERN)
-_NETWORK_TYPES = frozenset(
-    ["9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "panfs"]
-    + ["pvfs2", "smb3", "smbfs", "wekafs"]
-)
-_NETWORK_FUSE = frozenset(
-    ["ceph", "daos", "dfuse", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs"]
-)
+_NETWORK_TYPES = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs"),
+    *("panfs", "pvfs2", "smb3", "smbfs", "wekafs"),
+}
+_NETWORK_FUSE = {"ceph", "daos", "dfuse", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs"}
 
 
 class UnsafePath(FallowError):
@@ -57,9 +55,9 @@ def check_id(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # Paths
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,9 +184,9 @@ def _socket_path(path: Path) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # Private folders and files
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 
 def private_dir(path: Path) -> Path:
@@ -219,9 +217,7 @@ def _check_dir(path: Path) -> Path:
         mode = parent.stat()
         crowd = mode.st_mode & stat.S_IWOTH or (mode.st_mode & stat.S_IWGRP and mode.st_gid != os.getegid())
         if crowd and not mode.st_mode & stat.S_ISVTX:
-            raise UnsafePath(
-                path, f"others can write to {parent} above it", "choose a place inside your own folders"
-            )
+            raise UnsafePath(path, f"others can write to {parent} above it", "choose a place inside your own folders")
     return path
 
 
@@ -236,9 +232,7 @@ def _check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, atomically and durably, mode 0600. Its folder must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(
-        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -268,9 +262,7 @@ def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UnsafePath(
-            path, f"cannot be read ({error.strerror})", "it must be your own regular file"
-        ) from error
+        raise UnsafePath(path, f"cannot be read ({error.strerror})", "it must be your own regular file") from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -278,9 +270,7 @@ def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
         _check_owner(path, status, "chmod 600")
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise FallowError(
-            f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA
-        )
+        raise FallowError(f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA)
     return data
 
 
@@ -297,9 +287,9 @@ def read_struct(path: Path, kind: type[T]) -> T:
         raise FallowError(f"{path}: not a valid {kind.__name__} ({error}); remove it", Exit.DATA) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 # File systems
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------
 
 
 def network_filesystem(path: Path, mounts: str = "/proc/self/mountinfo") -> str | None:

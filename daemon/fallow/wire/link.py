@@ -1,0 +1,262 @@
+"""An agent's or worker's end: a thread that owns one DEALER socket and finds the head again when it moves.
+
+Conversations are level-triggered (see `docs/architecture.md`), so a link promises little: what is sent while the
+head is away waits in a short queue, and after every new connection `on_connect` runs first, so that the owner's hello
+goes before everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from fallow.files import read_struct
+from fallow.model import PROTOCOL, FallowError, HeadFile
+from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
+
+log = logging.getLogger("fallow.wire")
+
+T = TypeVar("T")
+
+SILENCE_S = 3.0
+"After this long without a word from the head its file is read again."
+QUEUE = 256
+_HANDSHAKE_MS = 5000
+_HEARTBEAT_MS = 2000
+_HEARTBEAT_TIMEOUT_MS = 6000
+_RECONNECT_MS = (50, 1000)
+_REDIAL_S = (0.1, 2.0)
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
+
+
+class Link(Generic[T]):
+    """Connection to the head. `on_message` and `on_connect` run in the link's thread; `send` works from any."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        server_key: str,
+        public_key: str,
+        secret_key: str,
+        decode_type: Any,
+        on_message: Callable[[T], None],
+        head_file: Path | None = None,
+        *,
+        on_connect: Callable[[], None] | None = None,
+        name: str = "fallow-link",
+    ) -> None:
+        self._endpoint, self._server_key = endpoint, server_key
+        self._public_key, self._secret_key = public_key, secret_key
+        self._decoder: Decoder[T] = Decoder(decode_type)
+        self._on_message, self._on_connect = on_message, on_connect
+        self._head_file = head_file
+        self._lock = threading.Lock()
+        self._queue: deque[bytes] = deque(maxlen=QUEUE)
+        self._first: deque[bytes] | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing_at: float | None = None
+        self._up = False
+        self._redial_at: float | None = None
+        self._redial_s = _REDIAL_S[0]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.last_heard = time.monotonic()
+        "Monotonic time of the last message from the head (at first: of the start)."
+
+    @property
+    def connected(self) -> bool:
+        """A handshake with the head has succeeded and the connection was not lost since."""
+        return self._up
+
+    @property
+    def endpoint(self) -> str:
+        """Where the head is, as far as known."""
+        return self._endpoint
+
+    def start(self) -> None:
+        """Start the thread; it dials at once."""
+        self.last_heard = time.monotonic()
+        self._thread.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. While the head is away the oldest are dropped beyond `QUEUE`."""
+        data = encode(message)
+        with self._lock:
+            if self._first is not None and threading.current_thread() is self._thread:
+                self._first.append(data)
+                return
+            if self._closing_at is not None:
+                return
+            self._queue.append(data)
+            os.eventfd_write(self._wake, 1)
+
+    def close(self, flush_s: float = 1.0) -> bool:
+        """Send what is queued within `flush_s`, then close. True when everything was handed to the network."""
+        with self._lock:
+            if self._closing_at is None:
+                self._closing_at = time.monotonic() + flush_s
+                os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(flush_s + 5.0)
+        return not self._queue
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._dial():
+                pass
+        except Exception:
+            log.exception("link to the head ended")
+        finally:
+            self._up = False
+            left = (self._closing_at or 0.0) - time.monotonic()
+            # The last messages may still be on their way from ZeroMQ to the kernel.
+            self._context.destroy(linger=max(0, int(left * 1000)))
+            with self._lock:
+                self._closing_at = self._closing_at or time.monotonic()
+                os.close(self._wake)
+
+    def _dial(self) -> bool:
+        """Serve one socket. True: dial again; False: closed."""
+        self._redial_at = None
+        socket = self._context.socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(_EVENTS)
+        try:
+            self._configure(socket)
+            socket.connect(self._endpoint)
+            return self._serve(socket, monitor)
+        finally:
+            self._up = False
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            if self._closing_at is None:
+                socket.close(linger=0)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.IPV6, int(self._endpoint.startswith("tcp://[")))
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_key.encode("ascii"))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key.encode("ascii"))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key.encode("ascii"))
+        # Without a connection nothing is queued inside ZeroMQ, so that nothing overtakes the hello.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        socket.setsockopt(zmq.SNDHWM, QUEUE)
+        socket.setsockopt(zmq.RCVHWM, QUEUE)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+
+    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
+        poller = zmq.Poller()
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        look_again = time.monotonic() + SILENCE_S
+        while True:
+            blocked = self._up and bool(self._queue)
+            poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+            until = min(self._redial_at or look_again, look_again)
+            if self._closing_at is not None:
+                until = self._closing_at
+            ready = dict(poller.poll(max(0, int((until - time.monotonic()) * 1000)) + 1))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if monitor in ready:
+                self._watch(monitor)
+            self._receive(socket)
+            self._flush(socket)
+            now = time.monotonic()
+            if self._closing_at is not None:
+                if not self._queue or now >= self._closing_at:
+                    return False
+            elif self._redial_at is not None and now >= self._redial_at:
+                self._moved()
+                return True
+            elif now >= look_again:
+                look_again = now + SILENCE_S
+                if now - self.last_heard >= SILENCE_S and self._moved():
+                    return True
+
+    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            self._up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event & _FAILURES:
+                # ZeroMQ never tries again after a refusal: this socket must be replaced.
+                self._redial_at = time.monotonic() + self._redial_s
+                self._redial_s = min(2 * self._redial_s, _REDIAL_S[1])
+            if not self._up:
+                continue
+            self._redial_s = _REDIAL_S[0]
+            if self._on_connect is not None:
+                self._first = deque()
+                self._guard(self._on_connect)
+                with self._lock:
+                    self._queue.extendleft(reversed(self._first))
+                    self._first = None
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        # A bounded number, so that a flood cannot keep our own messages back.
+        for _ in range(QUEUE):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                (data,) = frames
+                message = self._decoder.decode(data)
+            except (BadMessage, ValueError) as error:
+                log.warning("dropped a message from the head: %s", error)
+                continue
+            self.last_heard = time.monotonic()
+            self._guard(lambda message=message: self._on_message(message))  # type: ignore[misc]
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while self._up:
+            with self._lock:
+                if not self._queue:
+                    return
+                data = self._queue.popleft()
+            try:
+                socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                with self._lock:
+                    if len(self._queue) < QUEUE:
+                        self._queue.appendleft(data)
+                return
+
+    @staticmethod
+    def _guard(call: Callable[[], None]) -> None:
+        # A fault in the owner's code must not end the thread that keeps it in touch with the head.
+        try:
+            call()
+        except Exception:
+            log.exception("a message from the head could not be handled")
+
+    def _moved(self) -> bool:
+        if self._head_file is None:
+            return False
+        try:
+            head = read_struct(self._head_file, HeadFile)
+        except (FallowError, OSError) as error:
+            log.info("head file: %s", error)
+            return False
+        found = (head.endpoint, head.public_key)
+        if head.protocol != PROTOCOL or found == (self._endpoint, self._server_key):
+            return False
+        self._endpoint, self._server_key = found
+        log.info("the head is at %s now", self._endpoint)
+        return True

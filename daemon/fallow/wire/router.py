@@ -1,0 +1,315 @@
+"""The head's end: one ROUTER socket with CURVE, for all agents and workers.
+
+Who a peer is comes from its authenticated key alone. `recv` names it by a *peer* string: a worker's is its public
+key; the agents of one allocation share a key, so theirs is the key, a space and the agent's name as `AgentHello`
+gave it on this connection (a holder of the key may speak as any agent of its own allocation, and as nobody else).
+`key_of` and `agent_of` take it apart. Routing ids that clients choose mean nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from fallow.model import AgentHello, Exit, FallowError, FromPeer, ToAgent, ToWorker
+from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
+from fallow.wire.keys import KEY_LENGTH, new_keypair
+from fallow.wire.probe import Outcome, probe
+from fallow.wire.sockets import AsyncSocket
+from fallow.wire.zap import DOMAIN, Authenticator
+
+log = logging.getLogger("fallow.wire")
+
+HANDSHAKE_MS = 5000
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 8000
+HIGH_WATER = 1000
+MAX_AGENTS_PER_KEY = 8192
+_PROBE_S = 5.0
+_RECHECK_S = 1.0
+_LOG_EVERY_S = 10.0
+
+
+def key_of(peer: str) -> str:
+    """The authenticated public key of a peer."""
+    return peer[:KEY_LENGTH]
+
+
+def agent_of(peer: str) -> str:
+    """The agent's name; empty for a worker, and for an agent that has not said hello on this connection."""
+    return peer[KEY_LENGTH + 1 :]
+
+
+class RouterDown(FallowError):
+    """The router is closed, on purpose or because its authenticator ended."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"head's ZeroMQ socket: closed ({reason}); start the head again", Exit.SOFTWARE)
+
+
+class Router:
+    """ROUTER socket plus its authenticator. Lives in one asyncio loop; every method is called there."""
+
+    def __init__(self, public: str, secret: str, allowed: Callable[[str], bool]) -> None:
+        """`allowed(key)` is asked at every handshake and every message, so revoking a key works at once."""
+        self._public, self._secret = public, secret
+        self._allow = allowed
+        self._own_key: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._zap: Authenticator | None = None
+        self._socket: AsyncSocket | None = None
+        self._down: str | None = None
+        self._decoder: Decoder[FromPeer] = Decoder(FromPeer)
+        self._routes: dict[str, bytes] = {}
+        self._peers: dict[bytes, str] = {}
+        self._agents: Counter[str] = Counter()
+        self._quiet_until = 0.0
+        self.endpoint = ""
+        self.refused: Counter[str] = Counter()
+        "What was refused or dropped, by reason; for metrics and tests."
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    async def start(self, address: str, port: int | None) -> str:
+        """Bind to one local address, prove that strangers are refused, and return the endpoint.
+
+        `port` None, or one that is taken, becomes a free one.
+        """
+        if self._context is not None:
+            raise RuntimeError("a router starts once")
+        host = _one_address(address)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 64)
+        self._zap = Authenticator(self._context, self._allowed, self._refuse_key)
+        self._zap.task.add_done_callback(self._zap_ended)
+        try:
+            socket = self._context.socket(zmq.ROUTER)
+            self._configure(socket)
+            # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
+            socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+            self.endpoint = _bind(socket, host, port)
+            self._socket = AsyncSocket(socket)
+            await self.self_test()
+        except BaseException:
+            await self.close()
+            raise
+        return self.endpoint
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret.encode("ascii"))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public.encode("ascii"))
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A second connection that names another's routing id must not take its place.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        # A thousand agents start at once.
+        socket.setsockopt(zmq.BACKLOG, 1024)
+
+    async def self_test(self) -> None:
+        """Dial our own endpoint: a known key must get in, a random key and plain NULL must not."""
+        own = new_keypair()
+        self._own_key = own.public
+        try:
+            outcomes = {
+                "a known key": await self._probe(own.public, own.secret),
+                "an unknown key": await self._probe(*new_keypair()),
+                "no encryption": await self._probe("", ""),
+            }
+        finally:
+            self._own_key = None
+        expected = [Outcome.ACCEPTED, Outcome.REFUSED, Outcome.REFUSED]
+        if list(outcomes.values()) != expected:
+            found = ", ".join(f"{who}: {outcome}" for who, outcome in outcomes.items())
+            raise FallowError(
+                f"{self.endpoint}: authentication does not hold ({found}); the head will not listen. "
+                "Check the installed pyzmq (`fallow doctor`) and that nothing filters this port",
+                Exit.SOFTWARE,
+            )
+
+    async def _probe(self, public: str, secret: str) -> Outcome:
+        server = self._public if public else ""
+        return await asyncio.to_thread(probe, self.endpoint, server, public, secret, _PROBE_S)
+
+    def _zap_ended(self, task: asyncio.Task[None]) -> None:
+        if self._down is None:
+            cause = None if task.cancelled() else task.exception()
+            self._fail(f"the authenticator ended: {cause or 'cancelled'}")
+
+    def _fail(self, reason: str) -> None:
+        self._down = reason
+        log.error("ZeroMQ socket closed: %s", reason)
+        if self._socket is not None:
+            self._socket.close()
+
+    async def close(self) -> None:
+        """Close everything. A waiting `recv` raises `RouterDown`."""
+        self._down = self._down or "closed"
+        if self._socket is not None:
+            self._socket.close()
+        if self._zap is not None:
+            self._zap.close()
+            await asyncio.gather(self._zap.task, return_exceptions=True)
+        if self._context is not None:
+            await asyncio.to_thread(self._context.term)
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    async def recv(self) -> tuple[str, FromPeer]:
+        """The next valid message and who sent it. Raises `RouterDown` when the router is closed."""
+        while True:
+            socket = self._open()
+            frames = socket.receive()
+            if frames is None:
+                await socket.readable(_RECHECK_S)
+                continue
+            accepted = self._accept(frames)
+            if accepted is not None:
+                return accepted
+
+    def _open(self) -> AsyncSocket:
+        if self._down is not None or self._socket is None:
+            raise RouterDown(self._down or "not started")
+        return self._socket
+
+    def _accept(self, frames: list[zmq.Frame]) -> tuple[str, FromPeer] | None:
+        if len(frames) != 2:
+            return self._reject("not one frame", frames[-1])
+        key = _user_id(frames[1])
+        if key is None or not self._allowed(key):
+            return self._reject("revoked key", frames[1])
+        try:
+            message = self._decoder.decode(frames[1].buffer)
+        except BadMessage:
+            return self._reject("not a message", frames[1])
+        route = frames[0].bytes
+        peer = self._peers.get(route)
+        if isinstance(message, AgentHello):
+            peer = f"{key} {message.agent}"
+            if peer not in self._routes and self._agents[key] >= MAX_AGENTS_PER_KEY:
+                return self._reject("too many agents", frames[1])
+        elif peer is None or key_of(peer) != key:
+            peer = key
+        self._learn(peer, route)
+        return peer, message
+
+    def _learn(self, peer: str, route: bytes) -> None:
+        if self._peers.get(route) == peer:
+            return
+        self._forget(peer)
+        former = self._peers.get(route)
+        if former is not None:
+            self._forget(former)
+        self._peers[route] = peer
+        self._routes[peer] = route
+        self._agents[key_of(peer)] += 1
+
+    def _forget(self, peer: str) -> None:
+        route = self._routes.pop(peer, None)
+        if route is not None:
+            self._peers.pop(route, None)
+            key = key_of(peer)
+            self._agents[key] -= 1
+            if not self._agents[key]:
+                del self._agents[key]
+
+    def send(self, peer: str, message: ToWorker | ToAgent) -> bool:
+        """Send without waiting. False: it has no connection now or is far behind; it will beat again."""
+        socket = self._open()
+        route = self._routes.get(peer)
+        if route is None:
+            return False
+        sent = socket.send([route, encode(message)])
+        if not sent:
+            self._forget(peer)
+        return sent
+
+    def drop(self, peer: str) -> None:
+        """Forget the route to a peer; a bare key forgets all agents under it."""
+        if len(peer) == KEY_LENGTH:
+            for other in [name for name in self._routes if key_of(name) == peer]:
+                self._forget(other)
+        else:
+            self._forget(peer)
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """Peers with a route. A dead connection is noticed at the next `send`."""
+        return frozenset(self._routes)
+
+    # -- refusals -------------------------------------------------------------------------------------------
+
+    def _allowed(self, key: str) -> bool:
+        return key == self._own_key or self._allow(key)
+
+    def _refuse_key(self, key: str) -> None:
+        if self._own_key is None:
+            self._note("unknown key", key)
+
+    def _reject(self, reason: str, frame: zmq.Frame) -> tuple[str, FromPeer] | None:
+        self._note(reason, _user_id(frame) or "no key")
+        return None
+
+    def _note(self, reason: str, key: str) -> None:
+        # One line per packet would let a stranger fill the disk.
+        self.refused[reason] += 1
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _LOG_EVERY_S
+            log.warning("refused: %s (%s); so far: %s", reason, key, dict(self.refused))
+
+
+def _user_id(frame: zmq.Frame) -> str | None:
+    try:
+        value: Any = frame.get("User-Id")
+    except zmq.ZMQError:
+        return None
+    return value if isinstance(value, str) and len(value) == KEY_LENGTH else None
+
+
+def _one_address(address: str) -> str:
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError as error:
+        raise FallowError(
+            f"head's address {address!r}: not a numeric IP address; set one local address", Exit.CONFIG
+        ) from error
+    if ip.is_unspecified or ip.is_multicast:
+        raise FallowError(
+            f"head's address {address}: the head listens on one interface only; set one local address",
+            Exit.CONFIG,
+        )
+    return f"[{ip}]" if ip.version == 6 else str(ip)
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int | None) -> str:
+    for choice in [str(port), "*"] if port else ["*"]:
+        try:
+            socket.bind(f"tcp://{host}:{choice}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE and choice != "*":
+                log.warning("port %s is taken on %s; using a free one", choice, host)
+                continue
+            raise FallowError(
+                f"head's address {host}:{choice}: cannot listen there ({error}); set another address",
+                Exit.CONFIG,
+            ) from error
+        break
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode("ascii")
