@@ -179,7 +179,12 @@ class Membership:
     def _beat(self, event: ev.WorkerBeat) -> None:
         r = self.roster
         worker = r.workers.get(event.worker)
-        if worker is None or worker.phase is WorkerPhase.GONE:
+        if worker is None:
+            return
+        if worker.phase is WorkerPhase.GONE:
+            # It was let go while it could not hear (stopped, cut off, the head was away): it must not compute on.
+            code = Exit.OK if worker.leaving_because else Exit.TEMPFAIL
+            self._tell(event.worker, Dismiss(term=self._term, code=code, reason="it is no longer in the run"))
             return
         self._seen[event.worker] = event.at
         worker.step = max(worker.step, event.step)

@@ -141,11 +141,6 @@ class Peers:
 
     def _beat(self, turn: Turn, run: Run, worker: str, beat: Beat) -> None:
         run.beats[worker] = beat
-        known = run.roster.workers.get(worker)
-        if known is None or known.phase is WorkerPhase.GONE:
-            # It was ejected while it could not be reached (stopped, cut off): it must not go on computing.
-            turn.tell(run, worker, Refused(code=Exit.TEMPFAIL, message=f"worker {worker} was ejected"))
-            return
         event = ev.WorkerBeat(
             at=turn.at,
             worker=worker,
@@ -155,6 +150,9 @@ class Peers:
             held=beat.held,
         )
         turn.apply(run, event)
+        known = run.roster.workers.get(worker)
+        if known is None or known.phase is WorkerPhase.GONE:
+            return
         end = run.allocation_of(worker).end_at
         ack = BeatAck(
             term=turn.book.term,

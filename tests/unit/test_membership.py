@@ -1,0 +1,516 @@
+"""The membership machine: scripted cases, and random histories against simulated workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core import events as ev
+from fallow.core.membership import Membership, Timing
+from fallow.core.roster import Roster
+from fallow.model import (
+    Abort,
+    ChangeKind,
+    Checkpointed,
+    Commit,
+    Dismiss,
+    Interrupt,
+    Message,
+    Parts,
+    Prepare,
+    Refused,
+    RunStatus,
+    WorkerPhase,
+)
+
+TIMING = Timing(prepare_s=10, start_s=60, lease_s=10, held_grace_s=0.3)
+
+
+def new_machine(min_members: int = 1, max_members: int = 8) -> Membership:
+    roster = Roster(run="r", min_members=min_members, max_members=max_members, limit=max_members)
+    return Membership(roster, term=1, timing=TIMING, at=0.0, validate=True)
+
+
+def ready(
+    worker: str, at: float = 0.0, signature: str = "s", layout: tuple[str, ...] = ("w float32[2]",), shards: int = 8
+):
+    return ev.WorkerIsReady(
+        at=at, worker=worker, signature=signature, layout=list(layout), shards=shards, global_batch=16, total_steps=100
+    )
+
+
+def tells(instructions: list[ev.Instruction], kind: type[Message]) -> list[str]:
+    return [i.worker for i in instructions if isinstance(i, ev.Tell) and isinstance(i.message, kind)]
+
+
+def join(m: Membership, worker: str, at: float = 0.0) -> list[ev.Instruction]:
+    m.handle(ev.WorkerExpected(at=at, worker=worker, token="t-" + worker, node="n-" + worker))
+    m.handle(ev.WorkerSaidHello(at=at, worker=worker, pid=1, address="127.0.0.1"))
+    return m.handle(ready(worker, at))
+
+
+def finish_change(m: Membership, at: float = 0.0, first_step: int = 0) -> list[ev.Instruction]:
+    """Everybody votes, switches and reports."""
+    change = m.roster.change
+    assert change is not None
+    out: list[ev.Instruction] = []
+    for worker in change.participants:
+        out += m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+    for worker in change.leavers:
+        out += m.handle(ev.WorkerLeft(at=at, worker=worker))
+    for worker in change.members:
+        out += m.handle(
+            ev.WorkerActive(at=at, worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1)
+        )
+    return out
+
+
+def started(*workers: str) -> Membership:
+    m = new_machine(min_members=len(workers))
+    for worker in workers:
+        join(m, worker)
+    finish_change(m)
+    assert m.roster.status is RunStatus.TRAINING
+    return m
+
+
+def test_waits_for_the_minimum_then_starts_with_all_in_order_of_arrival() -> None:
+    m = new_machine(min_members=2)
+    assert not tells(join(m, "w0"), Prepare)
+    out = join(m, "w1")
+    assert tells(out, Prepare) == ["w0", "w1"]
+    finish_change(m)
+    assert m.roster.members == ["w0", "w1"]
+    assert m.roster.generation == 1
+
+
+def test_commit_only_after_every_vote() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    generation = m.roster.high
+    for worker in ("w0", "w2"):
+        assert not tells(m.handle(ev.VoteCast(at=0, worker=worker, generation=generation, ok=True)), Commit)
+    assert m.roster.generation == 1
+    out = m.handle(ev.VoteCast(at=0, worker="w1", generation=generation, ok=True))
+    assert tells(out, Commit) == ["w0", "w1", "w2"]
+    assert m.roster.generation == generation
+
+
+def test_vote_of_another_generation_does_not_count() -> None:
+    m = started("w0")
+    join(m, "w1")
+    for worker in ("w0", "w1"):
+        m.handle(ev.VoteCast(at=0, worker=worker, generation=m.roster.high + 1, ok=True))
+    assert m.roster.change is not None
+    assert not m.roster.change.committed
+
+
+def test_joins_and_leaves_known_together_are_one_generation() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    join(m, "w3")  # comes while the change for w2 is under way
+    m.handle(ev.ReleaseWanted(at=0, workers=["w0"], reason="walltime"))
+    finish_change(m)
+    assert m.roster.change is not None
+    finish_change(m)
+    last = m.roster.history[-1]
+    assert last.kind is ChangeKind.MIXED
+    assert last.members == ["w1", "w2", "w3"]
+    assert "walltime" in last.reason
+
+
+def test_rank_zero_may_leave() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.ReleaseWanted(at=0, workers=["w0"], reason="asked"))
+    out = finish_change(m)
+    assert ev.MembersChanged("w1") in out
+    assert m.roster.members == ["w1", "w2"]
+
+
+def test_killed_member_interrupts_the_survivors_at_once() -> None:
+    m = started("w0", "w1", "w2")
+    out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed by signal 9"))
+    assert tells(out, Interrupt) == ["w0", "w2"]
+    prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
+    assert prepare.interrupt
+    assert [p.worker for p in prepare.members] == ["w0", "w2"]
+    finish_change(m, at=1, first_step=7)
+    assert m.roster.history[-1].kind is ChangeKind.EJECT
+
+
+def test_joiner_that_dies_before_the_commit_burns_only_its_generation() -> None:
+    m = started("w0")
+    join(m, "w1")
+    burned = m.roster.high
+    out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
+    assert tells(out, Abort) == ["w0"]
+    assert not tells(out, Interrupt)
+    assert m.roster.members == ["w0"]
+    join(m, "w2", at=2)
+    assert m.roster.high > burned
+
+
+def test_death_after_the_commit_interrupts_both_generations() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    generation = m.roster.high
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.VoteCast(at=0, worker=worker, generation=generation, ok=True))
+    out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
+    interrupted = {
+        (i.worker, i.message.generation) for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Interrupt)
+    }
+    assert interrupted == {("w0", 1), ("w2", 1), ("w0", generation), ("w2", generation)}
+
+
+def test_leaver_that_alone_has_the_state_is_kept() -> None:
+    m = started("w0")
+    m.roster.limit = 1
+    join(m, "w2", at=2)
+    m.handle(ev.ReleaseWanted(at=3, workers=["w0"], reason="walltime"))
+    change = m.roster.change
+    assert change is not None
+    assert (change.members, change.leavers) == (["w2"], ["w0"])
+    for worker in ("w0", "w2"):
+        m.handle(ev.VoteCast(at=3, worker=worker, generation=change.generation, ok=True))
+    m.handle(ev.WorkerHeld(at=4, worker="w0", generation=change.replaces, reason="reset"))
+    m.handle(ev.Ticked(at=5))
+    change = m.roster.change
+    assert change is not None
+    assert change.members == ["w0", "w2"], "w2 has no state yet, so w0 may not be dropped"
+
+
+def test_last_member_leaving_suspends_with_a_checkpoint_and_comes_back() -> None:
+    m = started("w0")
+    out = m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="walltime"))
+    prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
+    assert prepare.members == []
+    m.handle(ev.VoteCast(at=1, worker="w0", generation=prepare.generation, ok=True))
+    written = Checkpointed(worker="w0", step=5, path="/c", digest="d")
+    m.handle(ev.CheckpointWritten(at=2, written=written))
+    m.handle(ev.WorkerLeft(at=2, worker="w0"))
+    assert m.roster.status is RunStatus.SUSPENDED
+    out = join(m, "w1", at=3)
+    prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
+    assert prepare.checkpoint == "/c"
+
+
+def test_all_killed_goes_on_from_the_checkpoint_but_a_failing_script_ends_the_run() -> None:
+    m = started("w0")
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason="killed by signal 9"))
+    assert m.roster.status is RunStatus.SUSPENDED
+    m = started("w0", "w1")
+    m.handle(ev.WorkerFailed(at=1, worker="w0", code=1, message="ValueError: bad"))
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason="exited with 1", code=1))
+    out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="exited with 1", code=1))
+    assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FAILED for i in out)
+    assert "ValueError" in m.roster.message
+
+
+def test_script_that_never_reaches_the_loop_fails_the_run_with_advice() -> None:
+    m = new_machine()
+    m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n1"))
+    out = m.handle(ev.WorkerGone(at=5, worker="w0", reason="exited with 0", code=0))
+    ended = next(i for i in out if isinstance(i, ev.RunEnded))
+    assert ended.status is RunStatus.FAILED
+    assert "run.steps()" in ended.message
+
+
+def test_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None:
+    m = new_machine()
+    m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n1"))
+    assert not m.handle(ev.Ticked(at=59))
+    out = m.handle(ev.Ticked(at=61))
+    assert any(isinstance(i, ev.Kill) and i.worker == "w0" for i in out)
+    assert m.roster.status is RunStatus.FAILED
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (ready("w1", signature="x", layout=("w float32[3]",)), ["float32[3]", "float32[2]"]),
+        (ready("w1", signature="x", layout=("w float32[2]", "b float32[2]")), ["2 tensors", "1"]),
+        (ready("w1", shards=4), ["4", "8"]),
+    ],
+)
+def test_newcomer_that_differs_is_refused_with_the_difference(event: ev.WorkerIsReady, words: list[str]) -> None:
+    m = started("w0")
+    m.handle(ev.WorkerExpected(at=0, worker="w1", token="t", node="n1"))
+    out = m.handle(event)
+    refused = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Refused))
+    assert all(word in refused.message for word in words)
+    assert m.roster.members == ["w0"]
+    assert m.roster.status is RunStatus.TRAINING
+
+
+def test_silent_member_is_ejected_after_its_lease() -> None:
+    m = started("w0", "w1")
+    m.handle(ev.WorkerBeat(at=9, worker="w0", generation=1, prepared=1, step=3, held=False))
+    out = m.handle(ev.Ticked(at=11))
+    assert [i.worker for i in out if isinstance(i, ev.Kill)] == ["w1"]
+    assert tells(out, Interrupt) == ["w0"]
+
+
+def test_broken_link_without_a_death_rebuilds_the_same_group() -> None:
+    m = started("w0", "w1")
+    m.handle(ev.WorkerHeld(at=1.0, worker="w0", generation=1, reason="connection reset"))
+    assert m.roster.change is None, "the news of a death may still come"
+    m.handle(ev.Ticked(at=1.4))
+    assert m.roster.change is not None
+    assert m.roster.change.members == ["w0", "w1"]
+    assert m.roster.change.interrupt
+
+
+def test_limit_keeps_standbys_warm_and_releases_the_youngest() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.LimitChanged(at=1, limit=2, reason="shrunk by hand"))
+    finish_change(m, at=1)
+    assert m.roster.members == ["w0", "w1"]
+    join(m, "w3", at=2)
+    assert m.roster.workers["w3"].phase is WorkerPhase.READY
+    assert m.roster.change is None
+    m.handle(ev.LimitChanged(at=3, limit=3, reason="grown"))
+    finish_change(m, at=3)
+    assert m.roster.members == ["w0", "w1", "w3"]
+
+
+def test_never_more_members_than_shards() -> None:
+    m = new_machine()
+    m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n"))
+    m.handle(ready("w0", shards=2))
+    finish_change(m)
+    for worker in ("w1", "w2"):
+        m.handle(ev.WorkerExpected(at=0, worker=worker, token="t", node="n"))
+        m.handle(ready(worker, shards=2))
+        if m.roster.change is not None:
+            finish_change(m)
+    assert m.roster.members == ["w0", "w1"]
+
+
+def test_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> None:
+    m = started("w0", "w1")
+    m.roster.limit = 2
+    join(m, "w2")
+    done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
+    assert not any(isinstance(i, ev.RunEnded) for i in m.handle(ev.WorkerFinished(at=1, worker="w0", **done)))
+    out = m.handle(ev.WorkerFinished(at=1, worker="w1", **done))
+    assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)
+    assert tells(out, Dismiss) == ["w2"]
+
+
+def test_a_head_that_comes_back_burns_what_was_only_prepared_and_keeps_what_was_committed() -> None:
+    m = started("w0")
+    join(m, "w1")
+    generation = m.roster.high
+    stored = msgspec.msgpack.encode(m.roster)
+    again = Membership(msgspec.msgpack.decode(stored, type=Roster), term=2, timing=TIMING, at=50.0, validate=True)
+    assert again.roster.change is None
+    out = again.handle(ev.WorkerBeat(at=50, worker="w0", generation=1, prepared=generation, step=4, held=False))
+    assert again.roster.high > generation, "the number is never used again"
+    assert tells(out, Prepare) == ["w0", "w1"]
+
+
+def test_a_peer_that_missed_a_message_hears_it_again() -> None:
+    m = started("w0")
+    join(m, "w1")
+    generation = m.roster.high
+    silent = ev.WorkerBeat(at=3, worker="w0", generation=1, prepared=1, step=4, held=False)
+    assert tells(m.handle(silent), Prepare) == ["w0"]
+    for worker in ("w0", "w1"):
+        m.handle(ev.WorkerBeat(at=4, worker=worker, generation=1, prepared=generation, step=4, held=False))
+    assert m.roster.generation == generation, "a beat that shows the group stands is a vote"
+    behind = ev.WorkerBeat(at=7, worker="w0", generation=1, prepared=generation, step=4, held=False)
+    assert tells(m.handle(behind), Commit) == ["w0"]
+
+
+# -- random histories -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SimWorker:
+    """What a worker would do, without torch: votes, switches with the others, holds when interrupted."""
+
+    name: str
+    inbox: list[Message] = field(default_factory=list)
+    generation: int = 0
+    prepared: dict[int, Prepare] = field(default_factory=dict)
+    committed: int = 0
+    held: bool = False
+    step: int = 0
+    has_state: bool = False
+    alive: bool = True
+
+
+class World:
+    """Workers and a machine; Hypothesis decides who acts next."""
+
+    def __init__(self) -> None:
+        self.m = new_machine(min_members=1)
+        self.at = 0.0
+        self.workers: dict[str, SimWorker] = {}
+        self.active: dict[int, tuple[str, ...]] = {}
+        self.generations: list[int] = []
+
+    def put(self, event: ev.Event) -> None:
+        before = self.m.roster.high
+        for i in self.m.handle(event):
+            if isinstance(i, ev.Tell) and i.worker in self.workers:
+                self.workers[i.worker].inbox.append(i.message)
+            elif isinstance(i, ev.Kill) and i.worker in self.workers:
+                self.workers[i.worker].alive = False
+        assert self.m.roster.high >= before
+        stored = msgspec.msgpack.decode(msgspec.msgpack.encode(self.m.roster), type=Roster)
+        assert stored == self.m.roster, "the durable state is the whole state"
+
+    def spawn(self) -> None:
+        name = f"w{len(self.workers)}"
+        if len([w for w in self.workers.values() if w.alive]) >= 6:
+            return
+        self.workers[name] = SimWorker(name)
+        self.put(ev.WorkerExpected(at=self.at, worker=name, token="t", node="n" + name))
+        self.put(ready(name, self.at))
+
+    def deliver(self, w: SimWorker) -> None:
+        if not w.alive or not w.inbox:
+            return
+        message = w.inbox.pop(0)
+        if isinstance(message, Prepare):
+            w.prepared[message.generation] = message
+            if message.interrupt and w.generation and w.generation < message.generation:
+                w.held = True
+            self.put(ev.VoteCast(at=self.at, worker=w.name, generation=message.generation, ok=True))
+        elif isinstance(message, Abort):
+            w.prepared.pop(message.generation, None)
+        elif isinstance(message, Interrupt):
+            if w.generation == message.generation:
+                w.held = True
+            w.prepared.pop(message.generation, None)
+            if w.committed == message.generation:
+                w.committed = 0
+        elif isinstance(message, Commit):
+            if message.generation in w.prepared:
+                w.committed = message.generation
+        elif isinstance(message, Dismiss | Refused):
+            w.alive = False
+
+    def switch(self) -> None:
+        """A committed generation whose old and new members have all heard of it passes its boundary."""
+        for generation in {w.committed for w in self.workers.values() if w.alive and w.committed}:
+            prepare = next(w.prepared[generation] for w in self.workers.values() if generation in w.prepared)
+            names = [p.worker for p in prepare.members]
+            new = [self.workers[n] for n in names]
+            old = [w for w in self.workers.values() if w.alive and w.generation == prepare.replaces and w.generation]
+            everybody = [*new, *([] if prepare.interrupt else old)]
+            if not all(w.alive and w.committed == generation for w in everybody):
+                continue
+            step = max([w.step for w in new if w.has_state], default=0)
+            for w in old:
+                if w.name not in names:
+                    w.alive = False
+                    if not names:
+                        written = Checkpointed(worker=w.name, step=w.step, path="/c", digest="d")
+                        self.put(ev.CheckpointWritten(at=self.at, written=written))
+                    self.put(ev.WorkerLeft(at=self.at, worker=w.name))
+            assert generation not in self.active, "a generation becomes active once"
+            self.active[generation] = tuple(names)
+            self.generations.append(generation)
+            for w in new:
+                w.generation, w.committed, w.held, w.has_state, w.step = generation, 0, False, True, step + 1
+                self.put(
+                    ev.WorkerActive(
+                        at=self.at, worker=w.name, generation=generation, first_step=step, pause_s=0.0, parts=Parts()
+                    )
+                )
+
+    def kill(self, w: SimWorker) -> None:
+        if w.alive:
+            w.alive = False
+            self.put(ev.WorkerGone(at=self.at, worker=w.name, reason="killed by signal 9"))
+
+    def restart_head(self) -> None:
+        stored = msgspec.msgpack.encode(self.m.roster)
+        roster = msgspec.msgpack.decode(stored, type=Roster)
+        self.m = Membership(roster, term=2, timing=TIMING, at=self.at, validate=True)
+        for w in self.workers.values():
+            w.inbox.clear()
+
+    def beat_all(self) -> None:
+        for w in self.workers.values():
+            if w.alive:
+                prepared = max([*w.prepared, w.generation])
+                self.put(
+                    ev.WorkerBeat(
+                        at=self.at, worker=w.name, generation=w.generation, prepared=prepared, step=w.step, held=w.held
+                    )
+                )
+
+    def settle(self) -> None:
+        """No more faults: time passes, beats are sent, messages arrive."""
+        for _ in range(200):
+            self.at += 0.5
+            self.beat_all()
+            self.put(ev.Ticked(at=self.at))
+            for w in list(self.workers.values()):
+                while w.alive and w.inbox:
+                    self.deliver(w)
+            self.switch()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["spawn", "deliver", "deliver", "deliver", "switch", "kill", "release", "limit", "tick", "head", "hold"]
+        ),
+        st.integers(0, 30),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(ACTIONS)
+def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actions: list[tuple[str, int]]) -> None:
+    world = World()
+    world.spawn()
+    for action, number in actions:
+        world.at += 0.05
+        names = sorted(world.workers)
+        w = world.workers[names[number % len(names)]]
+        match action:
+            case "spawn":
+                world.spawn()
+            case "deliver":
+                world.deliver(w)
+            case "switch":
+                world.switch()
+            case "kill":
+                world.kill(w)
+            case "release":
+                world.put(ev.ReleaseWanted(at=world.at, workers=[w.name], reason="asked"))
+            case "limit":
+                world.put(ev.LimitChanged(at=world.at, limit=1 + number % 6, reason="test"))
+            case "tick":
+                world.at += number / 10
+                world.put(ev.Ticked(at=world.at))
+            case "head":
+                world.restart_head()
+            case "hold":
+                if w.alive and w.generation == world.m.roster.generation and w.generation:
+                    w.held = True
+                    world.put(ev.WorkerHeld(at=world.at, worker=w.name, generation=w.generation, reason="reset"))
+    if world.m.roster.status.ended:
+        return
+    world.put(ev.LimitChanged(at=world.at, limit=8, reason="test"))
+    world.spawn()
+    world.settle()
+    roster = world.m.roster
+    assert world.generations == sorted(set(world.generations)), "generations only grow"
+    assert roster.status is RunStatus.TRAINING, (roster.status, roster.change, world.m.story)
+    assert roster.change is None
+    alive = sorted(w.name for w in world.workers.values() if w.alive)
+    assert sorted(roster.members) == alive
+    assert {w.generation for w in world.workers.values() if w.alive} == {roster.generation}
