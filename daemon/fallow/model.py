@@ -777,6 +777,7 @@ class MemberView(Struct):
     step: int
     ends_in_s: float | None
     last_seen_s: float
+    pid: int = 0
 
 
 class AllocationView(Struct):

@@ -281,7 +281,7 @@ class Head:
             except (SubmitRejected, SubmitUnknown) as failure:
                 outcome = failure
             except FallowError as error:
-                outcome = SubmitRejected(error.message)
+                outcome = SubmitRejected(token, error.message)
             self._inbox.put_nowait(Submitted(run_id, token, outcome))
 
     async def _show(self) -> None:
@@ -333,9 +333,9 @@ class Head:
                 if run.record.allocations[item.token].asked_at is not None:
                     turn.cancels.append((run.id, item.token, job_id))
             case SubmitRejected() as refusal:
-                self._harvest.refused(turn, run, item.token, refusal.message)
+                self._harvest.refused(turn, run, item.token, refusal.reason)
             case SubmitUnknown() as unknown:
-                self._harvest.unknown(turn, run, item.token, unknown.message)
+                self._harvest.unknown(turn, run, item.token, unknown.reason)
 
     def _take_request(self, turn: Turn, item: Asked) -> Callable[[], None]:
         try:

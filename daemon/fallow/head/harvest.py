@@ -80,7 +80,9 @@ class Harvest:
         for worker in allocation.workers:
             if run.roster.alive(worker):
                 turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
-        if allocation.kind is AllocationKind.BASE and allocation.reason == "CANCELLED" and allocation.asked_at is None:
+        vanished = allocation.reason in ("CANCELLED", "") and allocation.start_at is None
+        cancelled = allocation.reason == "CANCELLED" or vanished
+        if allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
             run.record.base_wanted = False
             if run.roster.generation == 0 and not run.roster.workers:
                 # Cancelled before anything of it ran: the user does not want the run.

@@ -60,9 +60,9 @@ def slurm_client(config: Config) -> SlurmClient | None:
     """The client that the configuration asks for; None for `none` (`fallow local`)."""
     if config.slurm.client == "none":
         return None
-    from fallow.slurm.cli import CliSlurm
+    from fallow.slurm.cli import CliClient
 
-    return CliSlurm()
+    return CliClient()
 
 
 @contextlib.contextmanager

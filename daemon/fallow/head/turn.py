@@ -162,7 +162,7 @@ class Turn:
         if base:
             return base[0]
         main = [a for a in alive if run.roster.members and run.roster.members[0] in a.workers]
-        return (main or alive or [None])[0]
+        return next(iter(main or alive), None)
 
 
 def agent_peer(allocation: Allocation, node: str) -> str:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -187,7 +187,7 @@ class Driver:
             self._on_view(view)
         return view
 
-    async def _call(self, method: str, **params: object) -> object:
+    async def _call(self, method: str, **params: Any) -> Any:
         """One request; a head that ended by itself is started again, as a supervisor would."""
         for _ in range(3):
             try:

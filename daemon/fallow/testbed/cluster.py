@@ -14,20 +14,19 @@ import pwd
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
-from fallow.testbed.conf import KILL_WAIT_S, Layout, Profile, cgroup_conf, gres_conf, slurm_conf
+from fallow.testbed.conf import KILL_WAIT_S, Layout, Profile
+from fallow.testbed.daemons import logs, make_folder, start_daemons, write_files
 from fallow.testbed.host import (
     check_host_name,
     clean_environment,
     find_commands,
     free_ports,
-    last_lines,
     owned_processes,
     parse_version,
     signal_all,
@@ -37,9 +36,6 @@ from fallow.testbed.host import (
 UP_DEADLINE_S = 30.0
 "From start to all nodes idle; measured 1 to 3 s."
 COMMAND_DEADLINE_S = 5.0
-# slurmd makes sockets named like spool/n1/n1_12345.4294967291 (slurmstepd's batch step)
-_SOCKET_TAIL = len("/spool/n99/n99_99999999.4294967291")
-_SOCKET_LIMIT = 107
 _MAX_NODES = 64
 
 
@@ -93,7 +89,7 @@ class Testbed:
         commands = find_commands()
         check_host_name()
         version = parse_version(_run_plain([commands["slurmctld"], "-V"]))
-        place = _make_folder(folder)
+        place = make_folder(folder)
         try:
             with registry.locked():
                 ports = [range(r.first_port, r.first_port + r.nodes + 1) for r in registry.records()]
@@ -110,8 +106,8 @@ class Testbed:
                 )
                 registry.write_record(record)
                 testbed = cls(record, commands)
-                testbed._write_files()
-                testbed._start()
+                write_files(testbed.layout)
+                start_daemons(testbed.layout, commands)
                 testbed._wait_idle(deadline_s)
         except BaseException:
             if registry.read_record(place) is None:
@@ -259,64 +255,6 @@ class Testbed:
     ) -> None:
         self.down()
 
-    # -- starting -----------------------------------------------------------------------------------------------
-
-    def _write_files(self) -> None:
-        layout = self.layout
-        for name in ("state", "spool", "munge"):
-            (layout.folder / name).mkdir()
-        # munged wants its socket's folder reachable by everybody, the key's closed to writers
-        (layout.folder / "munge").chmod(0o755)
-        (layout.folder / "spool").chmod(0o755)
-        (layout.folder / "state").chmod(0o700)
-        for node in layout.node_names:
-            (layout.folder / "spool" / node).mkdir()
-            (layout.folder / "spool" / node).chmod(0o755)
-        for index in range(layout.gpus):
-            (layout.folder / f"gpu{index}").symlink_to("/dev/null")
-        key = layout.folder / "munge" / "key"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(128))
-        texts = {
-            "slurm.conf": slurm_conf(layout),
-            "gres.conf": gres_conf(layout),
-            "cgroup.conf": cgroup_conf(layout.version),
-        }
-        for name, text in texts.items():
-            (layout.folder / name).write_text(text)
-            (layout.folder / name).chmod(0o644)  # other users' sbatch reads them too
-
-    def _start(self) -> None:
-        munge = self.folder / "munge"
-        # --force: munged refuses a socket below a 0700 folder, such as a test's own; the folders are ours
-        options = [f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid"]
-        options += [f"--log-file={munge}/log", f"--seed-file={munge}/seed", "--num-threads=4", "--force"]
-        self._spawn(["munged", *options])
-        self._spawn(["slurmctld", "-c"])
-        for node in self.layout.node_names:
-            self._spawn(["slurmd", "-N", node])
-
-    def _spawn(self, command: list[str]) -> None:
-        """Run a daemon; it puts itself into the background, so that it is nobody's child and never a zombie."""
-        argv = [self._commands[command[0]], *command[1:]]
-        output = self.folder / f"{command[0]}.out"
-        with output.open("ab") as file:
-            done = subprocess.run(
-                argv,
-                env=clean_environment(self.conf, self.folder),
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                umask=0o022,
-                timeout=UP_DEADLINE_S,
-                check=False,
-            )
-        if done.returncode != 0:
-            raise FallowError(
-                f"testbed: {' '.join(command)} ended with {done.returncode}\n{self._logs()}", Exit.UNAVAILABLE
-            )
-
     def _wait_idle(self, seconds: float) -> None:
         def idle() -> bool:
             try:
@@ -327,13 +265,10 @@ class Testbed:
 
         if not wait_until(idle, seconds):
             raise FallowError(
-                f"testbed: the nodes did not become idle within {seconds:g} s; what the daemons say:\n{self._logs()}",
+                f"testbed: the nodes did not become idle within {seconds:g} s; what the daemons say:\n"
+                f"{logs(self.layout)}",
                 Exit.UNAVAILABLE,
             )
-
-    def _logs(self) -> str:
-        names = ["munged.out", "munge/log", "slurmctld.out", "slurmctld.log", "slurmd.out", "slurmd.n1.log"]
-        return last_lines([self.folder / name for name in names])
 
 
 def _layout(record: registry.Record) -> Layout:
@@ -371,28 +306,6 @@ def _user_name() -> str:
             f"testbed: uid {os.getuid()} has no entry in /etc/passwd, and Slurm asks for a user name; add one",
             Exit.CONFIG,
         ) from None
-
-
-def _make_folder(folder: Path | None) -> Path:
-    if folder is None:
-        # not TMPDIR: that of a job or of macOS-like set-ups is too long for Unix sockets
-        folder = Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
-    else:
-        folder = folder.absolute()
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FallowError(
-                f"testbed: {folder} is not empty; name a new folder, or take the testbed in it down", Exit.CANTCREAT
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-    if len(os.fsencode(folder)) + _SOCKET_TAIL > _SOCKET_LIMIT:
-        folder.rmdir()
-        raise FallowError(
-            f"testbed: {folder} is too long for Slurm's Unix sockets; use a path of at most "
-            f"{_SOCKET_LIMIT - _SOCKET_TAIL} bytes",
-            Exit.USAGE,
-        )
-    folder.chmod(0o755)  # jobs of another user read slurm.conf; secrets in it are closed one by one
-    return folder
 
 
 def _run_plain(argv: list[str]) -> str:

@@ -26,6 +26,7 @@ from fallow.model import (
     Exit,
     FallowError,
     FromWorker,
+    Held,
     Interrupt,
     KvOp,
     KvReply,
@@ -108,6 +109,8 @@ class Session:
         self._term = 0
         self._next: Prepared | None = None
         self._highest = 0
+        self._taken = 0
+        self._held: Held | None = None
         self._broken_upto = 0
         self._why_broken = ""
         self._current: Group | None = None
@@ -189,7 +192,7 @@ class Session:
     def _beat(self) -> None:
         now = self.progress
         upcoming = self._next
-        standing = upcoming.prepare.generation if upcoming and upcoming.standing else now.generation
+        standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
         self.send(
             Beat(
                 worker=self.worker,
@@ -204,6 +207,9 @@ class Session:
                 scalars=now.scalars,
             )
         )
+        held = self._held
+        if held is not None:
+            self.send(held)
         ready = self._ready
         if ready is not None and not self._ready_seen and upcoming is None:
             self.send(ready)
@@ -345,6 +351,12 @@ class Session:
         self._ready = ready
         self.send(ready)
 
+    def hold(self, generation: int, reason: str) -> None:
+        """The group of `generation` is broken; repeated with the beats until `await_commit` returns."""
+        self._held = Held(worker=self.worker, generation=generation, step=self.progress.step, reason=reason)
+        self.progress.held = True
+        self.send(self._held)
+
     @property
     def switch_committed(self) -> bool:
         """True once a planned change is committed and its group stands here."""
@@ -383,6 +395,8 @@ class Session:
             taken = self._next
             assert taken is not None
             self._next = None
+            self._taken = taken.prepare.generation
+            self._held = None
             old, self._current = self._current, taken.group
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)

@@ -1,0 +1,50 @@
+"""What all commands share: talking to the head, printing, and how errors are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import click
+
+from fallow.model import FallowError
+from fallow.text import clean_block
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON value.")(command)
+
+
+@overload
+def ask(method: str, **params: Any) -> Any: ...
+@overload
+def ask(method: str, type_: type[T], **params: Any) -> T: ...
+def ask(method: str, type_: Any = Any, **params: Any) -> Any:
+    """One request to the head of the state folder in force."""
+    from fallow.control.client import call
+    from fallow.files import Paths
+
+    return call(Paths.default().head_file, method, type_, **params)
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def say(text: str) -> None:
+    """To standard error: diagnostics never mix with results."""
+    sys.stderr.write(f"fallow: {clean_block(text)}\n")
+
+
+def print_error(error: FallowError, as_json: bool) -> None:
+    """One clear line on standard error; with --json one JSON value on standard output."""
+    if as_json:
+        print_json({"error": {"code": int(error.code), "message": error.message}})
+    else:
+        say(error.message)

@@ -1,0 +1,135 @@
+"""Entry point of `fallow`: finds the command, runs it, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from fallow import __version__
+from fallow.cli.common import print_error
+from fallow.model import Exit, FallowError
+
+COMMANDS: dict[str, str] = {
+    "submit": "fallow.cli.submit:submit",
+    "run": "fallow.cli.run:run",
+    "local": "fallow.cli.start:local",
+    "daemon": "fallow.cli.start:daemon",
+    "status": "fallow.cli.show:status",
+    "events": "fallow.cli.show:events",
+    "report": "fallow.cli.show:report",
+    "top": "fallow.cli.start:top",
+    "grow": "fallow.cli.operate:grow",
+    "shrink": "fallow.cli.operate:shrink",
+    "drain": "fallow.cli.operate:drain",
+    "checkpoint": "fallow.cli.operate:checkpoint",
+    "cancel": "fallow.cli.operate:cancel",
+    "doctor": "fallow.cli.doctor:doctor",
+    "testbed": "fallow.cli.testbed:testbed",
+    "demo": "fallow.cli.start:demo",
+    "completion": "fallow.cli.completion:completion",
+}
+"""Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""
+
+EXIT_CODES = """\b
+Exit codes:
+  0   done, or released as planned
+  2   wrong usage
+  65  bad input: script, schedule, data
+  66  a file or name that was given does not exist
+  69  head, Slurm or store cannot be reached
+  70  a bug in Fallow, or the training failed
+  71  the operating system refused something
+  73  a second head, or something cannot be created
+  74  input or output failed
+  75  a deadline passed; try again
+  77  not permitted: wrong owner or mode
+  78  the configuration is wrong
+  93  this allocation is done; do not restart it
+submit passes sbatch's exit code on. FALLOW_DEBUG=1 shows tracebacks."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported only when asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="fallow %(version)s")
+def cli() -> None:
+    """Elastic PyTorch training on the nodes a Slurm cluster leaves idle."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    code = invoke(words)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+    sys.exit(code)
+
+
+def invoke(words: Sequence[str]) -> int:
+    """Runs one command; returns its exit code. Errors have been told."""
+    as_json = wants_json(words)
+    try:
+        result = cli.main(args=list(words), prog_name="fallow", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except click.UsageError as error:
+        hint = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
+        print_error(FallowError(error.format_message() + hint, Exit.USAGE), as_json)
+        return Exit.USAGE
+    except click.ClickException as error:
+        print_error(FallowError(error.format_message(), Exit.NOINPUT), as_json)
+        return Exit.NOINPUT
+    except FallowError as error:
+        if os.environ.get("FALLOW_DEBUG") == "1":
+            raise
+        print_error(error, as_json)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_output()
+        return Exit.IOERR
+    except Exception as error:
+        if os.environ.get("FALLOW_DEBUG") == "1":
+            raise
+        what = f"a bug in Fallow ({type(error).__name__}: {error}); run it again with FALLOW_DEBUG=1 and report it"
+        print_error(FallowError(what, Exit.SOFTWARE), as_json)
+        return Exit.SOFTWARE
+    return result if isinstance(result, int) else Exit.OK
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether --json was asked of us (and not of somebody's script)."""
+    if words and words[0] in ("submit", "run"):
+        return False
+    return "--json" in words[: words.index("--") if "--" in words else len(words)]
+
+
+def _discard_output() -> None:
+    """The reader is gone: nothing more is written, not even at interpreter exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()

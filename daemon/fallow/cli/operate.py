@@ -1,0 +1,85 @@
+"""Commands that change something at the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fallow.cli.common import ask, json_option, print_json
+
+
+def _done(as_json: bool, text: str, **result: Any) -> None:
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(text)
+
+
+@click.command(short_help="Let a run have more members.")
+@click.argument("run")
+@click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many workers more.")
+@json_option
+def grow(run: str, by: int, as_json: bool) -> None:
+    """Raise the number of workers that RUN may have, up to its maximum."""
+    limit = ask("grow", run=run, by=by)
+    _done(as_json, f"run {run}: up to {limit} workers", run=run, limit=limit)
+
+
+@click.command(short_help="Let a run have fewer members.")
+@click.argument("run")
+@click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many workers fewer.")
+@click.option("--worker", "workers", multiple=True, help="Release this worker; may be repeated. Instead of --by.")
+@json_option
+def shrink(run: str, by: int, workers: tuple[str, ...], as_json: bool) -> None:
+    """Release workers of RUN at the next step boundary: the youngest, or those that are named."""
+    if workers:
+        ask("release", run=run, workers=list(workers))
+        _done(as_json, f"run {run}: releasing {', '.join(workers)}", run=run, workers=list(workers))
+    else:
+        limit = ask("shrink", run=run, by=by)
+        _done(as_json, f"run {run}: up to {limit} workers", run=run, limit=limit)
+
+
+@click.command(short_help="Give nodes back.")
+@click.argument("run")
+@click.argument("nodes", nargs=-1, required=True)
+@json_option
+def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
+    """Give NODES of RUN back; node lists may be folded, e.g. n[01-04]."""
+    names = unfold(nodes)
+    ask("drain", run=run, nodes=names)
+    _done(as_json, f"run {run}: giving back {', '.join(names)}", run=run, nodes=names)
+
+
+@click.command(short_help="Write a durable checkpoint now.")
+@click.argument("run")
+@json_option
+def checkpoint(run: str, as_json: bool) -> None:
+    """Ask RUN for a durable checkpoint at its next step boundary."""
+    ask("checkpoint", run=run)
+    _done(as_json, f"run {run}: a checkpoint will be written at the next step boundary", run=run)
+
+
+@click.command(short_help="End a run for good.")
+@click.argument("run")
+@json_option
+def cancel(run: str, as_json: bool) -> None:
+    """End RUN: its workers stop and all its jobs are cancelled."""
+    ask("cancel", run=run)
+    _done(as_json, f"run {run}: cancelled", run=run)
+
+
+def unfold(nodes: tuple[str, ...]) -> list[str]:
+    """Node names of folded lists, in order, each once."""
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+    from fallow.model import Exit, FallowError
+
+    names: dict[str, None] = {}
+    for word in nodes:
+        try:
+            names |= dict.fromkeys(NodeSet(word, resolver=RESOLVER_NOGROUP))
+        except NodeSetException as error:
+            raise FallowError(f"{word[:64]!r} is no node list ({error}); e.g. n[01-04],n7", Exit.USAGE) from error
+    return list(names)

@@ -1,0 +1,210 @@
+"""Commands that show what the head knows: status, events, report."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import click
+
+from fallow.cli.common import ask, json_option, print_json
+from fallow.cli.tables import duration, moment, number, show_table
+from fallow.model import EventRecord, FallowError, MemberView, RunReport, RunView, Snapshot
+from fallow.text import clean
+
+
+@click.command(short_help="Runs, or one run in detail.")
+@click.argument("run", required=False)
+@json_option
+def status(run: str | None, as_json: bool) -> None:
+    """Show all runs, or one RUN with its members and jobs."""
+    snapshot = ask("status", Snapshot, **({"run": run} if run else {}))
+    if as_json:
+        print_json(snapshot)
+    elif run:
+        for view in snapshot.runs:
+            show_run(view)
+    else:
+        show_runs(snapshot)
+
+
+@click.command(short_help="What happened.")
+@click.argument("run", required=False)
+@click.option("--since", type=click.IntRange(min=0), default=0, help="Only events with a higher number.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The last so many.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with new events until interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
+def events(run: str | None, since: int, limit: int, follow: bool, as_json: bool) -> None:
+    """Show the event log, of everything or of one RUN."""
+    if follow:
+        asyncio.run(_follow(run, since, limit, as_json))
+        return
+    found = ask("events", list[EventRecord], since=since, limit=limit, **({"run": run} if run else {}))
+    if as_json:
+        print_json(found)
+    else:
+        for event in found:
+            _print_event(event, as_json=False)
+
+
+@click.command(short_help="The report of a run.")
+@click.argument("run")
+@json_option
+def report(run: str, as_json: bool) -> None:
+    """Show the report of RUN: steps, samples, generations and pauses."""
+    found = ask("report", RunReport, run=run)
+    if as_json:
+        print_json(found)
+    else:
+        show_report(found)
+
+
+async def _follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
+    from fallow.control.client import ControlClient
+    from fallow.files import Paths
+
+    head_file = Paths.default().head_file
+    last = since
+    async with await ControlClient.connect(head_file) as asking, await ControlClient.connect(head_file) as listening:
+
+        async def catch_up(last: int) -> int:
+            wanted = {"run": run} if run else {}
+            for event in await asking.call("events", list[EventRecord], since=last, limit=limit, **wanted):
+                _print_event(event, as_json)
+                last = max(last, event.seq)
+            return last
+
+        last = await catch_up(last)
+        subscribed = False
+        async for item in listening.subscribe():
+            if not subscribed:
+                # What happened between the first look and the subscription would be missed otherwise.
+                last = await catch_up(last)
+                subscribed = True
+            if isinstance(item, EventRecord) and item.seq > last and run in (None, item.run):
+                _print_event(item, as_json)
+                last = item.seq
+    raise FallowError("the head went away; follow again when it is back")
+
+
+def _print_event(event: EventRecord, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+    else:
+        where = event.run or "-"
+        sys.stdout.write(
+            f"{event.seq:>6}  {moment(event.at)}  {clean(where):<20}  {clean(event.kind):<10}  {clean(event.text)}\n"
+        )
+    sys.stdout.flush()
+
+
+def show_runs(snapshot: Snapshot) -> None:
+    """The head in a line, then a row per run."""
+    head = snapshot.head
+    slurm = f"Slurm {head.slurm_version} ({head.cluster})" if head.slurm_version else "no Slurm seen yet"
+    poll = "never" if head.poll_age_s is None else f"{head.poll_age_s:.0f} s ago"
+    click.echo(
+        clean(
+            f"head {head.version} on {head.host}, pid {head.pid}, up {duration(head.uptime_s)}; {slurm}; polled {poll}"
+        )
+    )
+    if head.slurm_error:
+        click.echo(clean(f"Slurm does not answer: {head.slurm_error}"))
+    if not snapshot.runs:
+        click.echo("no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT")
+        return
+    show_table(
+        ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"],
+        [_run_row(run) for run in snapshot.runs],
+    )
+
+
+def _run_row(run: RunView) -> list[str]:
+    members = sum(member.rank is not None for member in run.members)
+    total = "" if run.total_steps is None else f"/{run.total_steps}"
+    return [
+        run.run,
+        run.name,
+        run.status.value,
+        f"{run.min_nodes}:{run.max_nodes}",
+        f"{members}/{run.limit}",
+        str(run.generation),
+        f"{run.step}{total}",
+        number(run.loss),
+        number(run.samples_per_s) if run.samples_per_s else "-",
+        run.change or run.message or "",
+    ]
+
+
+def show_run(run: RunView) -> None:
+    """One run: its row, its members and its jobs."""
+    show_table(
+        ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"], [_run_row(run)]
+    )
+    if run.members:
+        click.echo()
+        show_table(
+            ["WORKER", "NODE", "KIND", "PHASE", "RANK", "STEP", "LEFT", "SEEN"],
+            [_member_row(member) for member in run.members],
+        )
+    if run.allocations:
+        click.echo()
+        show_table(
+            ["TOKEN", "KIND", "STATE", "JOBID", "PARTITION", "NODELIST", "LEFT", "REASON"],
+            [
+                [
+                    one.token,
+                    one.kind.value,
+                    one.state.value,
+                    one.job_id or "-",
+                    one.partition or "-",
+                    ",".join(one.nodes) or "-",
+                    duration(one.ends_in_s),
+                    one.reason,
+                ]
+                for one in run.allocations
+            ],
+        )
+
+
+def _member_row(member: MemberView) -> list[str]:
+    return [
+        member.worker,
+        member.node or "-",
+        member.allocation.value,
+        member.phase.value,
+        "-" if member.rank is None else str(member.rank),
+        str(member.step),
+        duration(member.ends_in_s),
+        f"{member.last_seen_s:.1f}s",
+    ]
+
+
+def show_report(found: RunReport) -> None:
+    """A finished (or running) run in a few lines and a row per generation."""
+    samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
+    click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
+    click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
+    click.echo(clean(f"final loss {number(found.final_loss)}, digest {found.final_digest or '-'}"))
+    click.echo(
+        f"pauses: planned p50 {number(planned.p50)} s, p95 {number(planned.p95)} s; "
+        f"unplanned p50 {number(unplanned.p50)} s, p95 {number(unplanned.p95)} s; "
+        f"{found.steps_discarded} steps discarded"
+    )
+    show_table(
+        ["GEN", "KIND", "MEMBERS", "FIRST STEP", "PAUSE", "DRAIN", "GROUP", "STATE", "DATA", "REASON"],
+        [
+            [
+                str(one.generation),
+                one.kind.value,
+                str(len(one.members)),
+                "-" if one.first_step is None else str(one.first_step),
+                number(one.pause_s),
+                *(number(part) for part in (one.parts.drain, one.parts.group, one.parts.state, one.parts.data)),
+                one.reason,
+            ]
+            for one in found.generations
+        ],
+    )

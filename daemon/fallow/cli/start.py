@@ -1,0 +1,73 @@
+"""Commands that start something big and get out of the way: daemon, local, top, demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import click
+
+from fallow.cli.common import json_option
+from fallow.model import Exit, FallowError
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(short_help="Run the head in the foreground.")
+def daemon() -> int:
+    """Run the head in the foreground (under systemd: Type=notify). One per state folder."""
+    from fallow.head.main import main
+
+    return int(main())
+
+
+@click.command(short_help="Train on this machine, without Slurm.", context_settings=_PASS_ON)
+@click.option("--members", type=click.IntRange(min=1), required=True, help="Workers at the start.")
+@click.option(
+    "--schedule",
+    default="",
+    metavar="S",
+    help="What happens to the membership, e.g. '+2@10,-1@20,kill:0@30'. Items: +K@STEP, -K@STEP, -mI@STEP, "
+    "kill:I@STEP, stop:I@STEP, cont:I@STEP, head-kill@STEP, store-kill@STEP.",
+)
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
+@click.option("--reproducible", is_flag=True, help="Same weights, bit for bit, whatever the membership was.")
+@json_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def local(
+    members: int, schedule: str, report: Path | None, reproducible: bool, as_json: bool, command: tuple[str, ...]
+) -> int:
+    """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD"""
+    from fallow.core.schedule import parse_schedule
+    from fallow.local.main import main
+
+    # Before anything is started, so that a bad item costs nothing.
+    parse_schedule(schedule, members)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise FallowError(f"--report {report}: its folder does not exist; make it first", Exit.CANTCREAT)
+    if reproducible:
+        os.environ["FALLOW_REPRODUCIBLE"] = "1"
+    return int(main(list(command), members, schedule, report, as_json))
+
+
+@click.command(short_help="Watch runs and nodes live.")
+@click.option("--read-only", is_flag=True, help="Keys that change something do nothing.")
+@click.option("--demo", is_flag=True, help="Made-up data; needs no head.")
+def top(read_only: bool, demo: bool) -> int:
+    """Live view of runs, members and nodes."""
+    if importlib.util.find_spec("textual") is None:
+        raise FallowError("fallow top needs Textual; run: pip install 'fallow[tui]'", Exit.UNAVAILABLE)
+    from fallow_tui.app import main
+
+    return int(main(read_only=read_only, demo=demo))
+
+
+@click.command(short_help="The whole story on a private Slurm.")
+@click.option("--seconds", type=click.FloatRange(min=1), help="About how long it may take.")
+@json_option
+def demo(seconds: float | None, as_json: bool) -> int:
+    """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
+    from fallow.demo import main
+
+    return int(main(seconds=seconds, json=as_json))

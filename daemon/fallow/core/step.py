@@ -1,0 +1,87 @@
+"""The srun step in which an allocation's agents run: one per node, over all components of the job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from fallow.model import Exit, FallowError
+
+MISLEADING = (
+    "SLURM_CPU_BIND",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXACT",
+    "SLURM_EXCLUSIVE",
+    "SLURM_EXPORT_ENV",
+    "SLURM_GPU_BIND",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_HET_GROUP",
+    "SLURM_HINT",
+    "SLURM_KILL_BAD_EXIT",
+    "SLURM_MEM_PER",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS",
+    "SLURM_OVERCOMMIT",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_THREADS_PER_CORE",
+    "SLURM_TRES_BIND",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_WAIT",
+    "SRUN_",
+)
+"""Beginnings of variables that srun would take as options of the step.
+
+They describe how the batch script's own tasks were to be laid out; the agents want the whole of every node.
+SLURM_CPUS_PER_TASK would even imply --exact, and leave the agent a part of its node's processors.
+"""
+
+_STEP = (
+    "--ntasks-per-node=1",
+    "--overlap",
+    "--kill-on-bad-exit=0",
+    "--wait=0",
+    "--no-kill",
+    "--mpi=none",
+    "--cpu-bind=none",
+    "--mem=0",
+    "--export=ALL",
+    "--input=none",
+    "--job-name=fallow",
+)
+
+
+def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
+    """srun's argv for `agent` on every node. Heterogeneous components each get their part of one step."""
+    size = _number(environ, "SLURM_HET_SIZE") or 1
+    if size == 1:
+        nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES")
+        if nodes is None:
+            raise FallowError(
+                "SLURM_JOB_NUM_NODES is not set: this is no Slurm allocation, or something cleared its environment",
+                Exit.UNAVAILABLE,
+            )
+        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent]
+    words = ["srun"]
+    for group in range(size):
+        nodes = _number(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}")
+        if nodes is None:
+            raise FallowError(
+                f"SLURM_JOB_NUM_NODES_HET_GROUP_{group} is not set in a job of {size} components; "
+                "do not clear Slurm's variables in the script",
+                Exit.UNAVAILABLE,
+            )
+        words.extend([":"] if group else [])
+        words.extend([f"--het-group={group}", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent])
+    return words
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """srun's environment: all of the script's but what would change the shape of the step."""
+    return {name: value for name, value in environ.items() if not name.startswith(MISLEADING)}
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0 else None

@@ -1,0 +1,227 @@
+"""Holes, requests, give-backs and what polls say about allocations: pure functions, worked examples and properties."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.holes import find_holes, planned_ends
+from fallow.core.planner import Ask, Demand, GiveBack, HarvestRules, Withdraw, plan
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    ReservationInfo,
+)
+
+NOW = 1_000_000.0
+
+
+def node(name: str, state: str = "IDLE", flags: tuple[str, ...] = ()) -> NodeInfo:
+    return NodeInfo(node=name, state=state, flags=list(flags), partitions=["scavenge"])
+
+
+def partition(
+    nodes: list[str], mode: str = "REQUEUE", name: str = "scavenge", max_time_s: float | None = 7200.0
+) -> PartitionInfo:
+    return PartitionInfo(partition=name, nodes=nodes, preempt_mode=mode, max_time_s=max_time_s)
+
+
+def pending(job_id: str, nodes: int = 1, reason: str = "Resources", **more: object) -> JobInfo:
+    return JobInfo(
+        job_id=job_id,
+        name="theirs",
+        user="alice",
+        state="PENDING",
+        partition=str(more.pop("partition", "scavenge")),
+        reason=reason,
+        num_nodes=nodes,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def cluster(nodes: list[NodeInfo], jobs: list[JobInfo] | None = None, **more: object) -> ClusterState:
+    names = [n.node for n in nodes]
+    mode = str(more.pop("mode", "REQUEUE"))
+    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition(names, mode)], **more)  # type: ignore[arg-type]
+
+
+def held(token: str, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
+    return Allocation(
+        token=token,
+        run="r",
+        kind=AllocationKind.HARVEST,
+        public_key="k",
+        state=state,
+        partition="scavenge",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+RULES = HarvestRules()
+
+
+def asks(wishes: list[object]) -> list[Ask]:
+    return [w for w in wishes if isinstance(w, Ask)]
+
+
+def test_idle_nodes_only_and_the_longest_hole_first() -> None:
+    state = cluster(
+        [
+            node("n1"),
+            node("n2"),
+            node("n3", "ALLOCATED"),
+            node("n4", flags=("DRAIN",)),
+            node("n5", flags=("COMPLETING",)),
+        ],
+        [pending("1", planned_nodes=["n1"], start_at=NOW + 600)],
+        reservations=[ReservationInfo(reservation="maint", nodes=["n2"], start_at=NOW + 60, end_at=NOW + 120)],
+    )
+    holes = find_holes(state, state.partitions)
+    assert [(h.node, h.length_s) for h in holes] == [("n1", 600.0), ("n2", 60.0)]
+
+
+def test_a_hole_ends_at_the_earliest_thing_that_is_planned() -> None:
+    state = cluster(
+        [node("n1")],
+        [
+            pending("1", planned_nodes=["n1"], start_at=NOW + 600),
+            pending("2", planned_nodes=["n1"], start_at=NOW + 300),
+        ],
+    )
+    assert planned_ends(state) == {"n1": NOW + 300}
+
+
+def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
+    state = cluster(
+        [node("n1"), node("n2")], [pending("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority")]
+    )
+    wishes = plan(state, [Demand("r", 5)], [], RULES)
+    assert asks(wishes) == [Ask("r", "scavenge", 120), Ask("r", "scavenge", 10)]
+
+
+def test_holes_shorter_than_worthwhile_are_left_alone() -> None:
+    state = cluster([node("n1")], [pending("1", planned_nodes=["n1"], start_at=NOW + 119)])
+    assert plan(state, [Demand("r", 1)], [], RULES) == []
+
+
+def test_a_partition_without_preemption_is_harvested_only_if_allowed_and_uncontested() -> None:
+    state = cluster([node("n1")], mode="OFF")
+    assert plan(state, [Demand("r", 1)], [], RULES) == []
+    allowed = HarvestRules(allow_without_preemption=True)
+    assert len(asks(plan(state, [Demand("r", 1)], [], allowed))) == 1
+    contested = cluster([node("n1")], [pending("9", nodes=4)], mode="OFF")
+    assert plan(contested, [Demand("r", 1)], [], allowed) == []
+
+
+def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_needed() -> None:
+    state = cluster([node("n1")])
+    waiting = held("h1", AllocationState.PENDING, requested_at=NOW - 5)
+    assert plan(state, [Demand("r", 1)], [waiting], RULES) == []
+    assert plan(state, [Demand("r", -1)], [waiting], RULES) == [Withdraw("h1", "the run no longer needs it")]
+    old = held("h2", AllocationState.PENDING, requested_at=NOW - 601)
+    assert isinstance(plan(state, [Demand("r", 0)], [old], RULES)[0], Withdraw)
+
+
+def test_budget_shortens_requests_and_then_stops_them() -> None:
+    state = cluster([node("n1"), node("n2")])
+    assert asks(plan(state, [Demand("r", 2, budget_node_s=600.0)], [], RULES)) == [Ask("r", "scavenge", 10)]
+    assert plan(state, [Demand("r", 2, budget_node_s=60.0)], [], RULES) == []
+
+
+def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_preempts() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4")]
+    mine = [held(f"h{i}", nodes=[f"n{i}"], start_at=NOW - 100 + i) for i in (1, 2, 3)]
+    state = cluster(nodes, [pending("9", nodes=3)], mode="OFF")
+    given = [w for w in plan(state, [], mine, RULES) if isinstance(w, GiveBack)]
+    assert [w.token for w in given] == ["h3", "h2"]
+    preempting = cluster(nodes, [pending("9", nodes=3)])
+    assert plan(preempting, [], mine, RULES) == [], "Slurm takes what it needs by itself there"
+    hopeless = cluster(nodes, [pending("9", nodes=5)], mode="OFF")
+    assert plan(hopeless, [], mine, RULES) == [], "it could not start even with all of ours"
+    limited = cluster(nodes, [pending("9", nodes=3, reason="QOSMaxJobsPerUserLimit")], mode="OFF")
+    assert plan(limited, [], mine, RULES) == [], "no node of ours is what it waits for"
+
+
+@settings(max_examples=200)
+@given(
+    idle=st.integers(0, 12),
+    demands=st.lists(st.integers(-2, 6), max_size=4),
+    waiting=st.integers(0, 5),
+    max_pending=st.integers(1, 6),
+    max_nodes=st.none() | st.integers(0, 8),
+    running=st.integers(0, 5),
+)
+def test_never_above_any_cap_and_stable(
+    idle: int, demands: list[int], waiting: int, max_pending: int, max_nodes: int | None, running: int
+) -> None:
+    state = cluster([node(f"n{i}") for i in range(idle)])
+    runs = [Demand(f"r{i}", n) for i, n in enumerate(demands)]
+    mine = [held(f"p{i}", AllocationState.PENDING, requested_at=NOW) for i in range(waiting)]
+    mine += [held(f"h{i}", nodes=[f"x{i}"]) for i in range(running)]
+    rules = HarvestRules(max_pending=max_pending, max_nodes=max_nodes)
+    wishes = plan(state, runs, mine, rules)
+    assert wishes == plan(state, runs, mine, rules)
+    new = asks(wishes)
+    assert len(new) <= max(0, idle - waiting)
+    assert len(new) <= max(0, max_pending - waiting)
+    if max_nodes is not None and new:
+        assert running + waiting + len(new) <= max_nodes
+    for run in runs:
+        assert sum(1 for a in new if a.run == run.run) <= max(0, run.nodes)
+
+
+def job(token: str, job_id: str, state: str, **more: object) -> JobInfo:
+    return JobInfo(job_id=job_id, name=token, user="me", state=state, partition="scavenge", **more)  # type: ignore[arg-type]
+
+
+def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_horizon() -> None:
+    allocation = held("tok", AllocationState.UNKNOWN, requested_at=NOW)
+    assert observe(allocation, [], NOW + 10, 30) is None
+    assert observe(allocation, [job("tok", "7", "PENDING", reason="Priority")], NOW + 20, 30) is not None
+    assert (allocation.state, allocation.job_id) == (AllocationState.PENDING, "7")
+    lost = held("tok2", AllocationState.UNKNOWN, requested_at=NOW)
+    observe(lost, [], NOW + 31, 30)
+    assert lost.state is AllocationState.LOST
+
+
+def test_a_reused_job_id_with_another_name_is_not_ours() -> None:
+    allocation = held("tok", AllocationState.RUNNING, job_id="7")
+    stranger = job("theirs", "7", "RUNNING", nodes=["n5"])
+    for _ in range(2):
+        observe(allocation, [stranger], NOW, 30)
+    assert allocation.state is AllocationState.ENDED
+
+
+def test_one_poll_that_does_not_show_a_job_does_not_end_it() -> None:
+    allocation = held("tok", AllocationState.RUNNING, job_id="7", agents={"n1": ["w0"]})
+    for _ in range(5):
+        assert observe(allocation, [], NOW, 30) is None
+    assert allocation.state is AllocationState.RUNNING, "its agent still answers"
+    allocation.agents_gone.append("n1")
+    observe(allocation, [], NOW, 30)
+    assert allocation.state is AllocationState.ENDED
+
+
+def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
+    allocation = held("tok", AllocationState.PENDING, minutes=30)
+    running = job("tok", "7", "RUNNING", nodes=["n1"], start_at=NOW, end_at=NOW + 120.0)
+    observe(allocation, [running], NOW, 30)
+    assert (allocation.state, allocation.end_at, allocation.nodes) == (AllocationState.RUNNING, NOW + 120.0, ["n1"])
+    assert preempted_until(allocation, [running]) is None
+    grace = job("tok", "7", "RUNNING", nodes=["n1"], end_at=NOW + 10.0, preempt_at=NOW)
+    assert preempted_until(allocation, [grace]) == NOW + 10.0
+
+
+def test_a_heterogeneous_job_is_one_allocation() -> None:
+    allocation = Allocation(token="tok", run="r", kind=AllocationKind.BASE, public_key="k")
+    parts = [
+        job("mine", "11", "RUNNING", nodes=["n2"], het_job_id="10", comment="tok", end_at=NOW + 60),
+        job("mine", "10", "RUNNING", nodes=["n1"], het_job_id="10", comment="tok", end_at=NOW + 90),
+    ]
+    observe(allocation, parts, NOW, 30)
+    assert (allocation.job_id, allocation.nodes, allocation.end_at) == ("10", ["n1", "n2"], NOW + 60)
