@@ -1,0 +1,241 @@
+"""The only way to the durable state. Every call has a deadline; every write is fenced.
+
+A head takes a *term* with `begin_term`; `save` then succeeds only while that term is the newest and every key has the
+revision that the caller knows. A head that was stopped and comes back can therefore change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from fallow.model import EventRecord, Exit, FallowError
+from fallow.store import scripts
+
+T = TypeVar("T")
+
+DEADLINE_S = 5.0
+EVENT_CAP = 100_000
+"Events kept; older ones are dropped a few at a time."
+_PAGE = 1000
+
+
+class Unavailable(FallowError):
+    """The store did not answer, or not in time. Whether a write happened is unknown; saving it again is safe."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(
+            f"store {where}: {what}; check that the server runs and that its disk has space", Exit.UNAVAILABLE
+        )
+
+
+class Fenced(FallowError):
+    """A newer head has taken over, or a key was changed behind the caller's back. Nothing was written."""
+
+    def __init__(self, where: str, what: str, found: str) -> None:
+        super().__init__(
+            f"store {where}: refused a write ({what} is {found} there); another head has taken over, end this one",
+            Exit.TEMPFAIL,
+        )
+
+
+class Write(NamedTuple):
+    """Set `key` (to revision + 1) if it has `revision` (0: absent); `value` None deletes it."""
+
+    key: str
+    revision: int
+    value: bytes | None
+
+
+class NewEvent(NamedTuple):
+    """An event that has no number yet."""
+
+    at: float
+    run: str | None
+    kind: str
+    text: str
+    data: dict[str, Any]
+
+
+class Store:
+    """Connection to one namespace of a Redis. Make it with `open`."""
+
+    def __init__(self, client: redis.asyncio.Redis, where: str, namespace: str, deadline_s: float) -> None:
+        self._client = client
+        self._where = where
+        self._deadline_s = deadline_s
+        names = ("term", "clock", "seq", "op", "kv", "events")
+        self._term_key, self._clock_key, self._seq_key, self._op_key, self._kv_key, self._events_key = (
+            f"{{{namespace}}}:{name}" for name in names
+        )
+        self._shas: dict[str, str] = {}
+        self._clock = 0
+        self._saves = 0
+        self._lock = asyncio.Lock()
+        self.term = 0
+        "Our term; 0 before `begin_term`."
+
+    @classmethod
+    async def open(cls, where: str | Path, *, namespace: str | None = None, deadline_s: float = DEADLINE_S) -> Store:
+        """Connect to a Unix socket (a path) or a URL (redis://, rediss://, unix://) and check the server.
+
+        Several heads on one site server need different namespaces; the default has the user's uid in it.
+        """
+        options: dict[str, Any] = {
+            "socket_timeout": deadline_s,
+            "socket_connect_timeout": deadline_s,
+            # Once more at once: a connection of the pool may be to a server that has been started again since.
+            "retry": Retry(NoBackoff(), 1),
+            "max_connections": 16,
+        }
+        text = str(where)
+        if "://" in text:
+            shown = text.split("://", 1)[0] + "://" + text.split("://", 1)[1].rpartition("@")[2].partition("?")[0]
+            try:
+                client = redis.asyncio.Redis.from_url(text, **options)
+            except ValueError as error:
+                raise FallowError(f"store {shown}: not a Redis URL ({error})", Exit.CONFIG) from error
+        else:
+            shown = text
+            client = redis.asyncio.Redis(unix_socket_path=text, **options)
+        store = cls(client, shown, namespace or f"fallow:{os.getuid()}", deadline_s)
+        try:
+            await store._check_version()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    async def _check_version(self) -> None:
+        info = await self.info()
+        version = str(info.get("redis_version", "0"))
+        if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+            raise FallowError(f"store {self._where}: Redis {version} is too old; use 6.2 or newer", Exit.CONFIG)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    # -- terms ----------------------------------------------------------------------------------------------
+
+    async def begin_term(self, floor: int) -> int:
+        """Take over: a term above the stored one and above `floor`. Older terms are refused from now on."""
+        term, clock = await self._script(scripts.BEGIN_TERM, [self._term_key, self._clock_key], [str(floor)])
+        self.term, self._clock, self._saves = int(term), int(clock), 0
+        return self.term
+
+    async def check(self) -> bool:
+        """False: the server lost transitions that we saw succeed, or has another term. A restart alone is fine."""
+        term, clock = await self._call(self._client.mget(self._term_key, self._clock_key))
+        return int(term or 0) == self.term and int(clock or 0) >= self._clock
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    async def save(self, writes: list[Write], events: list[NewEvent]) -> list[int]:
+        """Write all or nothing; returns the numbers of the events.
+
+        After `Unavailable` the same call may be made again: it takes effect once, even if the first did.
+        """
+        args: list[str | bytes] = [str(self.term), "", str(EVENT_CAP), str(len(writes))]
+        for write in writes:
+            args += [write.key, str(write.revision), b"-" if write.value is None else b"=" + write.value]
+        encoder = msgspec.msgpack.Encoder()
+        args += [encoder.encode(tuple(event)) for event in events]
+        keys = [self._term_key, self._clock_key, self._seq_key, self._op_key, self._kv_key, self._events_key]
+        async with self._lock:
+            # Only a call that got an answer moves the counter: a repetition has the same number and content.
+            content = hashlib.sha256(msgspec.msgpack.encode(args)).hexdigest()
+            args[1] = f"{self.term}.{self._saves}.{content}"
+            answer = await self._script(scripts.SAVE, keys, args)
+            self._saves += 1
+            if answer[0] == b"fenced":
+                raise Fenced(self._where, _text(answer[1]), _text(answer[2]))
+            self._clock = max(self._clock, int(answer[1]))
+            first, count = int(answer[2]), int(answer[3])
+            return list(range(first, first + count))
+
+    async def load(self, prefix: str) -> dict[str, tuple[int, bytes]]:
+        """All keys that begin with `prefix`, with revision and value."""
+        pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in prefix) + "*"
+        found: dict[str, tuple[int, bytes]] = {}
+        cursor = 0
+        while True:
+            cursor, page = await self._call(self._client.hscan(self._kv_key, cursor, pattern, _PAGE))
+            for key, held in page.items():
+                revision, _, value = held.partition(b":")
+                found[_text(key)] = (int(revision), value)
+            if cursor == 0:
+                return dict(sorted(found.items()))
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    async def events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
+        """At most `limit` events with numbers above `since`, oldest first; of one run if it is named."""
+        found: list[EventRecord] = []
+        while len(found) < limit:
+            page = await self._call(self._client.xrange(self._events_key, f"{since + 1}-0", "+", _PAGE))
+            for number, fields in page:
+                since = int(number.split(b"-")[0])
+                at, of_run, kind, text, data = msgspec.msgpack.decode(fields[b"e"])
+                if run is None or run == of_run:
+                    found.append(EventRecord(seq=since, at=at, run=of_run, kind=kind, text=text, data=data))
+            if len(page) < _PAGE:
+                break
+        return found[:limit]
+
+    async def last_event(self) -> int:
+        """Number of the newest event; 0 when there is none."""
+        return int(await self._call(self._client.get(self._seq_key)) or 0)
+
+    # -- server ---------------------------------------------------------------------------------------------
+
+    async def ping(self) -> None:
+        """Raise `Unavailable` unless the server answers."""
+        await self._call(self._client.ping())
+
+    async def info(self) -> dict[str, Any]:
+        """The server's INFO."""
+        return cast(dict[str, Any], await self._call(self._client.info("server")))
+
+    async def run_id(self) -> str:
+        """Identity of the server process; changes at every start."""
+        return str((await self.info())["run_id"])
+
+    async def _script(self, script: str, keys: list[str], args: list[Any]) -> list[Any]:
+        for _ in range(2):
+            sha = self._shas.get(script)
+            if sha is None:
+                sha = self._shas[script] = _text(await self._call(self._client.script_load(script)))
+            try:
+                return cast(list[Any], await self._call(self._client.evalsha(sha, len(keys), *keys, *args)))
+            except NoScriptError:
+                # A server that was started again has forgotten it.
+                del self._shas[script]
+        raise Unavailable(self._where, "forgets scripts as soon as they are loaded")
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await cast(Awaitable[Any], call)
+        except NoScriptError:
+            raise
+        except TimeoutError:
+            raise Unavailable(self._where, f"no answer within {self._deadline_s:g} s") from None
+        except ResponseError as error:
+            raise Unavailable(self._where, f"refused a command ({str(error)[:200]})") from error
+        except (RedisError, OSError) as error:
+            raise Unavailable(self._where, str(error)[:200] or type(error).__name__) from error
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

