@@ -1,0 +1,172 @@
+"""What only a real Slurm can show: hung daemons, hostile names, the environment of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from fallow.model import JobRequest
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.testbed.cluster import Testbed
+
+pytestmark = pytest.mark.slurm
+
+
+def request_of(token: str, script: str = "#!/bin/sh\nexec sleep 60\n", **fields: object) -> JobRequest:
+    values = {
+        "options": ["--time=5", "--output=/dev/null"],
+        "environment": {"PATH": "/usr/bin:/bin"},
+        "cwd": "/tmp",
+        **fields,
+    }
+    return JobRequest(token=token, script=script, **values)  # type: ignore[arg-type]
+
+
+async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_later(testbed: Testbed) -> None:
+    client = CliClient(testbed.conf, query_timeout_s=1.0, submit_timeout_s=2.0)
+    pid = testbed.daemon_pid("slurmctld")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(SubmitUnknown) as caught:
+            await client.submit(request_of("fallow-u"))
+        assert 2.0 <= time.monotonic() - began < 4.0
+        assert caught.value.token == "fallow-u"
+        with pytest.raises(SlurmUnavailable):
+            await client.find("fallow-u")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    client = CliClient(testbed.conf)
+    deadline = time.monotonic() + 10
+    while not (found := await client.find("fallow-u")):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert len(found) == 1
+
+
+async def test_names_and_comments_of_others_cannot_forge_rows(testbed: Testbed) -> None:
+    evil = "x\n7|N/A|root|RUNNING|normal|1|n1|(null)|1|1|1|5:00|N/A|1|None|fallow-z|(null)|\n"
+    for name, comment in ((evil, "a|b"), ("tab\there, 'quoted' %j \\n", evil)):
+        testbed.slurm("sbatch", f"--job-name={name}", f"--comment={comment}", "--output=/dev/null", "--wrap=sleep 60")
+    jobs = (await CliClient(testbed.conf).poll("")).jobs
+    assert len(jobs) == 2 and {job.job_id for job in jobs} == {"1", "2"}
+    # squeue may trim white space at the ends; nothing else is lost
+    assert {job.name.strip() for job in jobs} == {evil.strip(), "tab\there, 'quoted' %j \\n"}
+
+
+async def test_a_job_starts_from_the_captured_environment_folder_and_umask(
+    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i nonsense")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    script = "#!/bin/sh\nprintf '%s\\n' \"$@\" > args.tmp\nenv > env\nmv args.tmp args\n"
+    captured = {
+        "PATH": "/usr/bin:/bin",
+        "MINE": "kept as it is",
+        "SLURM_NTASKS": "99",
+        "SLURM_MEM_PER_NODE": "1",
+        "SBATCH_PARTITION": "nosuch",
+        "PMIX_RANK": "0",
+        "CUDA_VISIBLE_DEVICES": "7",
+    }
+    request = request_of(
+        "fallow-e",
+        script,
+        args=["one", "two words", "--three"],
+        environment=captured,
+        cwd=str(tmp_path),
+        umask=0o027,
+        options=["--time=5", "--output=out"],
+    )
+    await CliClient(testbed.conf).submit(request)
+    deadline = time.monotonic() + 15
+    while not (tmp_path / "args").exists():
+        assert time.monotonic() < deadline, testbed.slurm("squeue", "-t", "all")
+        await asyncio.sleep(0.05)
+    assert (tmp_path / "args").read_text().splitlines() == ["one", "two words", "--three"]
+    assert (tmp_path / "args").stat().st_mode & 0o777 == 0o640
+    seen = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert seen["MINE"] == "kept as it is" and seen["SLURM_CONF"] == str(testbed.conf)
+    assert seen["SLURM_JOB_NAME"] == "fallow-e" and seen["SLURM_SUBMIT_DIR"] == str(tmp_path)
+    assert seen.get("SLURM_NTASKS") != "99" and seen.get("SLURM_MEM_PER_NODE") != "1"
+    assert not {"PMIX_RANK", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES"} & set(seen)
+
+
+async def test_a_missing_working_folder_is_a_refusal(testbed: Testbed) -> None:
+    with pytest.raises(SubmitRejected, match="/nosuch/folder"):
+        await CliClient(testbed.conf).submit(request_of("fallow-w", cwd="/nosuch/folder"))
+
+
+async def test_missing_commands_are_named(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nosuch")
+    with pytest.raises(SlurmUnavailable, match=r"scontrol .*install"):
+        await CliClient(testbed.conf).config()
+
+
+async def test_components_of_a_heterogeneous_job_have_ids_of_their_own(testbed: Testbed) -> None:
+    client = CliClient(testbed.conf)
+    options = ["--time=5", "--nodes=1", "--gres=gpu:1", "--output=/dev/null", ":", "--nodes=2", "--exclusive"]
+    job_id = await client.submit(request_of("fallow-h", options=options))
+    jobs = await client.find("fallow-h")
+    assert [job.het_job_id for job in jobs] == [job_id, job_id]
+    assert {job.job_id for job in jobs} == {job_id, str(int(job_id) + 1)}
+
+
+async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Testbed) -> None:
+    client = CliClient(testbed.conf)
+    one_gpu = ["--time=5", "--output=/dev/null", "--gres=gpu:1", "--nodelist=n2"]
+    await client.submit(request_of("fallow-g", options=one_gpu))
+    whole = ["--time=5", "--output=/dev/null", "--nodes=4", "--exclusive"]
+    await client.submit(request_of("fallow-all", options=whole))
+    reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
+    testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
+    deadline = time.monotonic() + 20
+    while True:
+        state = await client.poll("fallow-")
+        jobs = {job.name: job for job in state.jobs}
+        if jobs["fallow-all"].planned_nodes and jobs["fallow-g"].state == "RUNNING":
+            break
+        assert time.monotonic() < deadline, state
+        await asyncio.sleep(0.1)
+    nodes = {node.node: node for node in state.nodes}
+    assert (nodes["n2"].state, nodes["n2"].gpus, nodes["n2"].gpus_used) == ("MIXED", 4, 1)
+    assert jobs["fallow-all"].planned_nodes == ["n1", "n2", "n3", "n4"]
+    # bf_resolution and a scheduler that looks every second move the plan by a little
+    assert jobs["fallow-all"].start_at == pytest.approx(jobs["fallow-g"].end_at, abs=3.0)
+    [found] = state.reservations
+    assert found.nodes == ["n1", "n2"] and "MAINT" in found.flags
+    assert found.end_at - found.start_at == 3600.0 and found.start_at == pytest.approx(state.at + 7200.0, abs=30.0)
+
+
+async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:
+    pid = testbed.daemon_pid("slurmctld")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        call = asyncio.create_task(CliClient(testbed.conf).poll("fallow-"))
+        deadline = time.monotonic() + 5
+        while not _children("squeue"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while _children("squeue") or _children("scontrol"):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _children(name: str) -> list[str]:
+    listed = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "comm="], capture_output=True, text=True, check=False
+    )
+    return [line for line in listed.stdout.split() if line == name]

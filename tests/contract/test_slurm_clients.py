@@ -1,0 +1,182 @@
+"""What holds for every `SlurmClient`: the same tests on a real Slurm and on the fake."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+
+from fallow.model import ClusterState, JobInfo, JobRequest
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
+from fallow.slurm.fake import FakeSlurm
+from fallow.testbed.cluster import Testbed
+
+T = TypeVar("T")
+SCRIPT = "#!/bin/sh\nexec sleep 120\n"
+
+
+@dataclass
+class Setup:
+    """A client, and how to let its world go on a little."""
+
+    client: SlurmClient
+    step: Callable[[], Awaitable[None]]
+    break_slurm: Callable[[], None]
+
+    async def until(self, ask: Callable[[], Awaitable[T | None]], seconds: float = 20.0) -> T:
+        deadline = time.monotonic() + seconds
+        while (found := await ask()) is None:
+            assert time.monotonic() < deadline, "condition not reached"
+            await self.step()
+        return found
+
+    async def running(self, job_id: str) -> tuple[ClusterState, JobInfo]:
+        async def ask() -> tuple[ClusterState, JobInfo] | None:
+            state = await self.client.poll("fallow-")
+            job = next((job for job in state.jobs if job.job_id == job_id), None)
+            return (state, job) if job is not None and job.state == "RUNNING" else None
+
+        return await self.until(ask)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.slurm)])
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    if request.param == "fake":
+        fake = FakeSlurm(4)
+
+        async def advance() -> None:
+            fake.advance(1.0)
+
+        def switch_off() -> None:
+            fake.unavailable = True
+
+        yield Setup(fake, advance, switch_off)
+        return
+    testbed: Testbed = request.getfixturevalue("testbed")
+
+    async def wait() -> None:
+        await asyncio.sleep(0.1)
+
+    def unreachable() -> None:
+        conf = testbed.conf.read_text()
+        testbed.conf.write_text(conf.replace(f"SlurmctldPort={testbed.layout.first_port}", "SlurmctldPort=1"))
+
+    # An unreachable slurmctld keeps Slurm's commands busy for 9 s and more; nobody need wait so long.
+    yield Setup(CliClient(testbed.conf, query_timeout_s=6.0), wait, unreachable)
+
+
+def request_of(token: str, *options: str, script: str = SCRIPT) -> JobRequest:
+    return JobRequest(
+        token=token,
+        options=["--nodes=1", "--exclusive", "--time=5", "--output=/dev/null", *options],
+        script=script,
+        environment={"PATH": "/usr/bin:/bin"},
+        cwd="/tmp",
+    )
+
+
+async def test_poll_shows_the_cluster(setup: Setup) -> None:
+    state = await setup.client.poll("fallow-")
+    assert [node.node for node in state.nodes] == ["n1", "n2", "n3", "n4"]
+    assert {node.state for node in state.nodes} == {"IDLE"}
+    assert {node.gpus for node in state.nodes} == {4}
+    assert state.nodes[0].partitions == ["normal", "scavenge"]
+    partitions = {info.partition: info for info in state.partitions}
+    assert partitions["normal"].default and partitions["normal"].preempt_mode == "OFF"
+    scavenge = partitions["scavenge"]
+    assert (scavenge.preempt_mode, scavenge.grace_s, scavenge.max_time_s) == ("REQUEUE", 10.0, 86400.0)
+    assert scavenge.priority_tier < partitions["normal"].priority_tier
+    assert scavenge.nodes == ["n1", "n2", "n3", "n4"] and scavenge.up
+    assert state.jobs == [] and setup.client.polls == 1
+
+
+async def test_a_submitted_job_is_seen_where_it_runs(setup: Setup) -> None:
+    job_id = await setup.client.submit(request_of("fallow-a", "--partition=scavenge", "--comment=fallow:fallow-a"))
+    state, job = await setup.running(job_id)
+    assert (job.name, job.partition, job.num_nodes, job.time_limit_s) == ("fallow-a", "scavenge", 1, 300.0)
+    assert job.comment == "fallow:fallow-a" and job.het_job_id is None
+    assert job.start_at is not None and job.end_at == pytest.approx(job.start_at + 300.0)
+    assert job.submit_at is not None and job.submit_at <= job.start_at <= state.at + 1.0
+    assert job.preempt_at is None
+    [node] = [node for node in state.nodes if node.node in job.nodes]
+    assert node.state == "ALLOCATED"
+
+
+async def test_find_by_exact_name_only(setup: Setup) -> None:
+    job_id = await setup.client.submit(request_of("fallow-a1"))
+    await setup.client.submit(request_of("fallow-a12"))
+    assert [job.job_id for job in await setup.client.find("fallow-a1")] == [job_id]
+    assert await setup.client.find("fallow-a") == []
+
+
+async def test_options_cannot_change_the_name(setup: Setup) -> None:
+    job_id = await setup.client.submit(
+        request_of("fallow-n", "--job-name=other", script="#!/bin/sh\n#SBATCH --job-name=third\nsleep 60\n")
+    )
+    assert [job.job_id for job in await setup.client.find("fallow-n")] == [job_id]
+
+
+async def test_cancel_ends_a_job_and_may_be_repeated(setup: Setup) -> None:
+    job_id = await setup.client.submit(request_of("fallow-c"))
+    await setup.running(job_id)
+    await setup.client.cancel([job_id])
+
+    async def ended() -> JobInfo | None:
+        [job] = await setup.client.find("fallow-c")
+        return job if job.state == "CANCELLED" else None
+
+    await setup.until(ended)
+    await setup.client.cancel([job_id])
+    await setup.client.cancel(["999999"])
+    await setup.client.cancel([])
+    state = await setup.client.poll("fallow-")
+    assert [job.state for job in state.jobs] == ["CANCELLED"], "our own ended jobs stay visible"
+    assert (await setup.client.poll("other-")).jobs == []
+
+
+async def test_a_refusal_says_why_and_leaves_no_job(setup: Setup) -> None:
+    with pytest.raises(SubmitRejected, match="invalid partition"):
+        await setup.client.submit(request_of("fallow-r", "--partition=nosuch"))
+    assert await setup.client.find("fallow-r") == []
+
+
+async def test_preemption_shows_its_moment(setup: Setup) -> None:
+    job_id = await setup.client.submit(request_of("fallow-p", "--partition=scavenge", "--no-requeue"))
+    await setup.running(job_id)
+    await setup.client.submit(request_of("other", "--nodes=4", "--partition=normal"))
+
+    async def warned() -> JobInfo | None:
+        [job] = await setup.client.find("fallow-p")
+        return job if job.preempt_at is not None else None
+
+    job = await setup.until(warned)
+    assert job.preempt_at is not None and job.end_at is not None
+    assert job.end_at - job.preempt_at <= 11.0
+
+
+async def test_test_only_names_a_node(setup: Setup) -> None:
+    assert "n1" in await setup.client.test_only(request_of("fallow-t"))
+    assert await setup.client.find("fallow-t") == []
+    with pytest.raises(SubmitRejected):
+        await setup.client.test_only(request_of("fallow-t", "--nodes=99"))
+
+
+async def test_config_names_the_site(setup: Setup) -> None:
+    config = await setup.client.config()
+    assert config.cluster and config.slurm_version
+    assert (config.preempt_type, config.kill_wait_s) == ("preempt/partition_prio", 5.0)
+    assert config.private_data == []
+
+
+async def test_unreachable_slurm_is_said_within_the_deadline(setup: Setup) -> None:
+    setup.break_slurm()
+    began = time.monotonic()
+    with pytest.raises(SlurmUnavailable):
+        await setup.client.poll("fallow-")
+    assert time.monotonic() - began < 8.0
+    assert setup.client.polls == 1

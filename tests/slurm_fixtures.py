@@ -1,0 +1,55 @@
+"""Fixtures over the testbed, for every test that needs a real Slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fallow.model import FallowError
+from fallow.testbed.cluster import Testbed
+from fallow.testbed.host import find_commands
+
+
+def slurm_missing() -> str | None:
+    """Why there can be no testbed here, or None."""
+    try:
+        find_commands()
+    except FallowError as error:
+        return error.message
+    return None
+
+
+@pytest.fixture(scope="session")
+def slurm_installed() -> None:
+    """Skips where Slurm is missing, unless FALLOW_REQUIRE_SLURM says that it must be there."""
+    if (reason := slurm_missing()) is None:
+        return
+    if os.environ.get("FALLOW_REQUIRE_SLURM"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def make_testbed(
+    slurm_installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., Testbed]]:
+    """Starts testbeds (arguments of `Testbed.up`) and takes them down after the test."""
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "testbed-state"))
+    made: list[Testbed] = []
+
+    def make(**options: object) -> Testbed:
+        made.append(Testbed.up(**options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for testbed in made:
+        testbed.down()
+
+
+@pytest.fixture
+def testbed(make_testbed: Callable[..., Testbed]) -> Testbed:
+    """A fresh testbed of four nodes with preemption."""
+    return make_testbed(nodes=4)
