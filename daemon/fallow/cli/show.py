@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import click
 
 from fallow.cli.common import ask, json_option, print_json
 from fallow.cli.tables import duration, moment, number, show_table
-from fallow.model import EventRecord, FallowError, MemberView, RunReport, RunView, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
 from fallow.text import clean
 
 
@@ -68,7 +69,7 @@ async def _follow(run: str | None, since: int, limit: int, as_json: bool) -> Non
     async with await ControlClient.connect(head_file) as asking, await ControlClient.connect(head_file) as listening:
 
         async def catch_up(last: int) -> int:
-            wanted = {"run": run} if run else {}
+            wanted: dict[str, Any] = {"run": run} if run else {}
             for event in await asking.call("events", list[EventRecord], since=last, limit=limit, **wanted):
                 _print_event(event, as_json)
                 last = max(last, event.seq)
@@ -84,7 +85,7 @@ async def _follow(run: str | None, since: int, limit: int, as_json: bool) -> Non
             if isinstance(item, EventRecord) and item.seq > last and run in (None, item.run):
                 _print_event(item, as_json)
                 last = item.seq
-    raise FallowError("the head went away; follow again when it is back")
+    raise FallowError("the head went away; follow again when it is back", Exit.UNAVAILABLE)
 
 
 def _print_event(event: EventRecord, as_json: bool) -> None:

@@ -1,0 +1,141 @@
+"""`fallow run -- CMD`: the line in a batch script that trains.
+
+In the base allocation it starts the run, in a harvest allocation it joins it. Only in one elected allocation does it
+return when the run is finished; the others end their job here, so that the lines after it run once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from fallow.cli.common import say
+from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
+
+SCANCEL_S = 30.0
+END_S = 5.0
+"""Between scancel and the end of the batch script by our own hand."""
+
+
+@click.command(
+    short_help="In a batch script: train with what the run has.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(command: tuple[str, ...]) -> int:
+    """Train with COMMAND in this allocation: fallow run -- python train.py
+
+    Starts one agent per node. Returns 0 in the one allocation in which the rest of the script is to run; in
+    all others it ends the job.
+    """
+    from fallow.core.step import step_command, step_environment
+
+    kind, key_file = find_allocation()
+    agent = [sys.executable, "-m", "fallow.agent", "--key-file", str(key_file), "--", *command]
+    argv = step_command(os.environ, agent)
+    # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _let_pass)
+    code = wait_for_step(argv, step_environment(os.environ))
+    if code == Exit.OK:
+        return Exit.OK
+    if code == Exit.NO_RESTART:
+        end_job("this allocation is done")
+    if kind is AllocationKind.HARVEST:
+        end_job(f"the step ended with {code}")
+    return code
+
+
+def find_allocation() -> tuple[AllocationKind, Path]:
+    """What this allocation is to which run, from its environment."""
+    import re
+
+    from fallow.files import Paths, read_struct
+    from fallow.model import KeyFile
+
+    run_id, token = os.environ.get("FALLOW_RUN"), os.environ.get("FALLOW_TOKEN")
+    if not run_id or not token:
+        raise FallowError(
+            "fallow run belongs into a batch script submitted with `fallow submit`; "
+            "to train on this machine: fallow local --members 2 -- CMD",
+            Exit.USAGE,
+        )
+    if "SLURM_JOB_ID" not in os.environ:
+        raise FallowError(
+            f"run {run_id}: SLURM_JOB_ID is not set, so this is no Slurm job; did the script clear its environment?",
+            Exit.USAGE,
+        )
+    for name, value in (("FALLOW_RUN", run_id), ("FALLOW_TOKEN", token)):
+        if not re.fullmatch(ID_PATTERN, value):
+            raise FallowError(f"{name}={value[:64]!r} is not what `fallow submit` sets", Exit.DATA)
+    key_file = Paths.default().run(run_id).key(token)
+    try:
+        key = read_struct(key_file, KeyFile)
+    except FileNotFoundError:
+        raise FallowError(
+            f"run {run_id}: {key_file} is not there. Either the run is over, or this node does not see the state "
+            "folder; FALLOW_STATE_DIR must be on a file system that all nodes share",
+            Exit.NOINPUT,
+        ) from None
+    return key.kind, key_file
+
+
+def wait_for_step(argv: list[str], environment: dict[str, str]) -> int:
+    """srun's exit code. It lasts as long as the training does; its deadline is the job's own time limit."""
+    try:
+        process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise FallowError(f"srun cannot be started ({error.strerror}); check PATH in the script", Exit.OSERR) from error
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _let_pass(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: that would be inherited by srun."""
+
+
+def end_job(reason: str) -> NoReturn:
+    """Ends this job; nothing that follows in the script may run."""
+    job = os.environ["SLURM_HET_JOB_ID"] if os.environ.get("SLURM_HET_JOB_ID") else os.environ["SLURM_JOB_ID"]
+    say(f"job {job} ends here: {reason}")
+    sys.stderr.flush()
+    try:
+        subprocess.run(["scancel", job], timeout=SCANCEL_S, check=False, stdin=subprocess.DEVNULL)
+        time.sleep(END_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"scancel {job} failed ({error}); the script is ended directly")
+    # Still here: a script with a trap for SIGTERM would go on to its next line when we end. Ending the script
+    # before us also ends the job where slurmctld cannot be reached.
+    for pid in script_processes():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os._exit(Exit.NO_RESTART)
+
+
+def script_processes(proc: Path = Path("/proc")) -> list[int]:
+    """Our ancestors below slurmstepd, the oldest first; only the parent where there is no slurmstepd."""
+    chain: list[int] = []
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            # comm may hold spaces and parentheses: what follows it begins after the last one.
+            text = (proc / str(pid) / "stat").read_text(errors="replace")
+        except OSError:
+            break
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        if name.startswith("slurmstepd"):
+            return chain[::-1]
+        chain.append(pid)
+        pid = int(rest.split()[1])
+    parent = os.getppid()
+    return [parent] if parent > 1 else []

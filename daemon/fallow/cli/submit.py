@@ -1,0 +1,255 @@
+"""`fallow submit`: sbatch, elastic."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from fallow.cli.common import ask, say
+from fallow.model import AllocationKind, Exit, FallowError
+
+if TYPE_CHECKING:
+    from fallow.core.sbatch_line import CommandLine
+    from fallow.core.submission import Submission
+
+_HELP = """\
+Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sbatch options] SCRIPT [ARGS]
+
+  sbatch, elastic: submits SCRIPT as a base job of MIN nodes and lets the run
+  grow onto idle nodes, up to MAX. Everything else goes to sbatch as it is;
+  sbatch's output and exit code come back.
+
+  --nodes=MIN:MAX   limits of the run; a plain --nodes=N means N:N
+  --dry-run         print the sbatch commands and scripts; contact nobody
+  --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
+                    workers-per-node=N, partitions=A,B, budget-node-hours=H,
+                    seed=N, min-minutes=N
+  --parsable        print the job id (and ;CLUSTER) only
+"""
+
+
+class SbatchCommand(click.Command):
+    """Its arguments are sbatch's: click must not look at them, not even at `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.params["argv"] = tuple(args)
+        return []
+
+    def get_help(self, ctx: click.Context) -> str:
+        return _HELP.rstrip("\n")
+
+
+@click.command(cls=SbatchCommand, short_help="sbatch, elastic.")
+def submit(argv: tuple[str, ...]) -> int:
+    """sbatch, elastic."""
+    from fallow.core.sbatch_line import split
+    from fallow.core.sbatch_table import INFORMATIVE
+
+    line = split(argv)
+    asked = {given.name for part in line.components for given in part}
+    if asked & {"help", "usage"}:
+        click.echo(_HELP, nl=False)
+        return Exit.OK
+    if asked & INFORMATIVE:
+        _become(["sbatch", *argv])
+    plan, source = prepare(line)
+    for warning in plan.warnings:
+        say(warning)
+    if "dry-run" in asked:
+        click.echo(dry_run(plan, source), nl=False)
+        return Exit.OK
+    return submit_plan(plan, source)
+
+
+def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
+    """The submission, thought through, and the script's file (None: --wrap or standard input)."""
+    from fallow.config import load_config
+    from fallow.core.script import parse_script, wrap
+    from fallow.core.submission import plan
+
+    wrapped = line.last("wrap")
+    source: Path | None = None
+    if wrapped is not None:
+        if line.script is not None:
+            raise FallowError(f"--wrap makes the script; {line.script!r} cannot be given, too", Exit.USAGE)
+        name, text = "wrap", wrap(wrapped.value or "")
+    elif line.script is not None:
+        chdir = line.last("chdir")
+        source = find_script(line.script, chdir.value if chdir else None)
+        name, text = source.name, read_script(source)
+    elif sys.stdin.isatty():
+        raise FallowError("no batch script was given; usage: fallow submit [options] SCRIPT [ARGS]", Exit.USAGE)
+    else:
+        name, text = "stdin", sys.stdin.read()
+    umask = os.umask(0o077)
+    os.umask(umask)
+    script = parse_script(text, name)
+    thought = plan(
+        line,
+        script,
+        environ=os.environ,
+        cwd=os.getcwd(),
+        umask=umask,
+        now=time.time(),
+        min_minutes=load_config().harvest.min_minutes,
+    )
+    return thought, source
+
+
+def find_script(name: str, chdir: str | None) -> Path:
+    """The script's file, looked for where sbatch looks: here, in --chdir, then on PATH for a plain name."""
+    places = [Path(name)]
+    if not os.path.isabs(name):
+        places.extend([Path(chdir, name)] if chdir else [])
+        found = shutil.which(name, mode=os.R_OK) if "/" not in name else None
+        places.extend([Path(found)] if found else [])
+    for place in places:
+        try:
+            mode = place.stat().st_mode
+        except OSError:
+            continue
+        if stat.S_ISDIR(mode):
+            raise FallowError(f"{place}: is a folder, not a batch script", Exit.NOINPUT)
+        if stat.S_ISREG(mode):
+            return place.absolute()
+        raise FallowError(f"{place}: is no regular file; give a batch script", Exit.NOINPUT)
+    raise FallowError(f"{name}: no such batch script here", Exit.NOINPUT)
+
+
+def read_script(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FallowError(f"{path}: cannot be read ({error.strerror})", Exit.NOINPUT) from error
+    except UnicodeDecodeError as error:
+        raise FallowError(f"{path}: is not UTF-8 text ({error.reason})", Exit.DATA) from error
+
+
+def submit_plan(plan: Submission, source: Path | None) -> int:
+    """Makes the run at the head, calls sbatch, and tells the head what came of it."""
+    from fallow.cli.sbatch_call import Call, look_up
+    from fallow.control.protocol import NewRun
+    from fallow.core.sbatch import job_environment
+    from fallow.files import Paths
+
+    state = str(Paths.default().state)
+    if plan.asked("test-only"):
+        variables = job_environment(state, "test", "test", AllocationKind.BASE)
+        _become(["sbatch", *plan.options("test", variables), *_script_words(plan, source)], variables)
+    new = ask("create_run", NewRun, spec=plan.spec)
+    variables = job_environment(state, new.run, new.token, AllocationKind.BASE)
+    call = Call(
+        ["sbatch", "--parsable", *plan.options(new.token, variables), *_script_words(plan, source)],
+        environment={**os.environ, **variables},
+        stdin=plan.spec.script if source is None and not plan.asked("wrap") else None,
+    )
+
+    def taken(line: str) -> None:
+        _announce(plan, line, new.run)
+        _tell(new, job_id=line.partition(";")[0])
+
+    outcome = call.run(taken)
+    if outcome.job is not None:
+        return outcome.code
+    if outcome.refused:
+        _tell_failure(new, outcome.reason, unknown=False)
+        return outcome.code or Exit.SOFTWARE
+    found = look_up(new.token)
+    if found is not None:
+        say(f"sbatch failed ({outcome.reason}), but Slurm has the job")
+        taken(found)
+        return Exit.OK
+    _tell_failure(new, outcome.reason, unknown=True)
+    raise FallowError(
+        f"sbatch gave no answer ({outcome.reason}) and Slurm does not show the job yet; do not submit it again: "
+        f"run {new.run} takes it up if it appears. See: fallow status {new.run}",
+        Exit.TEMPFAIL,
+    )
+
+
+def _announce(plan: Submission, line: str, run: str) -> None:
+    job, _, cluster = line.partition(";")
+    if plan.asked("parsable"):
+        click.echo(line)
+    elif not plan.asked("quiet"):
+        click.echo(f"Submitted batch job {job}" + (f" on cluster {cluster}" if cluster else ""))
+        say(f"run {run}; see: fallow status {run}")
+    sys.stdout.flush()
+
+
+def _tell(new: object, job_id: str) -> None:
+    """The head learns the job id; if it is away just now, it finds the job by its comment."""
+    from fallow.control.protocol import NewRun
+
+    assert isinstance(new, NewRun)
+    try:
+        ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
+    except FallowError as error:
+        say(f"job {job_id} is submitted, but the head was not told ({error.message}); it will find it by itself")
+
+
+def _tell_failure(new: object, reason: str, unknown: bool) -> None:
+    from fallow.control.protocol import NewRun
+
+    assert isinstance(new, NewRun)
+    try:
+        ask("base_failed", run=new.run, token=new.token, reason=reason, unknown=unknown)
+    except FallowError as error:
+        say(f"the head was not told ({error.message}); if the run is still shown: fallow cancel {new.run}")
+
+
+def _script_words(plan: Submission, source: Path | None) -> list[str]:
+    return [str(source), *plan.line.args] if source is not None else []
+
+
+def dry_run(plan: Submission, source: Path | None) -> str:
+    """The base submission, and a harvest submission with example values."""
+    from fallow.config import load_config
+    from fallow.core.sbatch import harvest_options, job_environment
+    from fallow.files import Paths
+
+    harvest = load_config().harvest
+    variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
+    base = ["sbatch", *plan.options("RUN.base", variables), *_script_words(plan, source)]
+    partitions = plan.spec.harvest_partitions or harvest.partitions or ["PARTITION"]
+    options = harvest_options(
+        plan.spec, "RUN.harvest", partitions[0], harvest.max_minutes, "STATE/runs/RUN/logs/%j.log", harvest.nice
+    )
+    parts = [
+        "# base job (RUN and its tokens are named by the head)",
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        shlex.join(base),
+        "",
+        "# its script",
+        plan.spec.script.rstrip("\n"),
+        "",
+        f"# a harvest job ({plan.spec.min_nodes} to {plan.spec.max_nodes} nodes in all; minutes from the hole)",
+        shlex.join(["sbatch", *options, "SCRIPT", *plan.line.args]),
+        "",
+        "# its script",
+        plan.harvest_script.rstrip("\n"),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _become(argv: list[str], variables: dict[str, str] | None = None) -> NoReturn:
+    """sbatch itself takes over: nothing of ours is left to do."""
+    try:
+        os.execvpe(argv[0], argv, {**os.environ, **(variables or {})})  # noqa: S606
+    except OSError as error:
+        raise no_sbatch(error) from error
+
+
+def no_sbatch(error: OSError) -> FallowError:
+    return FallowError(
+        f"sbatch cannot be started ({error.strerror}); install Slurm's client commands or set PATH",
+        Exit.UNAVAILABLE,
+    )
