@@ -135,9 +135,7 @@ def _reason(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def build_group(
-    generation: int, rank: int, size: int, store: Store | None, address: str, timeout_s: float
-) -> Group:
+def build_group(generation: int, rank: int, size: int, store: Store | None, address: str, timeout_s: float) -> Group:
     """Build a group over gloo and open its connections.
 
     Args:
@@ -154,7 +152,7 @@ def build_group(
     if size == 1:
         return Group(generation, 0, 1, None)
     started = time.monotonic()
-    options: Any = getattr(ProcessGroupGloo, "_Options")()
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
     options._timeout = timedelta(seconds=timeout_s)
     try:

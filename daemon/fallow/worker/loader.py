@@ -55,9 +55,7 @@ class ElasticLoader:
         self._cached: dict[int, list[int]] = {}
         self._prefetch: _Prefetcher | None = None
         assert source.batch_size is not None
-        self.layout: Layout = make_layout(
-            len(self.order(0)), source.batch_size, global_batch, source.drop_last
-        )
+        self.layout: Layout = make_layout(len(self.order(0)), source.batch_size, global_batch, source.drop_last)
 
     def __len__(self) -> int:
         """Optimizer steps in one epoch."""

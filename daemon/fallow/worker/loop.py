@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fallow.worker.session import Session
 from fallow.worker.switch import exchange, export_state
 
 
-class Left_(Exception):  # noqa: N801
+class SwitchedOut(Exception):
     """This worker is not in the new generation. Turned into `fallow.Released` by the public API."""
 
 
@@ -66,6 +66,10 @@ class Loop:
         "run.epochs handed out another epoch than the members are in"
         self.epoch_entered: tuple[int, int] | None = None
         "(number of the run.epochs loop, epoch) that the script is in"
+        self.epochs_in_loop = 1
+        "epochs of the run.epochs loop that the script is in"
+        self.loops = 0
+        "run.epochs loops that the script has begun"
         self.calls = 0
         "run.steps calls that the script has begun"
         self.checkpoint_asked = False
@@ -84,7 +88,7 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ run.steps
 
-    def steps(self, loader: ElasticLoader, epochs: int, max_steps: int | None) -> Iterator[Any]:
+    def steps(self, loader: ElasticLoader, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
         """Bodies of one `run.steps` call, see `Run.steps`."""
         call = self.calls
         self.calls += 1
@@ -108,6 +112,11 @@ class Loop:
                 self._report_arrival()
                 self.position.finish_call()
                 self._ledger.flush()
+            except GeneratorExit:
+                # The user's `break`, which all members must do after the same final body.
+                self._report_arrival()
+                self.position.finish_call()
+                raise
             finally:
                 self.final_shard = False
                 self.gate.in_body = False
@@ -172,7 +181,12 @@ class Loop:
                 )
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
             self._report_arrival()
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                if self.final_shard and reducer.rounds and not reducer.interrupted:
+                    self._finish(samples, layout.steps, began)
+                raise
             del batch
             if self.group.broken is not None and not self.final_shard:
                 break
@@ -283,14 +297,17 @@ class Loop:
         folder = Path(self.welcome.folder) / "checkpoints"
         tree = export_state(self.prepared, at)
         path, digest = checkpoint.save(folder, self.group.generation, at.step, at.loop_epoch, tree)
-        self.session.send(
-            Checkpointed(worker=self.session.worker, step=at.step, path=str(path), digest=digest)
-        )
+        self.session.send(Checkpointed(worker=self.session.worker, step=at.step, path=str(path), digest=digest))
 
     def _join(self, call: int) -> int:
         """Take part in the first generation of this worker; returns this run.steps call's number among the members'."""
         if self.session is None:
-            self._enter(self.group, None, Parts())
+            try:
+                self._enter(self.group, None, Parts())
+            except Interrupted as error:
+                raise FallowError(
+                    f"the first exchange between the ranks failed: {error}; see the other ranks' output"
+                ) from None
         else:
             self._boundary = time.monotonic()
             self._switch(planned=True)
@@ -358,7 +375,7 @@ class Loop:
             callback()
 
     def _report_arrival(self) -> None:
-        """Tell the head that this worker computes in the new generation; with the pause, once its first batch is here."""
+        """Tell the head that this worker computes in the new generation, once its first batch is here."""
         arrival, self._arrival = self._arrival, None
         if arrival is None or self.session is None:
             return
@@ -387,10 +404,8 @@ class Loop:
         if not upcoming.prepare.members:
             self._save_checkpoint()
         self._ledger.flush()
-        session.deliver(
-            Left(worker=session.worker, generation=self.group.generation, step=self.position.step), 2.0
-        )
-        raise Left_
+        session.deliver(Left(worker=session.worker, generation=self.group.generation, step=self.position.step), 2.0)
+        raise SwitchedOut
 
     # ------------------------------------------------------------------------------------------------ rehearsal
 
@@ -422,6 +437,7 @@ class Loop:
         total = loader.layout.steps * epochs
         if max_steps is not None:
             total = min(total, max_steps)
+        total *= self.epochs_in_loop
         session.progress.total_steps = total
         layout = self.prepared.layout()
         session.announce(

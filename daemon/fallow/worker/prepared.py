@@ -63,15 +63,25 @@ class Prepared:
             self.others.append(thing)
         if isinstance(thing, torch.amp.GradScaler):
             self.scaler = thing
-        for name in _GATED:
-            if callable(getattr(thing, name, None)):
-                self._patch(thing, name)
+        names = [name for name in _GATED if callable(getattr(thing, name, None))]
+        if isinstance(thing, torch.optim.Optimizer):
+            # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
+            plain = thing.step
+            gated = self._gated(thing, "step")
+            if hasattr(plain, "_wrapped_by_lr_sched"):
+                gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
+            setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
+        elif names:
+            # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
+            cls = type(thing)
+            methods = {name: self._gated(thing, name) for name in names}
+            thing.__class__ = type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
 
-    def _patch(self, thing: Any, name: str) -> None:
-        inner = getattr(thing, name)
+    def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
         gate = self._gate
-        takes_step = name == "step" and isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler)
+        inner = getattr(thing, name)
         is_optimizer = isinstance(thing, torch.optim.Optimizer)
+        takes_step = name == "step" and isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler)
 
         def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
             closure = args[0] if args else kwargs.get("closure")
@@ -83,10 +93,7 @@ class Prepared:
                 gate.stepped = True
             return inner(*args, **kwargs)
 
-        if hasattr(inner, "_wrapped_by_lr_sched"):
-            gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler would wrap and warn
-        # A bound method and not a function: schedulers that are built later look for __func__.
-        setattr(thing, name, MethodType(gated, thing))
+        return gated
 
     # ------------------------------------------------------------------------------------------------ parameters
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -58,7 +58,7 @@ class Channel(Protocol):
 
     def start(self) -> None: ...
     def send(self, message: FromWorker) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -94,11 +94,14 @@ class Session:
     Args:
         worker: this worker's id.
         address: local address for process groups.
-        connect: makes the link, given the function to call for each message.
+        connect: makes the link, given what to call for each message and after each new connection.
     """
 
     def __init__(
-        self, worker: str, address: str, connect: Callable[[Callable[[ToWorker], None]], Channel]
+        self,
+        worker: str,
+        address: str,
+        connect: Callable[[Callable[[ToWorker], None], Callable[[], None]], Channel],
     ) -> None:
         self.worker = worker
         self.progress = Progress()
@@ -123,7 +126,7 @@ class Session:
         self._ask_number = 0
         self._acks = 0
         self._closed = threading.Event()
-        self._link = connect(self._on_message)
+        self._link = connect(self._on_message, lambda: self.send(self._hello()))
 
     # ------------------------------------------------------------------------------------------- life of the link
 
@@ -323,18 +326,14 @@ class Session:
             self._ask_number += 1
             number = self._ask_number
             self._asked[number] = None
-        request = KvRequest(
-            id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s
-        )
+        request = KvRequest(id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s)
         end = time.monotonic() + timeout_s
         try:
             while True:
                 self.send(request)
                 left = end - time.monotonic()
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._asked[number] is not None, max(0.0, min(left, _ASK_AGAIN_S))
-                    )
+                    self._changed.wait_for(lambda: self._asked[number] is not None, max(0.0, min(left, _ASK_AGAIN_S)))
                     reply = self._asked[number]
                 if reply is not None:
                     return reply
@@ -401,7 +400,6 @@ class Session:
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)
         if old is not None:
-            old.interrupt("left for a newer generation")
             self.reaper.take([old])
         return taken
 

@@ -43,9 +43,7 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
     return msgspec.convert(tree["position"], Position)
 
 
-def exchange(
-    group: Group, prepared: Prepared, position: Position, *, has_state: bool, newest: str | None
-) -> Exchanged:
+def exchange(group: Group, prepared: Prepared, position: Position, *, has_state: bool, newest: str | None) -> Exchanged:
     """Compare all members' states in a new group and bring everybody to the newest one.
 
     Args:

@@ -1,0 +1,73 @@
+"""A world without a head: plain `python`, `torchrun`, or `srun` with the usual variables."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fallow.model import Exit, FallowError
+from fallow.worker.group import Group, build_group
+
+_TIMEOUT_S = 300.0
+
+
+class World(NamedTuple):
+    """Rank and size that the launcher gave."""
+
+    rank: int
+    size: int
+
+
+def world_from_environment() -> World:
+    """RANK and WORLD_SIZE (torchrun), else SLURM_PROCID and SLURM_NTASKS with MASTER_ADDR (srun), else one process.
+
+    Raises:
+        FallowError: the variables contradict each other.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        pair = env["RANK"], env["WORLD_SIZE"]
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "MASTER_ADDR" in env:
+        pair = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    else:
+        return World(0, 1)
+    try:
+        world = World(int(pair[0]), int(pair[1]))
+    except ValueError:
+        world = World(-1, 0)
+    if not 0 <= world.rank < world.size:
+        raise FallowError(f"rank {pair[0]} of {pair[1]} in the environment makes no sense", Exit.USAGE)
+    return world
+
+
+def build_world(world: World) -> Group:
+    """The process group of a fixed world, met through MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        FallowError: the ranks did not meet.
+    """
+    if world.size == 1:
+        return Group(0, 0, 1, None)
+    os.environ.setdefault("RANK", str(world.rank))
+    os.environ.setdefault("WORLD_SIZE", str(world.size))
+    try:
+        store, rank, size = next(iter(rendezvous("env://")))
+    except (ValueError, RuntimeError) as error:
+        raise FallowError(
+            f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
+            Exit.UNAVAILABLE,
+        ) from None
+    address = _own_address(os.environ["MASTER_ADDR"])
+    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
+
+
+def _own_address(master: str) -> str:
+    """The local address from which `master` is reached."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(master), 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,128 @@
+"""What makes a process a worker: its secret, its signals and its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import msgspec
+
+from fallow.model import Exit, FallowError, WorkerSecret
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SECRET = 65536
+
+
+def read_secret(descriptor: int) -> WorkerSecret:
+    """Read the one message that the agent left in the inherited pipe, and close the pipe.
+
+    Raises:
+        FallowError: the pipe is closed or holds something else.
+    """
+    data = b""
+    try:
+        while len(data) <= _LONGEST_SECRET:
+            more = os.read(descriptor, _LONGEST_SECRET)
+            if not more:
+                break
+            data += more
+        os.close(descriptor)
+        return msgspec.msgpack.decode(data, type=WorkerSecret)
+    except (OSError, msgspec.DecodeError) as error:
+        raise FallowError(
+            f"FALLOW_CHANNEL_FD={descriptor} gives no worker secret ({error}); "
+            "unset FALLOW_WORKER to run the script by itself",
+            Exit.USAGE,
+        ) from None
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its agent dies, however it dies."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        os._exit(Exit.TEMPFAIL)
+
+
+def leave_sigterm_to_the_head() -> None:
+    """Ignore SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary."""
+    owner = os.getpid()
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked loader process: it ends as usual
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+class Ending:
+    """Decides what happens when the script ends, and with which exit code.
+
+    Args:
+        finished: called when the script has ended normally.
+        failed: called with (code, message, traceback) when it has not.
+        must_force: True if native threads could hang an ordinary exit.
+    """
+
+    def __init__(
+        self,
+        finished: Callable[[], None],
+        failed: Callable[[int, str, str], None],
+        must_force: Callable[[], bool],
+    ) -> None:
+        self._finished = finished
+        self._failed = failed
+        self._must_force = must_force
+        self._owner = os.getpid()
+        self.code: int | None = None
+        "known exit code; None: the script is running or ended normally"
+
+    def install(self) -> None:
+        """Take over `sys.excepthook`, `sys.exit` and the process end; call before the script registers its own."""
+        plain_exit = sys.exit
+
+        def exit_(status: Any = None) -> None:
+            self.code = status if isinstance(status, int) else int(status is not None)
+            plain_exit(status)
+
+        sys.exit = exit_  # type: ignore[assignment]
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, FallowError):
+            self.code = int(error.code)
+            print(f"fallow: {error.message}", file=sys.stderr)  # noqa: T201
+            self._failed(self.code, error.message, "")
+        else:
+            self.code = 1
+            text = "".join(traceback.format_exception(kind, error, trace))
+            sys.stderr.write(text)
+            self._failed(1, f"{kind.__name__}: {error}", text)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._owner:
+            return
+        if self.code is None:
+            try:
+                self._finished()
+            except FallowError as error:
+                self._on_exception(FallowError, error, None)
+        elif self.code and sys.exc_info()[0] is None:
+            self._failed(self.code, f"the script ended with exit code {self.code}", "")
+        code = self.code or 0
+        # Python would exit with 1 after an exception, and might wait for gloo's threads.
+        if code > 1 or self._must_force():
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)

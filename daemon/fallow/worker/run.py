@@ -1,0 +1,340 @@
+"""The public API: `fallow.init`, `Run`, `Released`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
+from fallow.worker import checkpoint, fixed, process, state
+from fallow.worker.group import Group, Interrupted
+from fallow.worker.loader import ElasticLoader, check_loader
+from fallow.worker.loop import Loop, SwitchedOut
+from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.session import Channel, Dismissed, Session
+
+_DELIVERY_S = 5.0
+"""How long the end of a process waits for the head to have heard of it."""
+
+
+class Released(SystemExit):
+    """This worker has left the run at a step boundary; the process ends with code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Run:
+    """One elastic training, seen from a script. Made by `fallow.init`.
+
+    Args:
+        session: conversation with the head; None in a fixed world.
+        welcome: what the head said; None in a fixed world.
+        group: the fixed world's group; None under a head.
+    """
+
+    def __init__(self, session: Session | None, welcome: Welcome | None, group: Group | None) -> None:
+        self._session = session
+        self._welcome = welcome
+        self._gate = Gate()
+        self._prepared = Prepared(self._gate)
+        self._seed = welcome.seed if welcome is not None else 0
+        self._max_workers = welcome.max_workers if welcome is not None else (group.size if group else 1)
+        self._loop = Loop(self._prepared, self._gate, self._seed, session, welcome, group)
+        self._slot = 0
+        self._released = False
+
+    # ------------------------------------------------------------------------------------------------ preparing
+
+    def prepare(self, *objects: Any, global_batch: int | None = None) -> Any:
+        """Take over models, optimizers, loaders, schedulers, scalers and whatever else has a state.
+
+        Args:
+            objects: modules, optimizers, DataLoaders, and objects with state_dict and load_state_dict.
+            global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
+                times the run's maximum number of workers (or the fixed world's size).
+
+        Returns:
+            The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
+            replaced by an elastic one for `steps`.
+
+        Raises:
+            FallowError: an object cannot be prepared; the text says what to write instead.
+        """
+        if self._loop.calls:
+            raise FallowError("prepare everything before the first run.steps: members must agree on the state")
+        done = [self._prepare_one(thing, global_batch) for thing in objects]
+        return done[0] if len(done) == 1 else tuple(done)
+
+    def _prepare_one(self, thing: Any, global_batch: int | None) -> Any:
+        if not isinstance(thing, DataLoader):
+            self._prepared.add(thing)
+            return thing
+        check_loader(thing)
+        assert thing.batch_size is not None
+        return ElasticLoader(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def steps(self, loader: ElasticLoader, epochs: int = 1, max_steps: int | None = None) -> Generator[Any, None, None]:
+        """Batches of this member's shards; the only place where the membership changes.
+
+        Args:
+            loader: a DataLoader that went through `prepare`.
+            epochs: passes over the data.
+            max_steps: end after so many optimizer steps of this call, if that comes first.
+
+        Raises:
+            Released: this worker leaves the run (ends the process with code 0).
+            FallowError: the members disagree, or the head is gone for good.
+        """
+        if not isinstance(loader, ElasticLoader):
+            raise FallowError(
+                "run.steps wants the DataLoader that run.prepare returned: loader = run.prepare(loader)", Exit.DATA
+            )
+        body = self._loop.steps(loader, epochs, max_steps)
+        try:
+            for batch in body:
+                self._slot = 0
+                yield batch
+        except SwitchedOut:
+            self._released = True
+            raise Released from None
+        except Dismissed as dismissed:
+            self._released = True
+            if dismissed.code == 0:
+                raise Released from None
+            raise FallowError(dismissed.reason, _code(dismissed.code)) from None
+        finally:
+            body.close()
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
+        loop = self._loop
+        number = loop.loops
+        loop.loops += 1
+        loop.epochs_in_loop = n
+        if loop.joined and number < loop.position.loop:
+            return  # the members are past this loop
+        epoch = loop.position.loop_epoch if loop.joined else self._epoch_hint()
+        while epoch < n:
+            loop.epoch_entered = (number, epoch)
+            if loop.in_sync and loop.joined:
+                loop.position.begin_epoch(epoch)
+            yield epoch
+            if loop.wrong_epoch:
+                loop.wrong_epoch = False
+                if loop.position.loop != number:
+                    break
+                epoch = loop.position.loop_epoch
+                loop.calls = loop.position.loop_call
+                continue
+            epoch += 1
+            loop.position.begin_epoch(epoch)
+        else:
+            loop.position.finish_loop()
+        loop.epoch_entered = None
+        loop.epochs_in_loop = 1
+
+    def _epoch_hint(self) -> int:
+        welcome = self._welcome
+        if welcome is None:
+            return 0
+        if welcome.checkpoint is not None and not welcome.epoch:
+            return checkpoint.peek(Path(welcome.checkpoint)).epoch
+        return welcome.epoch
+
+    # ------------------------------------------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        """Place of this member in the current generation, 0-based."""
+        return self._loop.group.rank
+
+    @property
+    def size(self) -> int:
+        """Members of the current generation."""
+        return self._loop.group.size
+
+    @property
+    def generation(self) -> int:
+        """Number of the current membership; 0 in a fixed world and before the first one."""
+        return self._loop.group.generation
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps since the run began: in a body, the number (0-based) of the step at work."""
+        return self._loop.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, 0-based."""
+        return self._loop.epoch
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds until this node goes away; None: unknown or never."""
+        return self._session.deadline_in_s if self._session is not None else None
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one member that should print and write files."""
+        return self._loop.group.rank == 0 and (self._loop.joined or self._session is None)
+
+    @property
+    def final_shard(self) -> bool:
+        """True in the last body of a step on this member: gradients are there after backward, steps act."""
+        return self._loop.final_shard
+
+    @property
+    def seed(self) -> int:
+        """The run's seed: the same on all members and for the life of the run."""
+        return self._seed
+
+    # ------------------------------------------------------------------------------------------------ together
+
+    def log(self, **scalars: float) -> None:
+        """Show figures in `fallow status` and the monitor; counts in the final body on the main member."""
+        if self._session is None or not self.is_main or (self._gate.in_body and not self.final_shard):
+            return
+        known = self._session.progress.scalars
+        self._session.progress.scalars = {**known, **{name: float(value) for name, value in scalars.items()}}
+
+    def mean(self, x: float | torch.Tensor) -> float:
+        """The step's mean of a metric over all samples.
+
+        In a void body: this member's part so far. In the final body (all members must call it there): the sum of
+        weight x value over all shards of the step. Outside `steps`: the plain mean over the members.
+        """
+        loop = self._loop
+        value = float(x)
+        if loop.rehearsing or not loop.in_sync:
+            return value
+        if not self._gate.in_body:
+            return self._sum(value / self.size, value)
+        slot, self._slot = self._slot, self._slot + 1
+        if slot == len(loop.slots):
+            loop.slots.append(0.0)
+        loop.slots[slot] += loop.weight * value
+        return self._sum(loop.slots[slot], value) if self.final_shard else value
+
+    def barrier(self) -> None:
+        """Wait for all members; in a void body it does nothing."""
+        loop = self._loop
+        if not loop.rehearsing and loop.in_sync and (self.final_shard or not self._gate.in_body):
+            self._sum(0.0, 0.0)
+
+    def _sum(self, part: float, otherwise: float) -> float:
+        cell = torch.tensor([part], dtype=torch.float64)
+        try:
+            self._loop.group.all_reduce(cell)
+            self._loop.group.wait()
+        except Interrupted:
+            return otherwise  # the body is void now; the same shard comes again
+        return float(cell)
+
+    def checkpoint(self) -> None:
+        """Ask for a durable checkpoint at the end of this step. Without a head there is no folder: nothing happens."""
+        if not self._loop.rehearsing:
+            self._loop.checkpoint_asked = True
+
+    def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Decorator: call this after each change of the membership, before the next step."""
+        self._loop.on_resize.append(callback)
+        return callback
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _finished(self) -> None:
+        loop, session = self._loop, self._session
+        loop.finish()
+        if session is None or self._released or not loop.joined:
+            return
+        at = loop.position
+        session.deliver(
+            Finished(
+                worker=session.worker,
+                generation=self.generation,
+                steps=at.step,
+                digest=state.digest([module.state_dict() for module in self._prepared.modules]),
+                loss=at.loss,
+                samples=at.samples,
+            ),
+            _DELIVERY_S,
+        )
+        session.close()
+
+    def _failed(self, code: int, message: str, trace: str) -> None:
+        session = self._session
+        if session is None or self._released:
+            return
+        self._released = True
+        session.deliver(
+            Failed(worker=session.worker, code=code, message=message, traceback=trace[-100_000:]), _DELIVERY_S
+        )
+
+    def _must_force(self) -> bool:
+        group = self._loop.group
+        if group.broken is None:
+            group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
+        return group.abandoned or (self._session is not None and self._session.reaper.busy)
+
+
+def _code(code: int) -> Exit:
+    try:
+        return Exit(code)
+    except ValueError:
+        return Exit.SOFTWARE
+
+
+def init() -> Run:
+    """Begin: connect to the head if an agent started this process, else set up an ordinary fixed world.
+
+    Raises:
+        FallowError: the head refused this worker or does not answer; the environment is contradictory.
+    """
+    worker = os.environ.get("FALLOW_WORKER")
+    if worker is None:
+        run = Run(None, None, fixed.build_world(fixed.world_from_environment()))
+        _install_ending(run)
+        return run
+    process.die_with_parent()
+    process.leave_sigterm_to_the_head()
+    secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+    def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Channel:
+        from fallow.wire.link import Link
+
+        return Link(
+            secret.endpoint,
+            secret.server_key,
+            secret.public_key,
+            secret.secret_key,
+            ToWorker,
+            on_message,
+            Path(secret.head_file) if secret.head_file else None,
+            on_connect=on_connect,
+        )
+
+    session = Session(worker, secret.address, connect)
+    return attach(session)
+
+
+def attach(session: Session) -> Run:
+    """A run over an open conversation; `init` for tests and tools that bring their own channel."""
+    run = Run(session, session.open(), None)
+    _install_ending(run)
+    return run
+
+
+def _install_ending(run: Run) -> None:
+    process.Ending(run._finished, run._failed, run._must_force).install()
+
+
+__all__ = ["Released", "Run", "init"]
