@@ -95,7 +95,7 @@ class ControlClient:
             ) from None
         if answer is None:
             raise FallowError(f"the head went away before it answered {method}", Exit.UNAVAILABLE)
-        if answer.result is None:
+        if bytes(answer.result) in (b"", b"null"):
             return None
         try:
             return msgspec.json.decode(answer.result, type=type_)

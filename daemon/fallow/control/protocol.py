@@ -59,7 +59,8 @@ class ErrorBody(Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line from the head. Unknown fields are let through: the head may be newer than the client."""
 
-    result: msgspec.Raw | None = None
+    result: msgspec.Raw = msgspec.Raw()
+    "still encoded; empty where the line is no answer to a request"
     error: ErrorBody | None = None
     snapshot: Snapshot | None = None
     event: EventRecord | None = None

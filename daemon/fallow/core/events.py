@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.model import Checkpointed, Message, Parts, RunStatus
+from fallow.model import Checkpointed, Parts, RunStatus, ToWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Tell(Instruction):
     """Send `message` to a worker."""
 
     worker: str
-    message: Message
+    message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from fallow.model import (
     Prepare,
     Refused,
     RunStatus,
+    ToWorker,
     WorkerPhase,
 )
 
@@ -593,7 +594,7 @@ class Membership:
             self._sent[key] = event.at
             self._tell(event.worker, message)
 
-    def _tell(self, worker: str, message: Message) -> None:
+    def _tell(self, worker: str, message: ToWorker) -> None:
         self._out.append(ev.Tell(worker, message))
 
     def _record(self, kind: str, text: str, **data: Any) -> None:

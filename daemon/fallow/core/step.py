@@ -46,6 +46,7 @@ _STEP = (
     "--mpi=none",
     "--cpu-bind=none",
     "--mem=0",
+    "--quiet",  # it would remark on every cluster that has no processor binding
     "--export=ALL",
     "--input=none",
     "--job-name=fallow",
@@ -62,7 +63,7 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
                 "SLURM_JOB_NUM_NODES is not set: this is no Slurm allocation, or something cleared its environment",
                 Exit.UNAVAILABLE,
             )
-        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *agent]
+        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_STEP, *_gpus(environ), *agent]
     words = ["srun"]
     for group in range(size):
         nodes = _number(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}")
@@ -80,6 +81,13 @@ def step_command(environ: Mapping[str, str], agent: Sequence[str]) -> list[str]:
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """srun's environment: all of the script's but what would change the shape of the step."""
     return {name: value for name, value in environ.items() if not name.startswith(MISLEADING)}
+
+
+def _gpus(environ: Mapping[str, str]) -> list[str]:
+    """A job that asked for GPUs per task would give the step, of one task a node, one share of them."""
+    per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    count = _number(environ, "SLURM_GPUS_ON_NODE")
+    return [f"--gpus-per-node={count}"] if per_task and count else []
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

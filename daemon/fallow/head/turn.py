@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.head.book import Book, Run
@@ -14,10 +16,11 @@ from fallow.model import (
     AllocationState,
     Exit,
     KvReply,
-    Message,
     RunStatus,
     ShowOutput,
     StopWorker,
+    ToAgent,
+    ToWorker,
 )
 
 
@@ -39,7 +42,7 @@ class Turn:
     book: Book
     at: float
     now: float
-    messages: list[tuple[str, Message]] = field(default_factory=list)
+    messages: list[tuple[str, ToAgent | ToWorker]] = field(default_factory=list)
     "(peer, message)"
     records: list[NewRecord] = field(default_factory=list)
     dirty: set[str] = field(default_factory=set)
@@ -55,6 +58,7 @@ class Turn:
     def apply(self, run: Run, event: ev.Event) -> None:
         """Put an event into a run's machine and take its instructions as effects."""
         instructions = run.machine.handle(event)
+        self._date_newest(run)
         if instructions or not isinstance(event, ev.WorkerBeat | ev.Ticked | ev.VoteCast):
             self.dirty.add(run.id)
         for instruction in instructions:
@@ -72,7 +76,13 @@ class Turn:
         if instructions:
             self.let_go_of_empty(run)
 
-    def tell(self, run: Run, worker: str, message: Message) -> None:
+    def _date_newest(self, run: Run) -> None:
+        """The machine has no clock of its own, so a finished change gets its date here."""
+        history = run.roster.history
+        if history and not history[-1].at:
+            history[-1] = msgspec.structs.replace(history[-1], at=self.now)
+
+    def tell(self, run: Run, worker: str, message: ToWorker) -> None:
         key = run.record.worker_keys.get(worker)
         if key is not None:
             self.messages.append((key, message))
@@ -81,7 +91,7 @@ class Turn:
         for worker, reply in replies:
             self.tell(run, worker, reply)
 
-    def tell_agents(self, allocation: Allocation, message: Message) -> None:
+    def tell_agents(self, allocation: Allocation, message: ToAgent) -> None:
         for node in allocation.agents:
             self.messages.append((agent_peer(allocation, node), message))
 

@@ -1,0 +1,1 @@
+"""`fallow demo`: the whole story on a private Slurm, measured and checked."""
