@@ -186,7 +186,7 @@ class Session:
             protocol=PROTOCOL,
             pid=os.getpid(),
             version=fallow.__version__,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             address=self._address,
             generation=self.progress.generation,
             step=self.progress.step,

@@ -1,0 +1,164 @@
+"""The script that `fake_head.py` starts: a small training whose pace the test controls through files.
+
+usage: group_worker.py CONFIG.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from fallow.model import FromWorker, ToWorker
+from fallow.worker import run as run_module
+from fallow.worker.session import Session
+
+
+class SocketChannel:
+    """Length-prefixed messages over an inherited socket."""
+
+    def __init__(self, descriptor: int, on_message: Callable, on_connect: Callable) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._on_message, self._on_connect = on_message, on_connect
+        self._lock = threading.Lock()
+        self.last_heard = time.monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+        self._on_connect()
+
+    def send(self, message: FromWorker) -> None:
+        data = msgspec.msgpack.encode(message)
+        with self._lock:
+            try:
+                self._socket.sendall(len(data).to_bytes(4, "little") + data)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToWorker)
+        stream = self._socket.makefile("rb")
+        while head := stream.read(4):
+            message = decoder.decode(stream.read(int.from_bytes(head, "little")))
+            self.last_heard = time.monotonic()
+            self._on_message(message)
+
+
+class Points(Dataset):
+    def __init__(self, size: int, augment: bool) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, 6, generator=generator)
+        self.y = (self.x.sum(1) > 0).long()
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        x = self.x[index]
+        if self.augment:
+            x = x + 0.1 * torch.randn(6)
+        return x, self.y[index], index
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(str(path))
+        time.sleep(0.002)
+
+
+def main() -> None:
+    config = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(config["folder"])
+    worker = os.environ.get("TEST_WORKER", "single")
+    torch.set_num_threads(1)
+    torch.manual_seed(0 if worker in ("single", "w0") else 99)  # newcomers must not rely on their own weights
+
+    model = nn.Sequential(
+        nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(config.get("dropout", 0.2)), nn.Linear(16, 2)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+    loader = DataLoader(
+        Points(config["samples"], config.get("augment", True)),
+        batch_size=config["batch_size"],
+        shuffle=True,
+        num_workers=config.get("num_workers", 0),
+    )
+    if worker == "single":
+        os.environ.pop("FALLOW_WORKER", None)
+        run = run_module.init()
+    else:
+        descriptor = int(os.environ["TEST_FD"])
+        session = Session(worker, "127.0.0.1", lambda m, c: SocketChannel(descriptor, m, c))
+        run = run_module.attach(session)
+    model, optimizer, schedule, loader = run.prepare(
+        model, optimizer, schedule, loader, global_batch=config["global_batch"]
+    )
+    stops = {int(step): who for step, who in config.get("stops", {}).items()}
+    seen: list[tuple[int, int]] = []
+    epochs_seen: list[int] = []
+
+    def pause(step: int) -> None:
+        if stops.get(step) in ("all", worker) and worker != "single" and run.generation:
+            (folder / f"at-{step}-{worker}").touch()
+            wait_for(folder / f"go-{step}")
+
+    def body(batch) -> None:
+        x, y, _index = batch
+        if run.final_shard:
+            pause(run.step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.final_shard:
+            seen.append((run.generation, run.step))
+
+    style = config.get("style", "epochs")
+    if style == "epochs":
+        for epoch in run.epochs(config["epochs"]):
+            epochs_seen.append(epoch)
+            for batch in run.steps(loader):
+                body(batch)
+            schedule.step()
+    elif style == "range":
+        for _ in range(config["epochs"]):
+            for batch in run.steps(loader):
+                body(batch)
+            schedule.step()
+    else:
+        for batch in run.steps(loader, epochs=config["epochs"]):
+            body(batch)
+    state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    (folder / f"{worker}.json").write_text(
+        json.dumps(
+            {
+                "state": state,
+                "steps": run.step,
+                "lr": schedule.get_last_lr(),
+                "rank": run.rank,
+                "seen": seen,
+                "epochs": epochs_seen,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
