@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,8 @@ LOOK_S = 0.02
 """How often the driver looks at the run's step."""
 
 END_S = 20.0
+SETTLE_S = 20.0
+"""An item waits at most this long for the one before it to take effect."""
 
 
 class Driver:
@@ -79,6 +82,9 @@ class Driver:
         self._run = ""
         self._control: ControlClient
         self._due = list(self.schedule)
+        self._pids: dict[str, int] = {}
+        self._killed: set[str] = set()
+        self._settle_until = 0.0
 
     async def train(self) -> RunReport:
         """From start to end of the training; everything that was started is gone afterwards.
@@ -90,8 +96,9 @@ class Driver:
         try:
             await self._create()
             await self._until(self._all_ready)
-            await self._call("grow", run=self._run, by=self.members)
-            await self._follow()
+            if not (await self._look()).status.ended:
+                await self._call("grow", run=self._run, by=self.members)
+                await self._follow()
             return msgspec.convert(await self._call("report", run=self._run), RunReport)
         finally:
             await self._clean_up()
@@ -147,12 +154,29 @@ class Driver:
             raise FallowError(f"every agent ended (exit {', '.join(codes)}) while the run went on", Exit.SOFTWARE)
 
     async def _follow(self) -> None:
-        """Make each item happen as soon as its step is finished, until the run has ended."""
+        """Make each item happen as soon as its step is finished and the item before it has taken effect."""
         while not (view := await self._look()).status.ended:
-            while self._due and view.generation and view.step >= self._due[0].step:
-                await self._do(self._due.pop(0), view)
+            if self._due and view.generation and view.step >= self._due[0].step and self._settled(view):
+                try:
+                    await self._do(self._due[0], view)
+                except FallowError as error:
+                    # The run may have ended since the last look.
+                    if error.code is not Exit.USAGE or not (await self._look()).status.ended:
+                        raise
+                    return
+                self._settle_until = time.monotonic() + SETTLE_S
+                self._due.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
+
+    def _settled(self, view: RunView) -> bool:
+        """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
+        members = [m for m in view.members if m.rank is not None]
+        waiting = [m for m in view.members if m.phase is WorkerPhase.READY]
+        calm = view.change is None and not any(m.phase is WorkerPhase.LEAVING for m in members)
+        full = not waiting or len(members) >= view.limit
+        alive = not self._killed.intersection(m.worker for m in members)
+        return (calm and full and alive) or time.monotonic() > self._settle_until
 
     async def _do(self, item: Item, view: RunView) -> None:
         match item.action:
@@ -166,6 +190,8 @@ class Driver:
             case Action.KILL | Action.STOP | Action.CONT:
                 number = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP, Action.CONT: signal.SIGCONT}
                 await self._signal(f"w{item.member}", number[item.action])
+                if item.action is Action.KILL:
+                    self._killed.add(f"w{item.member}")
             case Action.HEAD_KILL:
                 self._head.kill()
                 await self._control.aclose()
@@ -182,7 +208,7 @@ class Driver:
     async def _look(self) -> RunView:
         snapshot = msgspec.convert(await self._call("status", run=self._run), Snapshot)
         view = snapshot.runs[0]
-        self._pids = {**getattr(self, "_pids", {}), **{m.worker: m.pid for m in view.members if m.pid}}
+        self._pids.update({m.worker: m.pid for m in view.members if m.pid})
         if self._on_view is not None:
             self._on_view(view)
         return view
@@ -209,7 +235,7 @@ class Driver:
                 if not view.status.ended:
                     await self._call("cancel", run=self._run)
         # Stopped workers cannot end by themselves.
-        for worker in getattr(self, "_pids", {}):
+        for worker in self._pids:
             await self._signal(worker, signal.SIGCONT)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
