@@ -20,7 +20,7 @@ from types import TracebackType
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
-from fallow.testbed.conf import KILL_WAIT_S, Layout, Profile
+from fallow.testbed.conf import Layout, Profile
 from fallow.testbed.daemons import logs, make_folder, start_daemons, write_files
 from fallow.testbed.host import (
     check_host_name,
@@ -36,6 +36,8 @@ from fallow.testbed.host import (
 UP_DEADLINE_S = 30.0
 "From start to all nodes idle; measured 1 to 3 s."
 COMMAND_DEADLINE_S = 5.0
+_PATIENCE_S = 3.0
+"With what ends in order; usually it takes a tenth of that. After it comes SIGKILL."
 _MAX_NODES = 64
 
 
@@ -222,7 +224,7 @@ class Testbed:
         processes = self.processes()
         signal_all(processes, signal.SIGCONT)  # a test may have stopped one
         signal_all(processes, signal.SIGTERM)
-        wait_until(lambda: not self.processes(), KILL_WAIT_S)
+        wait_until(lambda: not self.processes(), _PATIENCE_S)
         ended = wait_until(self._kill_all, 10.0)
         shutil.rmtree(self.folder, ignore_errors=True)
         if not ended or self.folder.exists():
@@ -240,10 +242,10 @@ class Testbed:
     def _cancel_jobs(self) -> None:
         try:
             # steps and batch scripts at once; the state is thrown away, nobody needs the grace
-            self.slurm("scancel", "--quiet", "--full", "--signal=KILL", "--state=RUNNING")
+            self.slurm("scancel", "--quiet", "--full", "--signal=KILL", "--state=RUNNING", timeout_s=_PATIENCE_S)
             for state in ("PENDING", "SUSPENDED", "RUNNING"):
-                self.slurm("scancel", "--quiet", f"--state={state}")
-            wait_until(lambda: not self.slurm("squeue", "-h", "-a", "-o", "%A").strip(), KILL_WAIT_S + 3)
+                self.slurm("scancel", "--quiet", f"--state={state}", timeout_s=_PATIENCE_S)
+            wait_until(lambda: not self.slurm("squeue", "-h", "-a", "-o", "%A").strip(), _PATIENCE_S)
         except FallowError:
             return  # slurmctld is gone or hangs; the processes are killed one by one then
 

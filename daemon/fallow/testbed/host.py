@@ -74,20 +74,20 @@ def check_host_name() -> None:
         ) from error
 
 
-def free_ports(count: int, avoid: Iterable[range] = (), rng: random.Random | None = None) -> int:
+def free_ports(count: int, avoid: Iterable[range] = ()) -> int:
     """First of `count` neighbouring TCP ports that nobody listens on and that are in none of `avoid`.
 
     The search begins at a random place, so that testbeds of users who cannot see each other's registry
     seldom choose the same range at the same moment.
     """
-    rng = rng or random.Random()
+    places = len(_PORTS) - count
+    begin = random.randrange(places)
     taken = list(avoid)
-    for _ in range(200):
-        first = rng.randrange(_PORTS.start, _PORTS.stop - count)
-        wanted = range(first, first + count)
-        if any(first < other.stop and other.start < wanted.stop for other in taken):
+    for step in range(places):
+        first = _PORTS.start + (begin + step) % places
+        if any(first < other.stop and other.start < first + count for other in taken):
             continue
-        if all(_is_free(port) for port in wanted):
+        if all(_is_free(port) for port in range(first, first + count)):
             return first
     raise FallowError(
         f"testbed: found no {count} free neighbouring ports in {_PORTS.start}-{_PORTS.stop - 1}; "

@@ -1,0 +1,250 @@
+"""The testbed itself: it comes up, plays the sites it says it plays, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fallow.model import FallowError
+from fallow.testbed import api, registry
+from fallow.testbed.cluster import Testbed
+from fallow.testbed.host import find_commands, free_ports, owned_processes
+
+pytestmark = pytest.mark.slurm
+MakeTestbed = Callable[..., Testbed]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached"
+        time.sleep(0.05)
+
+
+def sbatch(testbed: Testbed, script: str, *options: str) -> str:
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--output=/dev/null", *options],
+        input=script,
+        env={"PATH": os.environ["PATH"], **testbed.env()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def state_of(testbed: Testbed, job_id: str) -> str:
+    return testbed.slurm("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
+
+
+def test_up_and_down_leaves_no_process_and_no_file(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(nodes=3)
+    status = testbed.status()
+    assert status.up and status.nodes == {"idle": 3} and status.jobs == {}
+    # a job whose task ignores SIGTERM, one of its children with no environment, and an orphan
+    script = (
+        "#!/bin/sh\ntrap '' TERM\nsetsid sleep 987 &\nsrun --ntasks=1 sh -c 'trap \"\" TERM; env -i sleep 986; :'\n"
+    )
+    job_id = sbatch(testbed, script, "--nodes=1")
+    wait_for(lambda: _sleepers() >= {"986", "987"})
+    assert state_of(testbed, job_id) == "RUNNING"
+    assert testbed.status().jobs == {"running": 1}
+    testbed.down()
+    assert not testbed.folder.exists()
+    assert owned_processes(testbed.folder, testbed.conf) == set()
+    assert not _sleepers() & {"986", "987"}
+    assert registry.records() == []
+    testbed.down()
+
+
+def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeTestbed) -> None:
+    first, second = make_testbed(nodes=1), make_testbed(nodes=1)
+    sbatch(first, "#!/bin/sh\nexec sleep 985\n")
+    wait_for(lambda: "985" in _sleepers())
+    os.kill(first.daemon_pid("slurmctld"), signal.SIGKILL)
+    os.kill(second.daemon_pid("slurmctld"), signal.SIGSTOP)
+    first.down()
+    second.down()
+    assert "985" not in _sleepers() and registry.records() == []
+
+
+def test_a_shell_that_only_looks_at_the_testbed_survives(make_testbed: MakeTestbed) -> None:
+    testbed = make_testbed(nodes=1)
+    with subprocess.Popen(["sleep", "984"], env={"PATH": os.environ["PATH"], **testbed.env()}) as looker:
+        testbed.down()
+        assert looker.poll() is None
+        looker.kill()
+
+
+def test_three_side_by_side(make_testbed: MakeTestbed) -> None:
+    testbeds = [make_testbed(nodes=nodes, gpus=gpus) for nodes, gpus in ((1, 0), (2, 1), (3, 4))]
+    ports = [set(range(t.record.first_port, t.record.first_port + t.layout.nodes + 1)) for t in testbeds]
+    assert not ports[0] & ports[1] and not ports[1] & ports[2] and not ports[0] & ports[2]
+    assert [status["folder"] for status in api.status()] == [str(testbed.folder) for testbed in testbeds]
+    ids = [sbatch(testbed, "#!/bin/sh\nexec sleep 60\n") for testbed in testbeds]
+    for testbed, job_id in zip(testbeds, ids, strict=True):
+        wait_for(lambda testbed=testbed, job_id=job_id: state_of(testbed, job_id) == "RUNNING")  # type: ignore[misc]
+    with pytest.raises(FallowError, match="several"):
+        api.down()
+    assert len(api.down(testbeds[0].folder)) == 1
+    assert state_of(testbeds[1], ids[1]) == "RUNNING"
+    assert len(api.down(all=True)) == 2
+    assert api.status() == []
+
+
+def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbed, tmp_path: Path) -> None:
+    testbed = make_testbed(nodes=2, gpus=4)
+    step = tmp_path / "step.sh"
+    step.write_text(
+        f"#!/bin/sh\ntrap 'echo warned > {tmp_path}/warned; exit 0' TERM\n"
+        f'echo "$CUDA_VISIBLE_DEVICES" > {tmp_path}/gpus.tmp; mv {tmp_path}/gpus.tmp {tmp_path}/gpus\n'
+        "while :; do sleep 0.05; done\n"
+    )
+    step.chmod(0o755)
+    options = ["--partition=scavenge", "--gres=gpu:2", "--no-requeue", "--time=5"]
+    victim = sbatch(testbed, f"#!/bin/sh\nsrun {step}\n", *options)
+    wait_for((tmp_path / "gpus").exists)
+    assert (tmp_path / "gpus").read_text().strip() == "0,1"
+    began = time.monotonic()
+    sbatch(testbed, "#!/bin/sh\nexec sleep 60\n", "--nodes=2", "--exclusive", "--partition=normal")
+    wait_for((tmp_path / "warned").exists)
+    assert time.monotonic() - began < 5.0, "a step is warned at once, not at the end of its grace"
+    wait_for(lambda: state_of(testbed, victim) in ("COMPLETED", "PREEMPTED"))
+
+
+@pytest.mark.parametrize(
+    ("profile", "partitions"),
+    [
+        ("nograce", {"normal": ("10", "OFF", "0"), "scavenge": ("1", "REQUEUE", "0")}),
+        ("plain", {"normal": ("1", "OFF", "0")}),
+    ],
+)
+def test_profiles(make_testbed: MakeTestbed, profile: str, partitions: dict[str, tuple[str, str, str]]) -> None:
+    testbed = make_testbed(nodes=1, profile=profile, bf_interval=30)
+    found = {}
+    for line in testbed.slurm("scontrol", "-o", "show", "partition").splitlines():
+        values = dict(word.partition("=")[::2] for word in line.split())
+        found[values["PartitionName"]] = (values["PriorityTier"], values["PreemptMode"], values["GraceTime"])
+    assert found == partitions
+    assert "bf_interval=30" in testbed.slurm("scontrol", "show", "config")
+
+
+def test_errors_say_what_to_do(make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(FallowError, match="not empty"):
+        Testbed.up(tmp_path / "full")
+    with pytest.raises(FallowError, match="too long"):
+        Testbed.up(Path("/tmp") / ("x" * 80))
+    with pytest.raises(FallowError, match="unknown profile"):
+        Testbed.up(profile="fancy")
+    with pytest.raises(FallowError, match="no testbed here"):
+        Testbed.load(tmp_path)
+    with pytest.raises(FallowError, match="there is none"):
+        api.down()
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with pytest.raises(FallowError, match="/etc/hosts"):
+        Testbed.up()
+    monkeypatch.undo()
+    monkeypatch.setattr("fallow.testbed.host._SBIN", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FallowError, match=r"apt-get install .*munge .*slurm-client .*slurmctld"):
+        find_commands()
+
+
+def test_a_failed_start_shows_the_logs_and_leaves_nothing(
+    make_testbed: MakeTestbed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fallow.testbed.daemons.slurm_conf", lambda layout: "ClusterName=broken\nNonsense=1\n")
+    folder = Path(tempfile.mkdtemp(prefix="fallow-"))
+    with pytest.raises(FallowError, match=r"(?s)slurmctld.*Nonsense"):
+        Testbed.up(folder)
+    assert not folder.exists() and registry.records() == []
+    assert owned_processes(folder, folder / "slurm.conf") == set()
+
+
+def test_ports_are_free_and_apart() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        first = free_ports(8)
+        assert taken.getsockname()[1] not in range(first, first + 8)
+    assert free_ports(8, [range(20_000, 31_980)]) >= 31_980
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which only root can")
+def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
+    nobody = pwd.getpwnam("nobody")
+    code = (
+        "import asyncio\n"
+        "from fallow.model import JobRequest\n"
+        "from fallow.slurm.cli import CliClient\n"
+        "from fallow.testbed import api\n"
+        "async def main(testbed):\n"
+        "    client = CliClient(testbed.conf)\n"
+        "    request = JobRequest(token='fallow-o', options=['--output=/dev/null'],\n"
+        "                         script='#!/bin/sh\\nexec sleep 60\\n',\n"
+        "                         environment={'PATH': '/usr/bin:/bin'}, cwd='/tmp')\n"
+        "    job_id = await client.submit(request)\n"
+        "    while [job.state for job in await client.find('fallow-o')] != ['RUNNING']:\n"
+        "        await asyncio.sleep(0.05)\n"
+        "    print((await client.find('fallow-o'))[0].user, flush=True)\n"
+        "testbed = api.up(nodes=2)\n"
+        "try:\n"
+        "    asyncio.run(asyncio.wait_for(main(testbed), 30))\n"
+        "finally:\n"
+        "    api.down()\n"
+        "print(testbed.folder.exists())\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="fallow-") as place:
+        os.chown(place, nobody.pw_uid, nobody.pw_gid)
+        done = subprocess.run(
+            [_python_for_all(nobody), "-c", code],
+            env={
+                "PATH": "/usr/bin:/bin",  # the caller's may lead through folders that are closed to others
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if "packages" in path or "daemon" in path),
+                "FALLOW_STATE_DIR": f"{place}/state",
+                "HOME": place,
+            },
+            cwd="/tmp",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            **_as(nobody),
+        )
+    assert done.stdout.split() == ["nobody", "False"], done.stderr
+
+
+def _as(user: pwd.struct_passwd) -> dict[str, Any]:
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+
+
+def _python_for_all(user: pwd.struct_passwd) -> str:
+    """A Python of our version that another user can run: ours may lie below a closed home folder."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (sys.executable, f"/usr/local/bin/python{version}", f"/usr/bin/python{version}"):
+        try:
+            subprocess.run([path, "-c", ""], cwd="/tmp", env={}, check=True, capture_output=True, **_as(user))
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return path
+    pytest.skip(f"no Python {version} here that other users can run")
+
+
+def _sleepers() -> set[str]:
+    """Arguments of all living `sleep` processes."""
+    listed = subprocess.run(["ps", "-eo", "state=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return {row[2] for row in rows if len(row) == 3 and row[1] == "sleep" and row[0] != "Z"}

@@ -1,0 +1,259 @@
+"""Parsers of Slurm's output, on real output of three versions and on what users may make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.slurm import parse
+
+DATA = Path(__file__).parents[1] / "data" / "slurm"
+VERSIONS = ["22.05", "25.11", "26.05"]
+GRACE_AT = {"22.05": 1795226961.0, "25.11": 1795226874.0, "26.05": 1795226998.0}
+
+# The order of fields in the samples, which were written with plain separators.
+SQUEUE_LONG = parse.JobFormat(
+    fields=(
+        *("JobID", "HetJobOffset", "HetJobID", "State", "Reason", "StartTime", "EndTime", "PreemptTime"),
+        *("SchedNodes", "NodeList", "TimeLimit", "Comment"),
+    ),
+    separator="|",
+    end="\n",
+)
+SQUEUE_SHORT = parse.JobFormat(
+    fields=(
+        *("HetId", "JobID", "Name", "State", "Reason", "UserName", "Partition", "NodeList", "StartTime", "EndTime"),
+        *("TimeLimit", "TimeLeft", "SchedNodes", "NumNodes", "PriorityLong", "Comment"),
+    ),
+    separator="|",
+    end="\n",
+)
+
+
+def sample(version: str, name: str) -> str:
+    return (DATA / version / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_jobs_in_grace(version: str) -> None:
+    jobs = parse.jobs(sample(version, "squeue_O.2grace"), SQUEUE_LONG)
+    warned = [job for job in jobs if job.state == "RUNNING"]
+    assert len(warned) == 2 and [job.nodes for job in warned] == [["n2"], ["n3"]]
+    for job in warned:
+        assert job.preempt_at == GRACE_AT[version] and job.end_at == GRACE_AT[version] + 10
+    assert warned[0].comment == "fallow:run=a1;tok=7" and warned[1].comment == ""
+    [pending] = [job for job in jobs if job.state == "PENDING"]
+    assert pending.reason == "Resources" and pending.time_limit_s == 1200.0 and pending.nodes == []
+    assert pending.planned_nodes[:2] == ["n0", "n1"] and pending.start_at is not None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_preempted_and_heterogeneous_jobs(version: str) -> None:
+    jobs = {job.job_id: job for job in parse.jobs(sample(version, "squeue_O.3preempted"), SQUEUE_LONG)}
+    states = {job.state for job in jobs.values() if job.preempt_at == GRACE_AT[version] + 15 or job.preempt_at}
+    assert states <= {"PREEMPTED", "COMPLETING"} and states
+    leaders = {job.het_job_id for job in jobs.values()} - {None}
+    for leader in leaders:
+        assert leader is not None
+        parts = [job_id for job_id, job in jobs.items() if job.het_job_id == leader]
+        assert parts == [leader, str(int(leader) + 1)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_names_users_and_counts(version: str) -> None:
+    jobs = {job.job_id: job for job in parse.jobs(sample(version, "squeue_o.1pending_running_het"), SQUEUE_SHORT)}
+    big = next(job for job in jobs.values() if job.state == "PENDING")
+    assert (big.name, big.partition, big.reason) == ("bigpend", "normal", "Resources")
+    assert big.num_nodes == len(big.planned_nodes) and big.priority > 0
+
+
+def test_reasons_are_sentences_and_limits_have_words() -> None:
+    jobs = {job.job_id: job for job in parse.jobs(sample("22.05", "squeue_o.1pending_running_het"), SQUEUE_SHORT)}
+    assert jobs["7"].reason.startswith("Nodes required for job are DOWN, DRAINED or reserved")
+    assert jobs["6"].time_limit_s == 365 * 86400.0
+    assert jobs["5"].time_limit_s is None, "UNLIMITED"
+    assert jobs["7"].user == "bob" and jobs["6"].user == "alice"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nodes(version: str) -> None:
+    nodes, partitions, reservations = parse.cluster(sample(version, "scontrol_node.1pending_running_het"))
+    assert partitions == [] and reservations == []
+    by_name = {node.node: node for node in nodes}
+    assert by_name["n0"].state == "MIXED" and by_name["n2"].state == "ALLOCATED"
+    assert by_name["n2"].flags == [] and by_name["n2"].cpus == 4 and by_name["n2"].gpus == 4
+    assert by_name["n2"].partitions == ["normal", "scavenge"]
+    if version != "26.05":
+        assert (by_name["n4"].state, by_name["n4"].flags) == ("IDLE", ["PLANNED"])
+
+
+def test_output_of_one_scontrol_with_three_commands() -> None:
+    text = (
+        "scontrol: show node\n"
+        "NodeName=n1 CPUTot=64 ActiveFeatures=a100,ib Gres=gpu:a100:4(S:0-1) GresUsed=gpu:a100:2(IDX:0,2) "
+        "State=DOWN*+DRAIN Partitions=gpu AllocTRES= Reason=fix State=IDLE Gres=gpu:9 [root@2026-01-01]\n"
+        "NodeName=n2 CPUTot=64 Gres=gpu:4 State=MIXED Partitions=gpu AllocTRES=cpu=4,gres/gpu=3,gres/gpu:a100=3\n"
+        "scontrol: show partition\n"
+        "PartitionName=gpu Default=YES GraceTime=120 MaxTime=2-12:00:00 Nodes=n[1-2] PriorityTier=1 "
+        "PreemptMode=GANG,SUSPEND State=UP\n"
+        "PartitionName=old Default=NO GraceTime=0 MaxTime=UNLIMITED Nodes=(null) "
+        "PriorityTier=20 PreemptMode=OFF State=DRAIN\n"
+        "scontrol: show reservation\n"
+        "ReservationName=maint StartTime=1795236632 EndTime=1795240232 Nodes=n[1-2] Flags=MAINT,SPEC_NODES Users=root\n"
+        "scontrol: \n"
+    )
+    [first, second], [gpu, old], [maint] = parse.cluster(text)
+    assert (first.state, first.flags) == ("DOWN", ["NOT_RESPONDING", "DRAIN"])
+    assert (first.gpus, first.gpus_used, first.features) == (4, 2, ["a100", "ib"])
+    assert second.gpus_used == 3
+    assert (gpu.max_time_s, gpu.grace_s, gpu.preempt_mode, gpu.default) == (216000.0, 120.0, "SUSPEND", True)
+    assert (old.nodes, old.up, old.max_time_s, old.priority_tier) == ([], False, None, 20)
+    assert (maint.nodes, maint.end_at - maint.start_at, maint.flags) == (["n1", "n2"], 3600.0, ["MAINT", "SPEC_NODES"])
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "flags"),
+    [
+        ("IDLE", "IDLE", []),
+        ("idle+planned", "IDLE", ["PLANNED"]),
+        ("MIXED-", "MIXED", ["PLANNED"]),
+        ("IDLE+CLOUD+POWERED_DOWN", "IDLE", ["CLOUD", "POWERED_DOWN"]),
+        ("DOWN*+DRAIN+MAINT", "DOWN", ["NOT_RESPONDING", "DRAIN", "MAINTENANCE"]),
+        ("IDLE+DRAIN*", "IDLE", ["DRAIN", "NOT_RESPONDING"]),
+        ("SOMETHING_NEW+ELSE", "SOMETHING_NEW", ["ELSE"]),
+        ("", "", []),
+    ],
+)
+def test_node_states(text: str, base: str, flags: list[str]) -> None:
+    assert parse.node_state(text) == (base, flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5:00", 300.0),
+        ("0:07", 7.0),
+        ("1:02:03", 3723.0),
+        ("1-00:00:00", 86400.0),
+        ("2-12", 216000.0),
+        ("90", 5400.0),
+        ("UNLIMITED", None),
+        ("Partition_Limit", None),
+        ("NOT_SET", None),
+        ("later", None),
+        ("", None),
+    ],
+)
+def test_durations(text: str, seconds: float | None) -> None:
+    assert parse.duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("1795226961", 1795226961.0),
+        ("2026-11-21T02:09:21", 1795226961.0),
+        ("N/A", None),
+        ("Unknown", None),
+        ("None", None),
+        ("0", None),
+        ("Tomorr 12:00", None),
+    ],
+)
+def test_points_in_time(text: str, moment: float | None) -> None:
+    assert parse.when(text) == moment
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("8", 8), ("8-8", 8), ("2K", 2048), ("1.5K", 1536), ("N/A", 0), ("", 0), ("x", 0)]
+)
+def test_counts(text: str, number: int) -> None:
+    assert parse.count(text) == number
+
+
+def test_node_lists() -> None:
+    assert parse.nodes("n[1-3],gpu-a[08-09]") == ["gpu-a08", "gpu-a09", "n1", "n2", "n3"]
+    assert parse.nodes("(null)") == [] and parse.nodes("") == []
+    assert parse.nodes("n[1-") == [], "cannot be read: none, not an error"
+    assert parse.nodes("@all") == ["@all"], "a name; never the site's group commands"
+
+
+def test_gpu_lists() -> None:
+    assert parse.gpus("gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:7") == 3
+    assert parse.gpus("gpu") == 1 and parse.gpus("(null)") == 0 and parse.gpus("gpu:0") == 0
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
+
+
+@given(names=st.lists(st.tuples(TEXT, TEXT), max_size=5))
+def test_no_name_or_comment_breaks_a_row(names: list[tuple[str, str]]) -> None:
+    layout = parse.JobFormat.fresh("5ca1ab1e")
+    text = ""
+    for index, (name, comment) in enumerate(names):
+        values = dict.fromkeys(layout.fields, "") | {"JobID": str(index), "Name": name, "Comment": comment}
+        text += layout.separator.join(values[field] for field in layout.fields) + layout.end + "\n"
+    assert [(job.job_id, job.name) for job in parse.jobs(text, layout)] == [
+        (str(index), name) for index, (name, _) in enumerate(names)
+    ]
+
+
+def test_configuration() -> None:
+    text = (
+        "Configuration data as of 1795229432\n"
+        "ClusterName             = big\n"
+        "KillWait                = 60 sec\n"
+        "MessageTimeout          = 20 sec\n"
+        "PreemptType             = preempt/none\n"
+        "PrivateData             = jobs,usage\n"
+        "PriorityType            = priority/multifactor\n"
+        "SchedulerParameters     = bf_continue,bf_interval=60,bf_window=2880\n"
+        "SLURM_VERSION           = 23.02.7\n"
+    )
+    config, as_of = parse.config(text)
+    assert as_of == 1795229432.0
+    assert (config.cluster, config.slurm_version, config.kill_wait_s) == ("big", "23.02.7", 60.0)
+    assert (config.backfill_interval_s, config.message_timeout_s) == (60.0, 20.0)
+    assert config.private_data == ["jobs", "usage"] and config.preempt_type == ""
+    bare, nothing = parse.config("")
+    assert nothing is None and bare.backfill_interval_s == 30.0 and bare.private_data == []
+
+
+def test_job_id_behind_a_site_banner() -> None:
+    assert parse.submitted_id("Welcome! 42 jobs run now\n1234\n") == "1234"
+    assert parse.submitted_id("99\nnote: quota 80 %\n1234;cluster\n") == "1234"
+    assert parse.submitted_id("Submitted batch job\n") is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "sbatch: error: Batch job submission failed: Invalid partition name specified",
+        "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates "
+        "accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        "sbatch: unrecognized option '--bogus'",
+        "allocation failure: Requested node configuration is not available",
+    ],
+)
+def test_refusals(message: str) -> None:
+    assert parse.is_refusal(message)
+    assert "sbatch:" not in parse.complaint(message) and "error" not in parse.complaint(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
+        "sbatch: error: Batch job submission failed: Slurm backup controller in standby mode",
+        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying",
+        "Segmentation fault",
+        "",
+    ],
+)
+def test_what_leaves_a_submission_open(message: str) -> None:
+    assert not parse.is_refusal(message)
