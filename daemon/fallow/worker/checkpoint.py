@@ -124,7 +124,7 @@ def _read_header(file: Any, path: Path) -> Header:
     length = int.from_bytes(file.read(8), "little")
     try:
         return msgspec.msgpack.decode(file.read(min(length, 1 << 28)), type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _bad(path, str(error)) from None
 
 

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.audit import Done, Fed, Record, Start, audit
+from fallow.core.shards import duties, make_layout, mix, shard_crc
+from fallow.model import FallowError
+
+
+@st.composite
+def layouts(draw: st.DrawFn):
+    batch = draw(st.integers(1, 7))
+    shards = draw(st.integers(1, 9))
+    drop_last = draw(st.booleans())
+    least = batch * shards if drop_last else 1
+    return make_layout(draw(st.integers(least, least + 300)), batch, batch * shards, drop_last)
+
+
+@given(layouts(), st.lists(st.integers(1, 12), min_size=1, max_size=50))
+def test_every_sample_exactly_once_for_any_membership_history(layout, sizes) -> None:
+    used: list[int] = []
+    for step in range(layout.steps):
+        size = sizes[step % len(sizes)]
+        shards = layout.shards_in(step)
+        in_step = 0
+        for rank in range(size):
+            mine = duties(shards, rank, size)
+            assert mine, "every member has a body"
+            for duty in mine:
+                assert 0 <= duty.shard < shards
+                first, end = layout.bounds(step, duty.shard)
+                assert first < end
+                if duty.counts:
+                    used += range(first, end)
+                    in_step += end - first
+        assert in_step == layout.samples_in(step)
+    wanted = layout.steps * layout.global_batch if layout.drop_last else layout.length
+    assert sorted(used) == list(range(wanted))
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_blocks_are_even_and_contiguous_and_rank_0_has_shard_0(shards, size) -> None:
+    counts = [sum(duty.counts for duty in duties(shards, rank, size)) for rank in range(size)]
+    assert sum(counts) == shards
+    assert max(counts) - min(counts) <= 1
+    assert duties(shards, 0, size)[0] == (0, True)
+    if shards >= size:
+        assert [d.shard for r in range(size) for d in duties(shards, r, size)] == list(range(shards))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "total", "drop_last", "said"),
+    [
+        (100, 8, 20, False, "global_batch=20 is not a multiple of the DataLoader's batch_size=8"),
+        (100, 8, 4, False, "batch_size=8"),
+        (10, 8, 16, True, "10 samples are fewer than the global batch of 16"),
+        (0, 8, 16, False, "no samples"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_both_numbers(length, batch, total, drop_last, said) -> None:
+    with pytest.raises(FallowError, match=said):
+        make_layout(length, batch, total, drop_last)
+
+
+def test_seeds_and_crcs_are_stable_across_processes() -> None:
+    assert mix(1, "order", 2) == 1671847539343688486
+    assert mix(1, "order", 2) != mix(1, "order", 3)
+    assert shard_crc(0, 1, 2, [3, 4]) == shard_crc(0, 1, 2, (3, 4)) != shard_crc(0, 1, 2, [4, 3])
+
+
+def fed(generation: int, step: int, shard: int, n: int = 4, total: int = 8) -> Fed:
+    return Fed(generation=generation, epoch=0, step=step, shard=shard, n=n, total=total, crc=0)
+
+
+def history() -> list[Record]:
+    """Steps 0-1 by generation 1, step 2 begun by 1 and done again by 2."""
+    return [
+        Start(generation=1, first_step=0),
+        *(fed(1, step, shard) for step in range(2) for shard in range(2)),
+        *(Done(generation=1, step=step) for step in range(2)),
+        fed(1, 2, 0),
+        *(fed(2, 2, shard) for shard in range(2)),
+    ]
+
+
+def test_an_interrupted_step_counts_once() -> None:
+    report = audit(history(), {1: 0, 2: 2}, 3, 8)
+    assert (report.consumed, report.lost, report.duplicated) == (24, 0, 0)
+
+
+def test_a_lost_shard_is_found() -> None:
+    records = [r for r in history() if r != fed(1, 1, 1)]
+    assert audit(records, {1: 0, 2: 2}, 3, 8).lost == 4
+
+
+def test_a_step_without_any_record_is_lost_whole() -> None:
+    assert audit(history(), {1: 0, 2: 2}, 4, 8).lost == 8
+
+
+def test_a_shard_that_two_members_fed_is_a_duplicate() -> None:
+    report = audit([*history(), fed(2, 2, 0)], {1: 0, 2: 2}, 3, 8)
+    assert (report.consumed, report.duplicated) == (24, 4)
+
+
+def test_a_generation_that_computed_nothing_owns_nothing() -> None:
+    report = audit(history(), {1: 0, 2: 2, 3: 3}, 3, 8)
+    assert (report.lost, report.duplicated) == (0, 0)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import numpy as np
+
+from fallow.model import FallowError
+from fallow.worker import checkpoint
+from fallow.worker.position import Position
+from fallow.worker.state import checksum, checksum_of, decode, digest, encode, flatten, unflatten
+
+TREE = {
+    "plain": [None, True, 1, -(2**70), 2.5, math.inf, "ü", b"\x00\xff"],
+    "keys": {1: "a", (1, "b"): "c", None: "d", 2.5: "e"},
+    "kinds": (
+        OrderedDict(a=1),
+        Counter("aab"),
+        defaultdict(int, x=3),
+        defaultdict(None, {"y": 1}),
+        {1, 2},
+    ),
+    "numpy": [np.float64(1.5), np.arange(6, dtype=np.int16).reshape(2, 3), np.bool_(True)],
+    "dtype": torch.bfloat16,
+}
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def round_trip(value):
+    encoded, tensors = encode(value, "test")
+    flat = flatten(tensors, sum(spec.nbytes for spec in encoded.tensors))
+    return decode(encoded, unflatten(flat, encoded.tensors))
+
+
+def test_plain_values_come_back_as_they_were() -> None:
+    back = round_trip(TREE)
+    assert back["plain"] == TREE["plain"]
+    assert back["keys"] == TREE["keys"]
+    assert back["kinds"] == TREE["kinds"]
+    assert [type(a) for a in back["kinds"]] == [type(a) for a in TREE["kinds"]]
+    assert back["kinds"][2].default_factory is int
+    assert back["dtype"] is torch.bfloat16
+    for got, put in zip(back["numpy"], TREE["numpy"], strict=True):
+        assert type(got) is type(put)
+        np.testing.assert_array_equal(got, put)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3, 5)])
+def test_tensors_come_back_bit_for_bit(dtype, shape) -> None:
+    put = (torch.randn(shape) * 3).to(dtype)
+    got = round_trip({"t": put, "again": [put]})["t"]
+    assert got.dtype == dtype
+    assert got.shape == put.shape
+    assert torch.equal(got, put)
+
+
+def test_views_and_transposes_are_taken_by_value() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(round_trip(base.t()), base.t())
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, defaultdict(lambda: 1), np.array([object()])])
+def test_an_unknown_type_is_refused_by_name(value) -> None:
+    with pytest.raises(FallowError, match=r"EMA\.inner: its state holds a "):
+        encode({"inner": value}, "EMA")
+
+
+def test_checksums_see_single_bits_and_exchanged_values() -> None:
+    one = [torch.arange(9.0), torch.zeros(3)]
+    assert checksum_of(one) == checksum_of([t.clone() for t in one])
+    changed = [one[0].clone(), torch.zeros(3)]
+    changed[0].view(torch.uint8)[5] ^= 1
+    assert checksum_of(changed) != checksum_of(one)
+    assert checksum_of([one[1], one[0]]) != checksum_of(one)
+    flat = flatten(one, 48)
+    assert flat.numel() == 48
+    assert checksum(flat) == int(flat.view(torch.int64).sum())
+
+
+def test_digest_depends_on_names_not_on_order() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert digest([{"x": a, "y": b}]) == digest([{"y": b, "x": a}]) != digest([{"x": b, "y": a}])
+
+
+def test_a_checkpoint_is_private_and_complete_and_the_oldest_go(tmp_path: Path) -> None:
+    state = {"w": torch.randn(100), "n": 3}
+    for step in (1, 2, 3):
+        path, sha = checkpoint.save(tmp_path, 7, step, 2, state)
+    assert path.name == "g00000007-s000000000003.ckpt"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(sha) == 64
+    assert len(list(tmp_path.iterdir())) == 2
+    back = checkpoint.load(path)
+    assert torch.equal(back["w"], state["w"])
+    assert back["n"] == 3
+    header = checkpoint.peek(path)
+    assert (header.generation, header.step, header.epoch) == (7, 3, 2)
+
+
+@pytest.mark.parametrize("where", [3, 40, -1, -200])
+def test_a_changed_byte_is_found(tmp_path: Path, where: int) -> None:
+    path, _ = checkpoint.save(tmp_path, 1, 1, 0, {"w": torch.randn(100)})
+    data = bytearray(path.read_bytes())
+    data[where] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(FallowError, match=r"damaged|cannot be read"):
+        checkpoint.load(path)
+
+
+def test_a_short_file_is_found(tmp_path: Path) -> None:
+    path, _ = checkpoint.save(tmp_path, 1, 1, 0, {"w": torch.randn(100)})
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(FallowError, match="damaged"):
+        checkpoint.load(path)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FallowError, match="cannot be written"):
+        checkpoint.save(tmp_path / "file" / "folder", 1, 1, 0, {})
+
+
+def test_position_counts_passes_and_calls() -> None:
+    at = Position()
+    for _ in range(3):
+        at.finish_step(8, 2)
+    assert (at.step, at.samples, at.data_epoch, at.passes, at.index) == (3, 24, 1, 1, 1)
+    at.finish_call()
+    assert (at.call, at.data_epoch, at.index, at.passes, at.call_steps) == (1, 2, 0, 0, 0)
