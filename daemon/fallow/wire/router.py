@@ -32,6 +32,7 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 8000
 HIGH_WATER = 1000
 MAX_AGENTS_PER_KEY = 8192
+MAX_AGENT_NAME = 255
 _PROBE_S = 5.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
@@ -69,6 +70,7 @@ class Router:
         self._decoder: Decoder[FromPeer] = Decoder(FromPeer)
         self._routes: dict[str, bytes] = {}
         self._peers: dict[bytes, str] = {}
+        self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
         self.endpoint = ""
@@ -200,6 +202,8 @@ class Router:
         route = frames[0].bytes
         peer = self._peers.get(route)
         if isinstance(message, AgentHello):
+            if not 0 < len(message.agent) <= MAX_AGENT_NAME or not message.agent.isprintable():
+                return self._reject("bad agent name", frames[1])
             peer = f"{key} {message.agent}"
             if peer not in self._routes and self._agents[key] >= MAX_AGENTS_PER_KEY:
                 return self._reject("too many agents", frames[1])
@@ -209,6 +213,7 @@ class Router:
         return peer, message
 
     def _learn(self, peer: str, route: bytes) -> None:
+        self._unreachable.discard(peer)
         if self._peers.get(route) == peer:
             return
         self._forget(peer)
@@ -220,6 +225,7 @@ class Router:
         self._agents[key_of(peer)] += 1
 
     def _forget(self, peer: str) -> None:
+        self._unreachable.discard(peer)
         route = self._routes.pop(peer, None)
         if route is not None:
             self._peers.pop(route, None)
@@ -236,7 +242,8 @@ class Router:
             return False
         sent = socket.send([route, encode(message)])
         if not sent:
-            self._forget(peer)
+            # The name stays: its last messages may still be waiting to be read.
+            self._unreachable.add(peer)
         return sent
 
     def drop(self, peer: str) -> None:
@@ -250,7 +257,7 @@ class Router:
     @property
     def connected(self) -> frozenset[str]:
         """Peers with a route. A dead connection is noticed at the next `send`."""
-        return frozenset(self._routes)
+        return frozenset(self._routes.keys() - self._unreachable)
 
     # -- refusals -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""The node agent: starts and watches the workers of one node of an allocation."""

@@ -1,0 +1,130 @@
+"""A worker's output: to its log (bounded), the end of its standard error for the head, and to our own on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from fallow.text import tail
+
+TAIL_LINES = 40
+LOG_LIMIT = 50 * 1024 * 1024
+"A log is renamed to .1 at this size, so a worker's logs take twice as much at most."
+_CHUNK = 65536
+_LINE_LIMIT = 4096
+
+
+class LogFile:
+    """Append-only log of one worker, private, in two pieces of bounded size."""
+
+    def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
+        self._path, self._limit = path, limit
+        self._descriptor: int | None = None
+        self._size = 0
+        self._open()
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(self._path, flags, 0o600)
+            self._size = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            self._descriptor = None
+            self._complain(error)
+
+    def write(self, data: bytes) -> None:
+        """Append. A full disk loses log lines, never the worker."""
+        if self._descriptor is None:
+            return
+        try:
+            if self._size + len(data) > self._limit:
+                self.close()
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+                self._open()
+            if self._descriptor is not None:
+                self._size += os.write(self._descriptor, data)
+        except OSError as error:
+            self._complain(error)
+            self.close()
+
+    def _complain(self, error: OSError) -> None:
+        sys.stderr.write(f"fallow agent: {self._path}: cannot be written ({error.strerror}); output is not kept\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Pump(threading.Thread):
+    """Moves what a worker writes. A thread of its own: a slow log or terminal holds up this worker and no other.
+
+    Owns the two read ends. Ends when both are closed by the worker, or at `finish`.
+    """
+
+    def __init__(self, worker: str, stdout: int, stderr: int, log: LogFile, *, shown: bool) -> None:
+        super().__init__(name=f"output-{worker}", daemon=True)
+        self.shown = shown
+        "Copy to our own output, too. Set by the agent at any time."
+        self._log = log
+        self._sources = {stdout: sys.stdout, stderr: sys.stderr}
+        self._stderr = stderr
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._part = b""
+        self._stop_read, self._stop_write = os.pipe()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for source in (*self._sources, self._stop_read):
+                selector.register(source, selectors.EVENT_READ)
+            open_ends = set(self._sources)
+            while open_ends:
+                ready = [key.fd for key, _ in selector.select()]
+                for source in open_ends.intersection(ready):
+                    data = os.read(source, _CHUNK)
+                    if data:
+                        self._move(source, data)
+                    else:
+                        selector.unregister(source)
+                        open_ends.discard(source)
+                # Only when nothing more is there to read: what the worker wrote before its end counts.
+                if ready == [self._stop_read]:
+                    break
+        for descriptor in (*self._sources, self._stop_read):
+            os.close(descriptor)
+        self._log.close()
+
+    def _move(self, source: int, data: bytes) -> None:
+        self._log.write(data)
+        if source == self._stderr:
+            self._keep(data)
+        if self.shown:
+            own = self._sources[source]
+            with contextlib.suppress(OSError, ValueError):
+                own.buffer.write(data)
+                own.flush()
+
+    def _keep(self, data: bytes) -> None:
+        *lines, part = (self._part + data).split(b"\n")
+        with self._lock:
+            self._lines.extend(line[:_LINE_LIMIT].decode("utf-8", "replace") for line in lines)
+            self._part = part[:_LINE_LIMIT]
+
+    def tail(self) -> str:
+        """The last lines of standard error, safe to show."""
+        with self._lock:
+            lines = [*self._lines, self._part.decode("utf-8", "replace")]
+        return tail([line for line in lines if line.strip()], TAIL_LINES)
+
+    def finish(self) -> None:
+        """The worker has ended: stop when its output is read, even if some child of its keeps the pipe open."""
+        if self._stop_write >= 0:
+            os.close(self._stop_write)
+            self._stop_write = -1
