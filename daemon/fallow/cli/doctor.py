@@ -19,6 +19,7 @@ from fallow.cli.common import json_option, print_json
 from fallow.core import checks
 from fallow.core.checks import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
+from fallow.text import clean
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
@@ -34,10 +35,16 @@ def doctor(as_json: bool) -> int:
     if as_json:
         print_json({"level": level, "checks": found})
     else:
-        from fallow.cli.tables import show_table
-
-        show_table(["", "CHECK", "FOUND", "TO DO"], [[c.level.value, c.name, c.found, c.fix] for c in found])
+        for check in found:
+            show(check)
     return Exit.UNAVAILABLE if level is Level.FAIL else Exit.OK
+
+
+def show(check: Check) -> None:
+    colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[check.level]
+    click.echo(f"{click.style(f'{check.level.value:<5}', fg=colour)} {check.name}: {clean(check.found)}")
+    if check.fix:
+        click.echo(f"      {clean(check.fix)}")
 
 
 def examine() -> list[Check]:

@@ -6,10 +6,12 @@ return when the run is finished; the others end their job here, so that the line
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -20,6 +22,7 @@ from fallow.cli.common import say
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
 
 SCANCEL_S = 30.0
+SIGNAL_S = 2.0
 
 
 @click.command(
@@ -100,21 +103,29 @@ def _let_pass(number: int, frame: FrameType | None) -> None:
 
 
 def end_job(reason: str) -> NoReturn:
-    """Ends this job; nothing that follows in the script may run."""
-    job = os.environ["SLURM_HET_JOB_ID"] if os.environ.get("SLURM_HET_JOB_ID") else os.environ["SLURM_JOB_ID"]
+    """Ends this job as cancelled; nothing that follows in the script may run.
+
+    scancel alone does not see to that: a script with a trap for SIGTERM, or one that called the script with our
+    line, goes on when what it waits for has died. Killing the script alone would make the job a failed one. So
+    the script is killed at the first sign that Slurm has begun to end the job: SIGCONT, some time before SIGTERM.
+    """
+    job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     say(f"job {job} ends here: {reason}")
-    sys.stderr.flush()
+    script = script_processes()
+    signs = {signal.SIGCONT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signs)
+    end = time.monotonic() + SCANCEL_S
     try:
-        subprocess.run(["scancel", job], timeout=SCANCEL_S, check=False, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"scancel {job} failed ({error}); the script is ended directly")
-    # A script with a trap for SIGTERM would go on to its next line when we end, and one without would keep the
-    # node until KillWait has passed. Ending it before us also ends the job where slurmctld cannot be reached.
-    for pid in script_processes():
-        try:
+        scancel = subprocess.Popen(["scancel", job], stdin=subprocess.DEVNULL)
+        while time.monotonic() < end and not signal.sigtimedwait(signs, 0.2):
+            if scancel.poll() is not None:
+                # Slurm knows. The signals are not waited for much longer: they may never reach this process.
+                end = min(end, time.monotonic() + SIGNAL_S)
+    except OSError as error:
+        say(f"scancel {job} cannot be started ({error.strerror}); the script is ended all the same")
+    for pid in script:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     os._exit(Exit.NO_RESTART)
 
 

@@ -46,7 +46,6 @@ _STEP = (
     "--mpi=none",
     "--cpu-bind=none",
     "--mem=0",
-    "--quiet",  # it would remark on every cluster that has no processor binding
     "--export=ALL",
     "--input=none",
     "--job-name=fallow",
