@@ -57,7 +57,8 @@ class SlurmClient(Protocol):
     async def submit(self, request: JobRequest) -> str:
         """Submit and return the job id (the leader's of a heterogeneous job).
 
-        The job's name is `request.token`, whatever the options say. Raises `SubmitRejected` or `SubmitUnknown`.
+        The job's name is `request.token`, whatever the options say. Raises `SubmitRejected`, `SubmitUnknown`, or
+        `SlurmUnavailable` when nothing was sent at all.
         """
         ...
 

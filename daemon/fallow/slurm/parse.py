@@ -59,6 +59,8 @@ def nodes(text: str) -> list[str]:
     text = word(text)
     if not text or text == "ALL":
         return []
+    if not any(mark in text for mark in "[],@"):
+        return [text]  # by far the most: jobs of one node
     try:
         # NOGROUP: else `@name` in a node list would make ClusterShell run the site's group commands
         return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
@@ -216,25 +218,30 @@ def cluster(text: str) -> tuple[list[NodeInfo], list[PartitionInfo], list[Reserv
     return found_nodes, partitions, reservations
 
 
-def _value(line: str, key: str) -> str:
-    """Value of the first `Key=` on a line; the keys used here stand before any free text."""
-    match = re.search(rf"(?:^|\s){re.escape(key)}=(\S*)", line)
-    return match[1] if match else ""
+def _values(line: str) -> dict[str, str]:
+    """The words `Key=value` of a line, the first of each key; the keys used here stand before any free text."""
+    found: dict[str, str] = {}
+    for item in line.split():
+        key, mark, value = item.partition("=")
+        if mark:
+            found.setdefault(key, value)
+    return found
 
 
 def _node(line: str) -> NodeInfo:
-    state, flags = node_state(_value(line, "State"))
-    used = _value(line, "GresUsed")
+    row = _values(line)
+    state, flags = node_state(row.get("State", ""))
+    used = row.get("GresUsed", "")
     return NodeInfo(
-        node=_value(line, "NodeName"),
+        node=row.get("NodeName", ""),
         state=state,
         flags=flags,
-        partitions=[name for name in word(_value(line, "Partitions")).split(",") if name],
-        cpus=count(_value(line, "CPUTot")),
-        gpus=gpus(_value(line, "Gres")),
+        partitions=[name for name in word(row.get("Partitions", "")).split(",") if name],
+        cpus=count(row.get("CPUTot", "")),
+        gpus=gpus(row.get("Gres", "")),
         # sites that count GPUs as a TRES show it without -d too
-        gpus_used=gpus(used) if used else _tres_gpus(_value(line, "AllocTRES")),
-        features=[name for name in word(_value(line, "ActiveFeatures")).split(",") if name],
+        gpus_used=gpus(used) if used else _tres_gpus(row.get("AllocTRES", "")),
+        features=[name for name in word(row.get("ActiveFeatures", "")).split(",") if name],
     )
 
 
@@ -244,30 +251,32 @@ def _tres_gpus(text: str) -> int:
 
 
 def _partition(line: str) -> PartitionInfo:
+    row = _values(line)
     # GANG says how SUSPEND is carried out, not what happens to a job
-    modes = [mode for mode in _value(line, "PreemptMode").upper().split(",") if mode not in ("", "GANG")]
+    modes = [mode for mode in row.get("PreemptMode", "").upper().split(",") if mode not in ("", "GANG")]
     return PartitionInfo(
-        partition=_value(line, "PartitionName"),
-        nodes=nodes(_value(line, "Nodes")),
-        max_time_s=duration(_value(line, "MaxTime")),
-        up=_value(line, "State").upper() == "UP",
-        default=_value(line, "Default").upper() == "YES",
-        priority_tier=count(_value(line, "PriorityTier")),
+        partition=row.get("PartitionName", ""),
+        nodes=nodes(row.get("Nodes", "")),
+        max_time_s=duration(row.get("MaxTime", "")),
+        up=row.get("State", "").upper() == "UP",
+        default=row.get("Default", "").upper() == "YES",
+        priority_tier=count(row.get("PriorityTier", "")),
         preempt_mode=modes[0] if modes else "OFF",
-        grace_s=float(count(_value(line, "GraceTime"))),
+        grace_s=float(count(row.get("GraceTime", ""))),
     )
 
 
 def _reservation(line: str) -> list[ReservationInfo]:
-    start, end = when(_value(line, "StartTime")), when(_value(line, "EndTime"))
+    row = _values(line)
+    start, end = when(row.get("StartTime", "")), when(row.get("EndTime", ""))
     if start is None or end is None:
         return []
     info = ReservationInfo(
-        reservation=_value(line, "ReservationName"),
-        nodes=nodes(_value(line, "Nodes")),
+        reservation=row.get("ReservationName", ""),
+        nodes=nodes(row.get("Nodes", "")),
         start_at=start,
         end_at=end,
-        flags=[name for name in word(_value(line, "Flags")).split(",") if name],
+        flags=[name for name in word(row.get("Flags", "")).split(",") if name],
     )
     return [info]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,11 @@ async def run(
 
     `OSError` passes through when the command cannot be started.
     """
+    # Found on *our* PATH: a job's captured one is for the job, and exec would search that.
+    command = shutil.which(argv[0]) or argv[0]
     process = await asyncio.create_subprocess_exec(
-        *argv,
+        command,
+        *argv[1:],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -1,8 +1,9 @@
-"""The configuration files of a testbed: pure text, tried on Slurm 22.05, 25.11 and 26.05.
+"""The configuration files of a testbed: pure text, tried on Slurm 22.05.8.
 
 Sources: slurm.conf(5), gres.conf(5), cgroup.conf(5) and https://slurm.schedmd.com/programmer_guide.html
 ("multiple slurmd support"). Plugins named `*/none` are left out, not written: they are the defaults, and
 Slurm 23.11 removed the names.
+cgroup.conf differs by version as its manual pages say; a configuration like this one has run 25.11 and 26.05.
 """
 
 from __future__ import annotations
