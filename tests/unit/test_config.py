@@ -1,0 +1,85 @@
+"""Configuration: layers, types, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Config, load_config, user_file
+from fallow.model import Exit, FallowError
+
+
+def load(tmp_path: Path, system: str = "", user: str = "", **environ: str) -> Config:
+    (tmp_path / "system.toml").write_text(system)
+    (tmp_path / "user.toml").write_text(user)
+    return load_config({"FALLOW_CONFIG": str(tmp_path / "user.toml"), **environ}, tmp_path / "system.toml")
+
+
+def test_defaults_without_any_file(tmp_path: Path) -> None:
+    assert load_config({"HOME": str(tmp_path)}, tmp_path / "none") == Config()
+
+
+def test_environment_beats_user_beats_system(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[harvest]\nmax_pending = 1\nmax_minutes = 1\nnice = 1\n[slurm]\npoll_interval_s = 10\n",
+        "[harvest]\nmax_pending = 2\nmax_minutes = 2\n",
+        FALLOW_HARVEST__MAX_PENDING="3",
+    )
+    assert (config.harvest.max_pending, config.harvest.max_minutes, config.harvest.nice) == (3, 2, 1)
+    assert config.slurm.poll_interval_s == 10
+
+
+def test_values_from_the_environment(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[harvest]\nmax_nodes = 4\n",
+        FALLOW_HARVEST__PARTITIONS="a, b",
+        FALLOW_HARVEST__MAX_NODES="",
+        FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION="true",
+        FALLOW_MEMBERSHIP__BEAT_S="0.25",
+        FALLOW_HEAD__REDIS_URL="rediss://h",
+        FALLOW_STATE_DIR="/not/a/section",
+    )
+    assert config.harvest.partitions == ["a", "b"]
+    assert config.harvest.max_nodes is None
+    assert config.harvest.allow_without_preemption
+    assert config.membership.beat_s == 0.25
+    assert config.head.redis_url == "rediss://h"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[harvst]\n", r"user.toml: \[harvst\] is not known; did you mean harvest\?"),
+        ("[harvest]\nmax_node = 1\n", r"user.toml: \[harvest\] max_node is not known; did you mean max_nodes\?"),
+        ("[harvest]\nnice = 'x'\n", r"user.toml: \[harvest\] expected `int`, got `str` at `nice`"),
+        ("[harvest]\nmax_pending = 0\n", r"\[harvest\] expected `int` >= 1 at `max_pending`"),
+        ("[slurm]\nclient = 'soap'\n", "soap"),
+        ("harvest = 3\n", "must be a section"),
+        ("[harvest\n", "not valid TOML"),
+        ("[membership]\nlease_s = 1\n", "less than three beats"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(FallowError, match=message) as caught:
+        load(tmp_path, user=text)
+    assert caught.value.code is Exit.CONFIG
+
+
+def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FallowError, match=r"FALLOW_HARVEST__NICE: .*expected `int`"):
+        load(tmp_path, FALLOW_HARVEST__NICE="kind")
+    with pytest.raises(FallowError, match=r"FALLOW_HARVEST__NIZE: .*did you mean nice"):
+        load(tmp_path, FALLOW_HARVEST__NIZE="1")
+
+
+def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(FallowError, match="no such file"):
+        load_config({"FALLOW_CONFIG": str(tmp_path / "gone.toml")}, tmp_path / "none")
+
+
+def test_where_the_users_file_is() -> None:
+    assert user_file({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/fallow/config.toml")
+    assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")

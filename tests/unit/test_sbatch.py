@@ -1,0 +1,340 @@
+"""sbatch's command line: split as sbatch does, and turned into our submissions."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.sbatch import base_options, captured_environment, harvest_options, job_environment
+from fallow.core.sbatch_line import Given, in_force, parse_nodes, refuse, split
+from fallow.core.sbatch_table import BY_LONG, OPTIONS, Reach, Value
+from fallow.core.script import parse_script
+from fallow.core.submission import Submission, plan
+from fallow.model import AllocationKind, Exit, FallowError, RunSpec
+
+
+def words(line: list[str]) -> list[list[str]]:
+    return [[given.canonical for given in part] for part in split(line).components]
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "script", "args"),
+    [
+        (["-N2", "a.sh"], [["--nodes=2"]], "a.sh", ()),
+        (["-N", "2", "a.sh"], [["--nodes=2"]], "a.sh", ()),
+        (["--nodes=1:4", "a.sh"], [["--nodes=1:4"]], "a.sh", ()),
+        (["--nodes", "1:4", "a.sh"], [["--nodes=1:4"]], "a.sh", ()),
+        (["--partit=x", "a.sh"], [["--partition=x"]], "a.sh", ()),
+        (["-Hvv", "a.sh"], [["--hold", "--verbose", "--verbose"]], "a.sh", ()),
+        (["-HN2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
+        (["-HN", "2", "a.sh"], [["--hold", "--nodes=2"]], "a.sh", ()),
+        (["-k", "a.sh"], [["--no-kill"]], "a.sh", ()),
+        (["-koff", "a.sh"], [["--no-kill=off"]], "a.sh", ()),
+        (["--exclusive", "a.sh"], [["--exclusive"]], "a.sh", ()),
+        (["--exclusive=user", "a.sh"], [["--exclusive=user"]], "a.sh", ()),
+        (["--nice", "a.sh", "5"], [["--nice"]], "a.sh", ("5",)),
+        (["--tasks-per-node=2", "a.sh"], [["--ntasks-per-node=2"]], "a.sh", ()),
+        (["a.sh", "-N2", "--", "x"], [[]], "a.sh", ("-N2", "--", "x")),
+        (["-W", "--", "-odd.sh", "-N2"], [["--wait"]], "-odd.sh", ("-N2",)),
+        (["--wrap", "echo hi; true"], [["--wrap=echo hi; true"]], None, ()),
+        (["-J", "-x", "a.sh"], [["--job-name=-x"]], "a.sh", ()),
+        (["-N1", "-C", "a", ":", "-N2", "a.sh", "b"], [["--nodes=1", "--constraint=a"], ["--nodes=2"]], "a.sh", ("b",)),
+        (["a.sh", "x", ":", "y"], [[]], "a.sh", ("x", "y")),
+        (["--container-image=x.sqsh", "a.sh"], [["--container-image=x.sqsh"]], "a.sh", ()),
+        (["--site-thing=5", "a.sh"], [["--site-thing=5"]], "a.sh", ()),
+        ([], [[]], None, ()),
+    ],
+)
+def test_splits_as_sbatch_does(
+    line: list[str], options: list[list[str]], script: str | None, args: tuple[str, ...]
+) -> None:
+    assert words(line) == options
+    assert (split(line).script, split(line).args) == (script, args)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--nodse=2", "a.sh"], "did you mean --nodes?"),
+        (["--no-such-thing", "a.sh"], "--name=value"),
+        (["--ntasks-per=2"], "could be any of"),
+        (["-Z", "a.sh"], "no option -Z"),
+        (["-N"], "-N needs a value"),
+        (["-N", ":", "-N2", "a.sh"], "-N needs a value"),
+        (["--time"], "--time needs a value"),
+        (["--hold=yes", "a.sh"], "takes no value"),
+    ],
+)
+def test_says_what_is_wrong_with_an_option(line: list[str], message: str) -> None:
+    with pytest.raises(FallowError, match=message) as caught:
+        split(line)
+    assert caught.value.code is Exit.USAGE
+
+
+VALUES = st.text(min_size=1, max_size=8).filter(lambda text: text != ":")
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> tuple[list[str], list[list[str]]]:
+    """Words, and what they must come out as, drawn from the table itself."""
+    argv: list[str] = []
+    wanted: list[list[str]] = [[]]
+    for _ in range(draw(st.integers(0, 8))):
+        if draw(st.integers(0, 9)) == 0:
+            argv.append(":")
+            wanted.append([])
+            continue
+        option = draw(st.sampled_from(OPTIONS))
+        name = {"tasks-per-node": "ntasks-per-node"}.get(option.long, option.long)
+        short = bool(option.short) and draw(st.booleans())
+        shown = f"-{option.short}" if short else f"--{option.long}"
+        if option.value is Value.NONE or (option.value is Value.OPTIONAL and draw(st.booleans())):
+            argv.append(shown)
+            wanted[-1].append(f"--{name}")
+        else:
+            value = draw(VALUES)
+            if option.value is Value.REQUIRED and draw(st.booleans()):
+                argv.extend([shown, value])
+            else:
+                argv.append(f"{shown}{value}" if short else f"{shown}={value}")
+            wanted[-1].append(f"--{name}={value}")
+    return argv, wanted
+
+
+@given(command_lines(), st.lists(st.text(max_size=6).filter(lambda t: t != ":"), max_size=3))
+def test_every_way_of_writing_an_option_means_the_same(
+    line: tuple[list[str], list[list[str]]], args: list[str]
+) -> None:
+    argv, wanted = line
+    parsed = split([*argv, "script.sh", *args])
+    assert [[given.canonical for given in part] for part in parsed.components] == wanted
+    assert (parsed.script, list(parsed.args)) == ("script.sh", args)
+    again = split([word for i, part in enumerate(wanted) for word in ([":"] if i else []) + part] + ["script.sh"])
+    assert again.components == parsed.components
+
+
+@given(st.lists(st.text(max_size=10), max_size=8))
+def test_nonsense_is_split_or_refused(argv: list[str]) -> None:
+    with contextlib.suppress(FallowError):
+        split(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "low", "high"),
+    [
+        ("1:4", "1", 1, 4),
+        ("4", "4", 4, 4),
+        ("2-6", "2-6", 2, 6),
+        ("1k", "1k", 1024, 1024),
+        ("1,4,8-16:4", "1,4,8-16:4", 1, 16),
+        ("2-8:2", "2-8:2", 2, 8),
+    ],
+)
+def test_nodes(text: str, base: str, low: int, high: int) -> None:
+    limits = parse_nodes(text)
+    assert (limits.base, limits.minimum, limits.maximum) == (base, low, high)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4:1", "did you mean --nodes=1:4"),
+        ("0:4", "at least one node"),
+        ("0", "at least one node"),
+        ("5-2", "minimum is above"),
+        (":4", "MIN:MAX"),
+        ("1:", "MIN:MAX"),
+        ("one", "MIN:MAX"),
+        ("=2", "MIN:MAX"),
+        ("1:99999999", "more than"),
+    ],
+)
+def test_nodes_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(FallowError, match=message):
+        parse_nodes(text)
+
+
+def test_command_line_beats_environment_beats_script() -> None:
+    header = (Given("account", "script"), Given("time", "1"), Given("partition", "p"))
+    environment = (Given("account", "env"), Given("time", "2"))
+    (options,) = in_force([(Given("account", "line"),)], [header], environment)
+    assert [options[name].value for name in ("account", "time", "partition")] == ["line", "2", "p"]
+
+
+def test_later_components_keep_what_is_about_the_whole_job() -> None:
+    first, second = in_force(split(["-A", "acc", "-C", "x", "-N1", ":", "-N2", "s"]).components, [()])
+    assert "constraint" in first
+    assert "constraint" not in second
+    assert second["account"].value == "acc"
+
+
+def test_the_last_component_of_the_line_serves_further_ones_of_the_script() -> None:
+    header = [(Given("nodes", "1"),), (Given("nodes", "2"),)]
+    first, second = in_force([(Given("partition", "p"),)], header)
+    assert (first["nodes"].value, second["nodes"].value) == ("1", "2")
+    assert first["partition"] == second["partition"]
+
+
+@pytest.mark.parametrize("option", ["array=1-3", "clusters=b", "uid=1", "external"])
+def test_what_cannot_be_a_run_is_refused_with_advice(option: str) -> None:
+    (options,) = in_force(split([f"--{option}", "s"]).components, [()])
+    with pytest.raises(FallowError, match=r"cannot be used for a run: .+"):
+        refuse(options)
+
+
+def planned(argv: list[str], text: str = "#!/bin/sh\nfallow run -- x\n", **environ: str) -> Submission:
+    return plan(split(argv), parse_script(text, "job.sh"), environ=environ, cwd="/home/u", umask=0o22, now=1.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "header", "limits", "size"),
+    [
+        (["--nodes=2:8"], "", (2, 8), "--nodes=2"),
+        (["-N3"], "", (3, 3), "--nodes=3"),
+        ([], "", (1, 1), None),
+        ([], "#FALLOW nodes=2:8", (2, 8), "--nodes=2"),
+        ([], "#SBATCH -N4\n#FALLOW nodes=2:8", (2, 8), None),
+        (["-N4"], "#FALLOW nodes=2:8", (2, 8), "--nodes=4"),
+        (["--nodes=1:3"], "#SBATCH -N4\n#FALLOW nodes=2:8", (1, 3), "--nodes=1"),
+        (["--fallow=nodes=1:5"], "#FALLOW nodes=2:8", (1, 5), "--nodes=1"),
+        (["-n8", "--ntasks-per-node=4"], "", (2, 2), None),
+        (["-N1", ":", "--nodes=2:5"], "", (3, 6), "--nodes=1"),
+    ],
+)
+def test_limits_of_the_run_and_size_of_the_base_job(
+    argv: list[str], header: str, limits: tuple[int, int], size: str | None
+) -> None:
+    made = planned([*argv, "job.sh"], f"#!/bin/sh\n{header}\nfallow run -- x\n")
+    assert (made.spec.min_nodes, made.spec.max_nodes) == limits
+    options = made.options("t", {})
+    assert next((word for word in options if word.startswith("--nodes")), None) == size
+    assert not any(word.startswith("--fallow") for word in options)
+
+
+def test_a_base_job_outside_of_the_scripts_limits_is_refused() -> None:
+    with pytest.raises(FallowError, match="outside of #FALLOW nodes=2:4"):
+        planned(["-N8", "job.sh"], "#!/bin/sh\n#FALLOW nodes=2:4\nx\n")
+
+
+def test_a_run_that_cannot_grow_says_so() -> None:
+    assert any("--nodes=MIN:MAX" in warning for warning in planned(["-N2", "job.sh"]).warnings)
+    assert not planned(["--nodes=1:2", "job.sh"]).warnings
+
+
+EXPORTED = job_environment("/state", "r1", "r1.0", AllocationKind.BASE)
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ([], None),
+        (["--export=ALL"], "--export=ALL"),
+        (["--export=ALL,A=1"], "--export=ALL,A=1"),
+        (["--export=A,B=2"], "--export=A,B=2,FALLOW_STATE_DIR,FALLOW_RUN,FALLOW_TOKEN,FALLOW_KIND"),
+        (["--export=NONE"], "--export=FALLOW_STATE_DIR,FALLOW_RUN,FALLOW_TOKEN,FALLOW_KIND"),
+    ],
+)
+def test_our_variables_always_reach_the_job(argv: list[str], wanted: str | None) -> None:
+    options = planned([*argv, "job.sh"]).options("r1.0", EXPORTED)
+    assert [word for word in options if word.startswith("--export")] == ([wanted] if wanted else [])
+
+
+def test_the_base_job_is_the_users_own_with_the_token_in_its_comment() -> None:
+    made = planned(["-J", "mine", "--comment=for paper", "--requeue", "-W", "--parsable", "job.sh", "a"])
+    assert made.options("r1.0", EXPORTED) == ["--job-name=mine", "--requeue", "--wait", "--comment=for paper r1.0"]
+    assert planned(["job.sh"]).options("r1.0", EXPORTED) == ["--comment=r1.0", "--no-requeue"]
+
+
+def test_every_component_carries_the_token() -> None:
+    options = planned(["-N1", "--comment=x", ":", "-N2", "job.sh"]).options("t", {})
+    assert options.count("--comment=x t") == 2
+
+
+def test_submitting_the_base_job_again() -> None:
+    made = planned(["--nodes=2:4", "--wait", "-d", "afterok:1", "--export=NONE", "--comment=c", "job.sh"])
+    again = base_options(made.spec.sbatch_options, token="t", exported={"FALLOW_RUN": "r"})
+    assert again == ["--nodes=2", "--comment=c t", "--no-requeue", "--export=FALLOW_RUN"]
+
+
+def spec(*options: str) -> RunSpec:
+    return RunSpec(run="r1", name="n", min_nodes=1, max_nodes=2, cwd="/home/u", harvest_options=list(options))
+
+
+def test_a_harvest_job_gives_way_and_is_findable() -> None:
+    options = harvest_options(spec("--account=a", "--qos=q"), "r1.3", "low", 30, "/s/%j.log", 100_000)
+    wanted = (
+        "--export=ALL --propagate=NONE --ignore-pbs --exclusive --mem=0 --nodes=1 --no-requeue --nice=100000 "
+        "--mail-type=NONE --open-mode=append --output=/s/%j.log --chdir=/home/u --job-name=r1.3 --comment=r1.3 "
+        "--time=30 --partition=low --account=a --qos=q"
+    )
+    for word in shlex.split(wanted):
+        assert word in options
+    assert "--qos=other" in harvest_options(spec("--qos=q"), "t", "low", 30, "o", 1, qos="other")
+    assert "--qos=q" not in harvest_options(spec("--qos=q"), "t", "low", 30, "o", 1, qos="other")
+
+
+@pytest.mark.parametrize(
+    ("token", "partition", "minutes"),
+    [("--wrap=x", "p", 5), ("a\nb", "p", 5), ("t", "-p", 5), ("t", "p q", 5), ("t", "p", 0)],
+)
+def test_what_would_be_read_as_something_else_is_refused(token: str, partition: str, minutes: int) -> None:
+    with pytest.raises(FallowError):
+        harvest_options(spec(), token, partition, minutes, "o", 1)
+
+
+def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does_not() -> None:
+    made = planned(
+        shlex.split(
+            "-A acc -C v100 --gres=gpu:4 -c8 -x n1 -w n2 -d afterok:1 -b now -L lic -t 60 -o o -e e -J name "
+            "--reservation=r --signal=B:USR1@60 --hold --mail-user=u --mem-per-cpu=1G -n4 --begin=now job.sh"
+        )
+    )
+    assert made.spec.harvest_options == [
+        "--account=acc",
+        "--constraint=v100",
+        "--gres=gpu:4",
+        "--cpus-per-task=8",
+        "--exclude=n1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ("-N2 --gpus=8", ["--gpus-per-node=4"]),
+        ("-N2 --gpus=a100:8", ["--gpus-per-node=a100:4"]),
+        ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4"]),
+        ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4"]),
+        ("-N2 --gpus-per-node=4 --gpus=8", ["--gpus-per-node=4"]),
+        ("-N1 --export=NONE", ["--get-user-env"]),
+    ],
+)
+def test_gpus_of_the_whole_job_become_gpus_of_a_node(argv: str, wanted: list[str]) -> None:
+    assert planned([*argv.split(), "job.sh"]).spec.harvest_options == wanted
+
+
+def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
+    made = planned(["job.sh"], SBATCH_ACCOUNT="acc", SBATCH_ARRAY_INX="")
+    assert made.spec.harvest_options == ["--account=acc"]
+    with pytest.raises(FallowError, match="--array cannot"):
+        planned(["job.sh"], SBATCH_ARRAY_INX="1-2")
+
+
+def test_a_harvest_jobs_environment_is_the_users_and_no_other_jobs() -> None:
+    environ = {"PATH": "/bin", "SLURM_JOB_ID": "1", "SBATCH_ACCOUNT": "a", "PMIX_X": "1", "DATA": "/d", "HOME": "/h"}
+    environ["SLURM_CONF"] = "/c"
+    kept = {"PATH": "/bin", "DATA": "/d", "HOME": "/h", "SLURM_CONF": "/c"}
+    assert captured_environment(environ) == kept
+    assert captured_environment(environ, "ALL,X=1") == kept | {"X": "1"}
+    assert captured_environment(environ, "NONE") == {"PATH": "/bin", "HOME": "/h", "SLURM_CONF": "/c"}
+    assert captured_environment(environ, "DATA,Y=2") == kept | {"Y": "2"}
+
+
+def test_no_option_of_ours_is_ever_taken_from_the_user() -> None:
+    ours = {word.removeprefix("--").partition("=")[0] for word in harvest_options(spec(), "t", "p", 1, "o", 1)}
+    for name in ours:
+        assert BY_LONG[name].reach in (Reach.OURS, Reach.BASE)

@@ -1,0 +1,56 @@
+"""The schedule of `fallow local`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.schedule import Action, parse_schedule
+from fallow.model import Exit, FallowError
+
+
+def test_all_kinds_of_items_in_order_of_step() -> None:
+    items = parse_schedule("store-kill@9,+2@1, -1@2,-m0@3,kill:1@4,stop:3@5,cont:3@6,+1@4,head-kill@8", 3)
+    assert [(i.action, i.step, i.count, i.member) for i in items] == [
+        (Action.ADD, 1, 2, None),
+        (Action.RELEASE, 2, 1, None),
+        (Action.RELEASE_MEMBER, 3, 0, 0),
+        (Action.KILL, 4, 0, 1),
+        (Action.ADD, 4, 1, None),
+        (Action.STOP, 5, 0, 3),
+        (Action.CONT, 6, 0, 3),
+        (Action.HEAD_KILL, 8, 0, None),
+        (Action.STORE_KILL, 9, 0, None),
+    ]
+    assert parse_schedule("", 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("+1@1,jump@2", r"item 2 \('jump@2'\) is none of"),
+        ("+1", "is none of"),
+        ("+1@x", "is none of"),
+        ("kill@3", "is none of"),
+        ("+0@3", "changes nothing"),
+        ("+1@1,,+1@2", "item 2 .* is empty"),
+        ("-3@1", "only 2 of the members are left at step 1"),
+        ("kill:2@1", "no member 2 by step 1; .* 0 to 1"),
+        ("+1@5,kill:2@4", "no member 2 by step 4"),
+        ("kill:0@1,-m0@2", "member 0 has left before step 2"),
+        ("-1@1,kill:1@2", "member 1 has left"),
+    ],
+)
+def test_errors_point_at_the_bad_item(text: str, message: str) -> None:
+    with pytest.raises(FallowError, match=message) as caught:
+        parse_schedule(text, 2)
+    assert caught.value.code is Exit.USAGE
+
+
+@given(st.text(alphabet="+-mkil:stop@0123456789,cont head", max_size=30))
+def test_nonsense_is_parsed_or_refused(text: str) -> None:
+    try:
+        parse_schedule(text, 4)
+    except FallowError:
+        return
