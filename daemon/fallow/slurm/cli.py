@@ -153,8 +153,8 @@ class CliClient:
         # The token first: for a heterogeneous job (`A : B`) the first component's name reaches all of them.
         kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
         # A file and not standard input: only a file can be given arguments. NamedTemporaryFile makes it 0600.
-        with tempfile.NamedTemporaryFile("w", prefix="fallow-", suffix=".sh") as script:
-            script.write(request.script)
+        with tempfile.NamedTemporaryFile(prefix="fallow-", suffix=".sh") as script:
+            script.write(request.script.encode(errors="surrogateescape"))
             script.flush()
             argv = ["sbatch", *options, f"--job-name={request.token}", *kept, script.name, *request.args]
             self.commands += 1

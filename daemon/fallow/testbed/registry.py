@@ -1,4 +1,7 @@
-"""Which testbeds exist: one small file per testbed in the state folder, so that `down` finds what `up` left."""
+"""Which testbeds exist: one small file per testbed in the state folder, so that `down` finds what `up` left.
+
+The state folder may be shared by several hosts, a testbed lives on one: entries of other hosts are left alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +34,7 @@ class Record(Struct, frozen=True):
 class Entry(Struct, frozen=True):
     """A line of the registry."""
 
+    host: str
     folder: str
 
 
@@ -48,7 +53,7 @@ def write_record(record: Record) -> None:
     """Write the record into the folder, and the folder into the registry."""
     folder = Path(record.folder)
     write_struct(folder / RECORD, record)
-    write_struct(_entry(folder), Entry(folder=record.folder))
+    write_struct(_entry(folder), Entry(host=socket.gethostname(), folder=record.folder))
 
 
 def forget(folder: Path) -> None:
@@ -58,12 +63,14 @@ def forget(folder: Path) -> None:
 
 
 def records() -> list[Record]:
-    """All testbeds of this user and state folder, oldest first. Entries whose folder is gone are dropped."""
+    """All testbeds of this user, state folder and host, oldest first. Entries whose folder is gone are dropped."""
     found = []
     for path in sorted(_home().glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # another process has just taken it down
-            folder = Path(read_struct(path, Entry).folder)
-            record = read_record(folder)
+            entry = read_struct(path, Entry)
+            if entry.host != socket.gethostname():
+                continue
+            record = read_record(Path(entry.folder))
             if record is None:
                 path.unlink()
             else:
@@ -87,4 +94,5 @@ def _home() -> Path:
 
 
 def _entry(folder: Path) -> Path:
-    return _home() / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.json"
+    name = f"{socket.gethostname()}:{folder}"
+    return _home() / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.json"
