@@ -66,6 +66,7 @@ class FakeHead:
         self.checkpoint: str | None = None
         self.silent = False
         self.patience_s = 30.0
+        self.expected: set[str] = set()
 
     # -- processes
 
@@ -99,7 +100,9 @@ class FakeHead:
             sock.close()
 
     def exit_code(self, worker: str) -> int:
-        return self.processes[worker].wait(DEADLINE_S)
+        code = self.processes[worker].wait(DEADLINE_S)
+        self.expected.add(worker)
+        return code
 
     def result(self, worker: str) -> dict:
         assert self.exit_code(worker) == 0, self.log(worker)
@@ -180,7 +183,11 @@ class FakeHead:
         end = time.monotonic() + DEADLINE_S
         with self.changed:
             while not condition():
-                dead = [w for w, p in self.processes.items() if p.poll() not in (None, 0, -signal.SIGKILL)]
+                dead = [
+                    w
+                    for w, p in self.processes.items()
+                    if w not in self.expected and p.poll() not in (None, 0, -signal.SIGKILL)
+                ]
                 if dead or not self.changed.wait(max(0.0, min(0.1, end - time.monotonic()))) and (
                     time.monotonic() >= end
                 ):

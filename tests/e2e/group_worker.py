@@ -121,6 +121,8 @@ def main() -> None:
 
     def body(batch) -> None:
         x, y, _index = batch
+        if run.generation and run.step == config.get("fail_at"):
+            raise ValueError("on purpose")
         if run.final_shard:
             pause(run.step)
         loss = nn.functional.cross_entropy(model(x), y)

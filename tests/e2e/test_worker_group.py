@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,22 +15,11 @@ pytest.importorskip("torch")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fake_head import SCRIPT, FakeHead
+from fake_head import FakeHead
 
 BASE = {"samples": 200, "batch_size": 8, "global_batch": 32, "epochs": 4}
 STEPS = 28  # ceil(200 / 32) = 7 an epoch; the last step of each has 8 samples, one shard
 SAMPLES = 800
-
-
-def single(tmp_path: Path, **config: object) -> dict:
-    folder = tmp_path / "single"
-    folder.mkdir()
-    path = folder / "config.json"
-    path.write_text(json.dumps({"folder": str(folder), **BASE, **config}))
-    environment = {k: v for k, v in os.environ.items() if k not in ("TEST_WORKER", "TEST_FD")}
-    environment["FALLOW_TEST_SEED"] = "5"
-    subprocess.run([sys.executable, str(SCRIPT), str(path)], check=True, env=environment, timeout=120)
-    return json.loads((folder / "single.json").read_text())
 
 
 @pytest.fixture
@@ -101,7 +89,6 @@ def test_absorb_then_release(make, reference) -> None:
     head.change(["w0", "w1", "w2"])
     head.go(9)
     head.at(17, "w0", "w1", "w2")
-    assert head.find("w1", object)
     head.change(["w0", "w2"])
     head.go(17)
     head.left("w1")
@@ -164,3 +151,139 @@ def test_suspend_and_resume(make, reference) -> None:
     head.ready("w2", "w3")
     head.change(["w2", "w3"])
     check(head, reference, "w2", "w3")
+
+
+def test_two_kills_one_after_the_other_and_an_aborted_attempt(make, reference) -> None:
+    head = make(stops={5: "w1", 15: "w3"})
+    head.start("w0", "w1", "w2", "w3")
+    head.ready("w0", "w1", "w2", "w3")
+    head.change(["w0", "w1", "w2", "w3"])
+    head.at(5, "w1")
+    head.kill("w1")
+    head.interrupt()
+    head.held("w0", "w2", "w3")
+    takers = head.prepare(["w0", "w2", "w3"], interrupt=True)
+    head.votes(takers)
+    head.abort(takers)
+    head.change(["w0", "w2", "w3"], interrupt=True)
+    head.at(15, "w3")
+    head.kill("w3")
+    head.change(["w0", "w2"], interrupt=True)
+    check(head, reference, "w0", "w2")
+
+
+def test_a_stopped_member_wakes_up_and_harms_nobody(make, reference) -> None:
+    head = make(stops={5: "w1", 12: "w0"})
+    head.start("w0", "w1", "w2")
+    head.ready("w0", "w1", "w2")
+    head.change(["w0", "w1", "w2"])
+    head.at(5, "w1")
+    head.processes["w1"].send_signal(signal.SIGSTOP)
+    head.go(5)
+    head.change(["w0", "w2"], interrupt=True)
+    head.active("w0", "w2")
+    head.processes["w1"].send_signal(signal.SIGCONT)
+    head.dismiss("w1", 75)
+    assert head.exit_code("w1") == 75
+    head.go(12)
+    check(head, reference, "w0", "w2")
+
+
+def test_a_kill_before_the_planned_boundary_is_reached(make, reference) -> None:
+    """The commit of an absorb is known, then a member dies: survivors go over without waiting for the boundary."""
+    head = make(stops={8: "all"})
+    head.start("w0", "w1", "w2")
+    head.ready("w0", "w1", "w2")
+    head.change(["w0", "w1"])
+    head.at(8, "w0", "w1")
+    head.change(["w0", "w1", "w2"])
+    head.kill("w1")
+    head.go(8)
+    head.change(["w0", "w2"], interrupt=True)
+    check(head, reference, "w0", "w2")
+
+
+@pytest.mark.parametrize("style", ["range", "passes"])
+def test_other_loop_styles_put_a_newcomer_in_the_right_place(make, reference, style) -> None:
+    head = make(style=style, stops={17: "all"})
+    head.start("w0", "w1")
+    head.ready("w0", "w1")
+    head.change(["w0"])
+    head.at(17, "w0")
+    head.change(["w0", "w1"])
+    head.go(17)
+    finished = head.finished("w0", "w1")
+    assert finished["w0"].digest == finished["w1"].digest
+    one, two = head.result("w0"), head.result("w1")
+    assert one["steps"] == two["steps"] == STEPS
+    assert one["lr"] == two["lr"]
+    if style == "range":
+        same(one, reference)
+    assert min(step for _, step in two["seen"]) == 18
+
+
+def test_loader_processes_follow_the_plan(make, reference) -> None:
+    """Prefetched batches, augmentation drawn in the dataset: nothing differs from num_workers=0."""
+    head = make(num_workers=2, stops={9: "all", 16: "all", 23: "w1"})
+    head.start("w0", "w1", "w2")
+    head.ready("w0", "w1", "w2")
+    head.change(["w0"])
+    head.at(9, "w0")
+    head.change(["w0", "w1", "w2"])
+    head.go(9)
+    head.at(16, "w0", "w1", "w2")
+    head.change(["w0", "w1"])
+    head.go(16)
+    head.at(23, "w1")
+    head.kill("w1")
+    head.change(["w0"], interrupt=True)
+    check(head, reference, "w0")
+
+
+def test_a_member_gives_up_on_a_silent_head(make) -> None:
+    head = make(stops={5: "w1"})
+    head.patience_s = 1.0
+    head.start("w0", "w1")
+    head.ready("w0", "w1")
+    head.change(["w0", "w1"])
+    head.at(5, "w1")
+    head.silent = True
+    head.kill("w1")
+    assert head.exit_code("w0") == 75
+    assert "the head was silent for 1 s" in head.log("w0")
+
+
+def test_training_goes_on_while_the_head_is_silent(make, reference) -> None:
+    head = make(stops={5: "all"})
+    head.patience_s = 0.5
+    head.start("w0", "w1")
+    head.ready("w0", "w1")
+    head.change(["w0", "w1"])
+    head.at(5, "w0", "w1")
+    head.active("w0", "w1")
+    head.silent = True
+    head.go(5)
+    assert head.exit_code("w0") == head.exit_code("w1") == 0
+    same(head.result("w0"), reference)
+
+
+def test_an_exception_in_the_script_is_reported_and_keeps_its_code(make) -> None:
+    head = make(fail_at=3)
+    head.start("w0")
+    head.ready("w0")
+    head.change(["w0"])
+    failed = head.failure("w0")
+    assert failed.code == head.exit_code("w0") == 1
+    assert failed.message == "ValueError: on purpose"
+    assert "Traceback" in failed.traceback
+    assert "Traceback" in head.log("w0")
+
+
+def test_a_standby_that_is_not_needed_ends_quietly(make) -> None:
+    head = make()
+    head.start("w0", "w1")
+    head.ready("w0", "w1")
+    head.dismiss("w0", 0)
+    head.dismiss("w1", 93)
+    assert (head.exit_code("w0"), head.exit_code("w1")) == (0, 93)
+    assert "Traceback" not in head.log("w0") + head.log("w1")
