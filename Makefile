@@ -17,6 +17,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## system packages and .venv; SYSTEM=no leaves the system alone, PYTHON=... names the interpreter
+	@:
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard contrib/setup/*.sh)
 	@contrib/setup/system.sh >&2 </dev/null

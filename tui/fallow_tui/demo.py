@@ -136,15 +136,15 @@ class DemoCluster:
         if run is None:
             raise FallowError(f"there is no run {params.get('run')}", Exit.NOINPUT)
         if method == "grow":
-            run.limit = min(run.most, run.limit + int(params["nodes"]))
+            run.limit = min(run.most, run.limit + int(params["by"]))
         elif method == "shrink":
-            run.limit = max(run.base, len(run.nodes) - int(params["nodes"]))
+            run.limit = max(run.base, len(run.nodes) - int(params["by"]))
             harvested = [node for node in run.nodes if node.kind is AllocationKind.HARVEST]
             for node in harvested[-(len(run.nodes) - run.limit) :] if len(run.nodes) > run.limit else []:
                 node.draining = True
         elif method == "drain":
             for node in run.nodes:
-                node.draining |= node.name == params["node"]
+                node.draining |= node.name in params["nodes"]
         elif method == "cancel":
             run.cancelled = True
             for node in run.nodes:
@@ -166,7 +166,9 @@ class DemoCluster:
             self._offer(node, events)
 
     def _move_ours(self, node: _Node, run: _Run, events: list[EventRecord]) -> None:
-        if node.phase is WorkerPhase.STARTING and self.at - node.since >= START_S:
+        if node.phase is WorkerPhase.STARTING and node.draining:
+            self._drop(node, run)
+        elif node.phase is WorkerPhase.STARTING and self.at - node.since >= START_S:
             node.phase = WorkerPhase.MEMBER
             run.generation += 1
             kind = "start" if run.generation == 1 else "absorb"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from fallow.model import AllocationKind, NodeOwner, RunStatus, WorkerPhase
+from fallow.model import AllocationKind, ChangeKind, NodeOwner, RunStatus, WorkerPhase
 from fallow_tui.view import Cell, Freshness, View
 
 RUN_COLOURS = ("#5fd7af", "#ffaf5f", "#87afff", "#d787ff", "#ffd75f", "#ff87af", "#5fd7ff", "#afd75f")
@@ -16,6 +16,7 @@ LABEL = Style(bold=True)
 GOOD = Style(color="#5faf5f", bold=True)
 WARN = Style(color="#d7af00", bold=True)
 BAD = Style(color="#ff5f5f", bold=True)
+_LEAVE = Style(color="#d787ff", bold=True)
 
 OWNERS: dict[NodeOwner | None, tuple[str, Style]] = {
     NodeOwner.IDLE: ("·", Style(color="#5faf5f")),
@@ -29,7 +30,7 @@ OWNERS: dict[NodeOwner | None, tuple[str, Style]] = {
 STATUSES: dict[RunStatus, tuple[str, Style]] = {
     RunStatus.WAITING: ("…", WARN),
     RunStatus.TRAINING: ("▶", GOOD),
-    RunStatus.SUSPENDED: ("‖", Style(color="#d787ff", bold=True)),
+    RunStatus.SUSPENDED: ("‖", _LEAVE),
     RunStatus.FINISHED: ("✓", Style(color="#5fafff")),
     RunStatus.FAILED: ("✗", BAD),
     RunStatus.CANCELLED: ("⊘", MUTED),
@@ -39,20 +40,24 @@ PHASES: dict[WorkerPhase, Style] = {
     WorkerPhase.STARTING: WARN,
     WorkerPhase.READY: WARN,
     WorkerPhase.MEMBER: GOOD,
-    WorkerPhase.LEAVING: Style(color="#d787ff", bold=True),
+    WorkerPhase.LEAVING: _LEAVE,
     WorkerPhase.GONE: MUTED,
 }
 
 EVENTS: dict[str, Style] = {
-    "start": GOOD,
-    "absorb": GOOD,
-    "resume": GOOD,
-    "finish": Style(color="#5fafff", bold=True),
-    "release": Style(color="#d787ff", bold=True),
-    "suspend": Style(color="#d787ff", bold=True),
-    "eject": BAD,
-    "fail": BAD,
+    ChangeKind.START: GOOD,
+    ChangeKind.ABSORB: GOOD,
+    ChangeKind.RELEASE: _LEAVE,
+    ChangeKind.MIXED: WARN,
+    ChangeKind.EJECT: BAD,
+    **{status: style for status, (_, style) in STATUSES.items()},
+    "suspend": _LEAVE,
+    "abort": WARN,
+    "diverged": BAD,
+    "lost": BAD,
     "refuse": WARN,
+    "refused": WARN,
+    "slurm": WARN,
 }
 
 FRESHNESS: dict[Freshness, Style] = {Freshness.FRESH: GOOD, Freshness.AGING: WARN, Freshness.STALE: BAD}

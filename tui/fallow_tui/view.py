@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fallow.model import AllocationKind, EventRecord, NodeOwner, NodeView, RunView, Snapshot, WorkerPhase
+from fallow.model import (
+    AllocationKind,
+    ChangeKind,
+    EventRecord,
+    NodeOwner,
+    NodeView,
+    RunStatus,
+    RunView,
+    Snapshot,
+    WorkerPhase,
+)
 from fallow_tui.text import clean_item
 
 KEEP_EVENTS = 2000
@@ -18,7 +28,7 @@ KEEP_RATES = 64
 YELLOW_S = 6.0
 RED_S = 20.0
 
-CHANGES = frozenset({"start", "absorb", "release", "eject", "mixed", "suspend", "resume", "finish", "fail"})
+CHANGES = frozenset({*ChangeKind, *RunStatus, "suspend", "lost"})
 """Kinds of events that say why the membership changed."""
 
 
@@ -136,7 +146,7 @@ class View:
         return found
 
     def timeline(self, columns: int, column_s: float) -> dict[str, list[Cell]]:
-        """Rows that were ours at some time shown, those that changed first, as `columns` cells; the last one has the newest snapshot."""
+        """Rows that were ours at some time shown, those that changed first, as `columns` cells up to now."""
         if self.snapshot is None:
             return {}
         # Columns start at multiples of their length, so that the picture moves by whole columns.

@@ -105,5 +105,5 @@ _LEGEND = (
     ("·", "idle"),
     ("◇", "idle, set aside for a planned job"),
     ("×", "down or drained"),
-    ("12/2-16!", "nodes now / least-most (! lowered by hand)"),
+    ("12/2-16", "nodes now / least-most"),
 )

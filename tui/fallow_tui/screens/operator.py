@@ -38,16 +38,16 @@ ACTIONS = {
             "g",
             "Grow",
             "run",
-            "More idle nodes may be taken, up to the run's most.",
-            countable="node",
+            "The run may have so many members more, as nodes become idle.",
+            countable="worker",
         ),
         Action(
             "shrink",
             "s",
             "Shrink",
             "run",
-            "Nodes are handed back at the next step boundary; no work is lost.",
-            countable="node",
+            "The youngest leave at the next step boundary and their nodes are handed back; no work is lost.",
+            countable="worker",
         ),
         Action("drain", "d", "Drain", "node", "Its workers leave at the next step boundary; no work is lost."),
         Action(
@@ -122,11 +122,11 @@ class OperatorScreen(Screen[None]):
         run = found[1] if found is not None else self.selected_run()
         if run is None or (action.object_ == "node" and found is None):
             return
-        params: dict[str, str | int] = {"run": run.run}
+        params: dict[str, str | int | list[str]] = {"run": run.run}
         named = f"run {run.name} ({run.run})" if run.name and run.name != run.run else f"run {run.run}"
         question = f"{action.label} {named}"
         if found is not None:
-            params["node"] = found[0]
+            params["nodes"] = [found[0]]
             question = f"{action.label} node {found[0]} of {named}"
         number = await self.app.push_screen_wait(
             Confirm(
@@ -138,7 +138,7 @@ class OperatorScreen(Screen[None]):
         if number is None:
             return
         if action.countable is not None:
-            params["nodes"] = number
+            params["by"] = number
         try:
             await self.top.source.call(method, **params)
         except (FallowError, OSError) as error:

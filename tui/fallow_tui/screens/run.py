@@ -147,8 +147,8 @@ class RunScreen(OperatorScreen):
         workers = sum(member.rank is not None for member in run.members)
         nodes = len({member.node for member in run.members if member.rank is not None})
         facts = {
-            "nodes": f"{nodes} of {run.min_nodes}-{run.max_nodes}, at most {run.limit} now",
-            "workers": str(workers),
+            "nodes": f"{nodes} of {run.min_nodes}-{run.max_nodes}",
+            "workers": f"{workers} of at most {run.limit}",
             "generation": str(run.generation),
             "step": f"{run.step}{f' of {run.total_steps}' if run.total_steps is not None else ''}",
             "epoch": str(run.epoch),

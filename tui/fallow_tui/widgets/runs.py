@@ -110,7 +110,7 @@ class RunsTable(DataTable[Text]):
             run_badge(view, run.run),
             Text(run.name or run.run),
             Text(f"{sign} {run.status}", style),
-            Text(f"{nodes}/{run.min_nodes}-{run.max_nodes}{'!' if run.limit < run.max_nodes else ''}"),
+            Text(f"{nodes}/{run.min_nodes}-{run.max_nodes}"),
             Text(str(run.generation)),
             Text(step),
             Text(f"{run.loss:.4g}" if run.loss is not None else "-"),

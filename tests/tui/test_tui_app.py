@@ -1,0 +1,255 @@
+"""The monitor as a person uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from textual.widgets import Input
+from tui_rig import START, Rig, event, member, node_view, run_view, snapshot
+
+from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunStatus
+from fallow_tui.screens.dialogs import Confirm, Help
+from fallow_tui.screens.overview import OverviewScreen
+from fallow_tui.screens.run import RunScreen
+from fallow_tui.text import clock
+from fallow_tui.view import RED_S
+from fallow_tui.widgets.nodes import NodeMap
+
+Make = Callable[..., Rig]
+SIZES = [(80, 24), (120, 40)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_shows_head_nodes_runs_membership_and_events(make_rig: Make, size: tuple[int, int]) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=size) as pilot:
+        await rig.source.send(pilot, snapshot(), event(1, text="+n2 joined because it was idle"))
+        lines = rig.screen()
+        assert "meadow" in lines[0]
+        assert "● head" in lines[0]
+        assert "poll 2s/10s" in lines[0]
+        assert "A1 a2 ▒3 ·4" in rig.text()
+        row = next(line for line in lines if "digits " in line)
+        for word in ("▶ training", "2/1-4", "120/1000", "0.731", "1.2k", "5:00"):
+            assert word in row
+        assert any(line.lstrip().startswith("n2 ") and line.count("a") for line in lines)
+        assert "+n2 joined because it was idle" in rig.text()
+        assert "Quit" in lines[-1]
+        assert ("Last changes" in rig.text()) == (size[0] >= 100)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10), (20, 5)])
+async def test_small_screens_and_large_clusters_do_not_crash(make_rig: Make, size: tuple[int, int]) -> None:
+    rig = make_rig()
+    nodes = [node_view(f"node{number:05}", NodeOwner.OTHERS) for number in range(3000)]
+    runs = [run_view(f"run-{number}", status=status) for number, status in enumerate(RunStatus)]
+    async with rig.app.run_test(size=size) as pilot:
+        await rig.source.send(pilot, snapshot(nodes=nodes, runs=runs))
+        await pilot.press("1", "j", "j", "l", "k", "h", "3", "j", "minus", "plus", "k", "2", "enter")
+        assert isinstance(rig.app.screen, RunScreen)
+
+
+async def test_nothing_known_yet(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test() as pilot:
+        await pilot.press("enter", "g", "d", "1", "right")
+        assert "asking the head" in rig.screen()[0]
+        await rig.source.send(pilot, snapshot(nodes=[], runs=[]))
+        assert "no nodes known yet" in rig.text()
+
+
+async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(80, 24)) as pilot:
+        await rig.source.send(pilot, snapshot(), event(1, "absorb", "alpha"), event(2, "release", "beta"))
+        await pilot.press("slash", *"REL")
+        assert rig.app.screen.query_one(Input).value == "REL"
+        assert "beta" in rig.text()
+        assert "alpha" not in rig.text()
+        await rig.source.send(pilot, event(3, "release", "gamma"), event(4, "absorb", "delta"))
+        assert "gamma" in rig.text()
+        assert "delta" not in rig.text()
+        await pilot.press("enter", "escape")
+        for word in ("alpha", "beta", "gamma", "delta"):
+            assert word in rig.text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "call"),
+    [
+        (["g", "up", "up", "down", "y"], ("grow", {"run": "digits-1", "by": 2})),
+        (["s", "y"], ("shrink", {"run": "digits-1", "by": 1})),
+        (["c", "y"], ("cancel", {"run": "digits-1"})),
+        (["1", "l", "d", "y"], ("drain", {"run": "digits-1", "nodes": ["n2"]})),
+        (["enter", "j", "d", "y"], ("drain", {"run": "digits-1", "nodes": ["n2"]})),
+        (["enter", "c", "right", "tab", "enter"], ("cancel", {"run": "digits-1"})),
+    ],
+)
+async def test_actions_ask_back_and_then_ask_the_head(
+    make_rig: Make, keys: list[str], call: tuple[str, dict[str, Any]]
+) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        for key in keys[:-1]:
+            await pilot.press(key)
+            await pilot.pause()
+        assert isinstance(rig.app.screen, Confirm)
+        assert "(digits-1)" in rig.text()
+        assert rig.source.calls == []
+        await pilot.press(keys[-1])
+        await rig.source.was_asked()
+        assert rig.source.calls == [call]
+
+
+@pytest.mark.parametrize("no", ["n", "escape", "enter"])
+async def test_a_stray_key_does_not_cancel_a_run(make_rig: Make, no: str) -> None:
+    rig = make_rig()
+    async with rig.app.run_test() as pilot:
+        await rig.source.send(pilot, snapshot())
+        await pilot.press("c")
+        await pilot.pause()
+        await pilot.press(no)
+        await pilot.pause()
+        assert isinstance(rig.app.screen, OverviewScreen)
+        assert rig.source.calls == []
+
+
+async def test_what_the_head_refuses_is_shown(make_rig: Make) -> None:
+    rig = make_rig()
+    rig.source.refuse = FallowError("run digits-1 is at its most: [bold]4 nodes", Exit.USAGE)
+    async with rig.app.run_test(size=(120, 40), notifications=True) as pilot:
+        await rig.source.send(pilot, snapshot())
+        await pilot.press("g")
+        await pilot.pause()
+        await pilot.press("y")
+        await pilot.pause()
+        assert [note.severity for note in rig.app._notifications] == ["error"]
+        assert "[bold]4 nodes" in rig.text()
+
+
+async def test_read_only_hides_and_disables_actions(make_rig: Make) -> None:
+    rig = make_rig(read_only=True)
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        assert "read only" in rig.screen()[0]
+        for keys in (("g", "s", "c", "1", "l", "d"), ("2", "enter", "g", "s", "d", "c")):
+            await pilot.press(*keys)
+            await pilot.pause()
+            assert not isinstance(rig.app.screen, Confirm)
+            assert not {"Grow", "Shrink", "Drain", "Cancel"} & set(rig.screen()[-1].split())
+        assert rig.source.calls == []
+
+
+async def test_ended_runs_offer_no_actions(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot(runs=[run_view(members=[], status=RunStatus.FINISHED)]))
+        assert "✓ finished" in rig.text()
+        assert "Cancel" not in rig.screen()[-1]
+
+
+async def test_old_data_is_marked(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        assert "STALE" not in rig.screen()[0]
+        rig.monotonic.now += RED_S
+        rig.app.draw()
+        await pilot.pause()
+        assert "data 20s old STALE" in rig.screen()[0]
+        assert "poll 22s/10s" in rig.screen()[0]
+
+
+async def test_head_away_keeps_the_last_data_and_comes_back(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot(), FallowError("the head is gone", Exit.UNAVAILABLE))
+        assert f"✗ head away since {clock(START)}" in rig.screen()[0]
+        assert "AGING" in rig.screen()[0]
+        assert "the head is gone" in rig.screen()[0]
+        assert "▶ training" in rig.text()
+        await rig.source.send(pilot, ValueError("not even an error of ours"))
+        assert "not even" in rig.screen()[0]
+        await rig.source.send(pilot, snapshot(START + 5))
+        assert "● head" in rig.screen()[0]
+
+
+async def test_details_of_a_run_and_back(make_rig: Make) -> None:
+    rig = make_rig()
+    members = [member("n2", 1), member("n1", allocation=AllocationKind.BASE, ends_in_s=7200.0)]
+    other = run_view("other-2", members=[])
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(
+            pilot,
+            snapshot(runs=[run_view(members=members, change="absorbing n3", scalars={"lr": 0.125}), other]),
+            event(1, text="of this one"),
+            event(2, text="of another", run="other-2"),
+        )
+        await pilot.press("enter")
+        await pilot.pause()
+        text = rig.text()
+        for word in ("absorbing n3", "lr 0.125", "generation 7", "n1.0", "base", "2h00m", "of this one"):
+            assert word in text
+        assert "of another" not in text
+        await rig.source.send(pilot, snapshot(runs=[other]))
+        assert "no longer knows run digits-1" in rig.text()
+        await pilot.press("escape")
+        assert isinstance(rig.app.screen, OverviewScreen)
+
+
+async def test_help_lists_the_keys_that_are_valid(make_rig: Make) -> None:
+    rig = make_rig(read_only=True)
+    async with rig.app.run_test(size=(120, 50)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert isinstance(rig.app.screen, Help)
+        for word in ("Filter", "Quit", "member of that run", "held by others"):
+            assert word in rig.text()
+        assert "Shrink" not in rig.text()
+        await pilot.press("escape")
+        assert isinstance(rig.app.screen, OverviewScreen)
+
+
+async def test_hostile_names_are_shown_as_they_are(make_rig: Make) -> None:
+    rig = make_rig()
+    evil = "[red]x[/] \x1b]0;t\x07[@click=app.quit]y"
+    run = run_view(name=evil, change=evil, message=evil, members=[member(evil)])
+    async with rig.app.run_test(size=(160, 50)) as pilot:
+        await rig.source.send(
+            pilot,
+            snapshot(nodes=[node_view(evil, NodeOwner.OURS, "digits-1")], runs=[run]),
+            event(1, text=evil),
+            FallowError(evil),
+        )
+        shown = rig.text()
+        assert shown.count("[red]x[/]") >= 4
+        assert "\x1b" not in shown
+        assert "\x07" not in shown
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "[red]x[/] [@click=app.quit]y" in rig.text()
+        await pilot.press("d")
+        await pilot.pause()
+        assert "Drain node [red]x[/]" in rig.text()
+
+
+async def test_the_cursor_of_the_node_map_stays_inside(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(80, 24)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        await pilot.press("1", "left", "up", *["right"] * 9, "down")
+        nodes = rig.app.screen.query_one(NodeMap)
+        assert nodes.selected == "n4"
+        await rig.source.send(pilot, snapshot(START + 1, nodes=[node_view("n1")], runs=[]))
+        assert nodes.selected == "n1"
+
+
+async def test_q_quits(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test() as pilot:
+        await pilot.press("q")
+    assert rig.app.return_code == 0

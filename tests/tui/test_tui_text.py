@@ -1,0 +1,54 @@
+"""Formats, and the gate for what comes from outside."""
+
+from __future__ import annotations
+
+import pytest
+from tui_rig import event, snapshot
+
+from fallow_tui.text import clean_item, count, duration, fit, sparkline
+from fallow_tui.widgets.nodes import short_names
+
+
+def test_clean_item_drops_what_a_terminal_would_obey_and_keeps_the_rest() -> None:
+    hostile = event(1, text="\x1b]52;c;AAAA\x07\x1b[2Jnode\u202e [red]x[/red]\nü\x9b1m", run=None)
+    assert clean_item(hostile).text == "node [red]x[/red] ü"
+    assert clean_item(snapshot()) == snapshot()
+
+
+def test_clean_item_reaches_into_nested_data() -> None:
+    dirty = event(1).__class__(seq=1, at=0.0, run=None, kind="k", text="t", data={"a\x1b[1m": ["\x07b", 3]})
+    assert clean_item(dirty).data == {"a": ["b", 3]}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "-"), (-3, "0s"), (59.9, "59s"), (245, "4:05"), (7620, "2h07m"), (273600, "3d04h")],
+)
+def test_duration(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0, "0"), (950, "950"), (12_400, "12.4k"), (310_000, "310k"), (3_100_000, "3.1M")]
+)
+def test_count(number: float, shown: str) -> None:
+    assert count(number) == shown
+
+
+def test_fit_counts_cells() -> None:
+    assert fit("ab", 4) == "ab  "
+    assert fit("abcdef", 4) == "abc…"
+    assert fit("日本語", 4) == "日 …"
+
+
+def test_sparkline_is_scaled_from_zero_and_right_aligned() -> None:
+    assert sparkline([0, 4, 8], 5) == "  ▁▄█"
+    assert sparkline([0, 0], 2) == "▁▁"
+    assert sparkline([], 3) == "   "
+
+
+def test_short_names_drop_the_common_part_but_never_all() -> None:
+    assert short_names(["gpu001", "gpu002", "gpu010"]) == ["001", "002", "010"]
+    assert short_names(["n1", "n1x"]) == ["1", "1x"]
+    assert short_names(["alone"]) == ["alone"]
+    assert short_names(["a", "a"]) == ["a", "a"]

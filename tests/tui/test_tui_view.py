@@ -1,0 +1,127 @@
+"""The reduction of the stream, without a terminal."""
+
+from __future__ import annotations
+
+from tui_rig import START, event, member, node_view, run_view, snapshot
+
+from fallow.model import AllocationKind, NodeOwner, WorkerPhase
+from fallow_tui.palette import glyph
+from fallow_tui.view import KEEP_S, NO_DATA, RED_S, YELLOW_S, Cell, Freshness, View
+
+
+def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
+    view = View()
+    members = [
+        member("n1", allocation=AllocationKind.BASE),
+        member("n2", 1),
+        member("n3", None, WorkerPhase.STARTING),
+        member("n4", 2, WorkerPhase.LEAVING),
+        member("n5", None, WorkerPhase.GONE),
+    ]
+    nodes = [node_view(f"n{number}", NodeOwner.OURS, "digits-1") for number in range(1, 5)]
+    nodes += [node_view("n5"), node_view("n6", NodeOwner.OTHERS), node_view("n7", NodeOwner.DOWN)]
+    nodes += [node_view("n8", NodeOwner.OURS, "digits-1"), node_view("n9", NodeOwner.PLANNED)]
+    view.apply(snapshot(nodes=nodes, runs=[run_view(members=members)]), 0.0)
+    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇"
+
+
+def test_workers_stand_for_themselves_without_slurm() -> None:
+    view = View()
+    workers = [member("here", number, worker=f"w{number}") for number in range(3)]
+    view.apply(snapshot(nodes=[], runs=[run_view(members=workers)]), 0.0)
+    assert list(view.cells) == ["w0", "w1", "w2"]
+
+
+def test_the_worker_furthest_into_the_membership_speaks_for_its_node() -> None:
+    view = View()
+    workers = [member("n1", 0, worker="a"), member("n1", None, WorkerPhase.STARTING, worker="b")]
+    view.apply(snapshot(runs=[run_view(members=workers)]), 0.0)
+    assert view.cells["n1"].phase is WorkerPhase.MEMBER
+
+
+def test_timeline_shows_when_a_node_was_ours_and_the_gap_of_an_outage() -> None:
+    view = View()
+    idle, ours = [node_view("n1")], [node_view("n1", NodeOwner.OURS, "digits-1")]
+    runs = [run_view(members=[member("n1")])]
+    view.apply(snapshot(START, nodes=idle, runs=[]), 0.0)
+    view.apply(snapshot(START + 2, nodes=ours, runs=runs), 2.0)
+    view.lost("gone", START + 4)
+    view.apply(snapshot(START + 6, nodes=ours, runs=runs), 6.0)
+    # The outage counts from the last data.
+    assert _row(view, "n1", 8) == " ··    a"
+    view.apply(snapshot(START + 8, nodes=idle, runs=[]), 8.0)
+    assert _row(view, "n1", 3) == "aa·"
+    assert view.timeline(1, 1.0) == {}
+
+
+def _row(view: View, row: str, columns: int) -> str:
+    return "".join(glyph(view, cell)[0] for cell in view.timeline(columns, 1.0)[row])
+
+
+def test_history_is_bounded_but_still_knows_what_was_at_the_horizon() -> None:
+    view = View()
+    for number in range(10):
+        owner = NodeOwner.OTHERS if number % 2 else NodeOwner.IDLE
+        view.apply(snapshot(START + number * KEEP_S / 4, nodes=[node_view("n1", owner)], runs=[]), 0.0)
+    marks = view.history["n1"]
+    assert len(marks) <= 6
+    assert marks[0][0] <= START + 9 * KEEP_S / 4 - KEEP_S
+
+
+def test_a_node_that_left_the_cluster_has_no_data() -> None:
+    view = View()
+    view.apply(snapshot(), 0.0)
+    view.apply(snapshot(START + 1, nodes=[], runs=[]), 1.0)
+    assert view.history["n1"][-1] == (START + 1, NO_DATA)
+    assert view.cells == {}
+
+
+def test_events_are_taken_once_and_start_anew_with_another_state_folder() -> None:
+    view = View()
+    for seq in (1, 2, 2, 1):
+        view.apply(event(seq), 0.0)
+    assert [item.seq for item in view.events] == [1, 2]
+    view.lost("gone", START)
+    view.apply(snapshot(last_event=0), 1.0)
+    view.apply(event(1, text="new"), 1.0)
+    assert [item.text for item in view.events] == ["new"]
+
+
+def test_changes_are_membership_changes_newest_first() -> None:
+    view = View()
+    for seq, kind in enumerate(["absorb", "poll", "release", "submit", "eject"], 1):
+        view.apply(event(seq, kind), 0.0)
+    assert [item.kind for item in view.changes(2)] == ["eject", "release"]
+
+
+def test_age_turns_yellow_then_red_and_the_first_loss_counts() -> None:
+    view = View()
+    assert view.freshness(0.0) is Freshness.STALE
+    view.apply(snapshot(), 10.0)
+    assert view.freshness(10.0) is Freshness.FRESH
+    assert view.freshness(10.0 + YELLOW_S) is Freshness.AGING
+    assert view.freshness(10.0 + RED_S) is Freshness.STALE
+    assert view.poll_age(13.0) == 5.0
+    view.lost("first", START + 1)
+    view.lost("second", START + 9)
+    assert (view.away_since, view.away_reason) == (START + 1, "second")
+    assert view.freshness(10.0) is Freshness.AGING
+    view.apply(snapshot(), 50.0)
+    assert view.away_since is None
+
+
+def test_next_release_is_the_soonest_and_counts_down() -> None:
+    view = View()
+    run = run_view(members=[member("n1", ends_in_s=90.0), member("n2", 1, ends_in_s=40.0)])
+    view.apply(snapshot(runs=[run]), 0.0)
+    assert view.next_release(run, 15.0) == 25.0
+    assert view.next_release(run, 99.0) == 0.0
+    assert view.next_release(run_view(members=[]), 0.0) is None
+
+
+def test_letters_are_by_first_appearance_and_stay() -> None:
+    view = View()
+    view.apply(snapshot(runs=[run_view("b-1"), run_view("a-1")]), 0.0)
+    view.apply(snapshot(START + 1, runs=[run_view("a-1")]), 1.0)
+    assert [view.letter(run) for run in ("b-1", "a-1")] == ["A", "B"]
+    assert glyph(view, Cell(NodeOwner.OURS, "a-1", AllocationKind.BASE, WorkerPhase.MEMBER))[0] == "B"

@@ -1,0 +1,37 @@
+"""Layers point one way, and `import fallow` stays cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_layers_point_one_way() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "late"),
+    [
+        ("fallow", ("torch", "zmq", "redis", "textual")),
+        ("fallow.model", ("torch", "zmq", "redis", "textual")),
+        ("fallow_tui.app", ("torch", "zmq", "redis")),
+    ],
+)
+def test_importing_does_not_import_what_is_not_needed_yet(module: str, late: tuple[str, ...]) -> None:
+    code = f"import {module}, sys; print(*(name for name in {late!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

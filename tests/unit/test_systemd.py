@@ -1,0 +1,89 @@
+"""The systemd units say what the head relies on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fallow.model import Exit
+
+FOLDER = Path(__file__).parents[2] / "contrib" / "systemd"
+SYSTEM, USER = "fallow@.service", "fallow-user.service"
+
+BOTH = {
+    "Type": "notify",
+    "NotifyAccess": "main",
+    "WatchdogSec": "30",
+    "Restart": "on-failure",
+    "KillMode": "mixed",
+    "UMask": "0077",
+    "NoNewPrivileges": "yes",
+    "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6",
+    "RestrictNamespaces": "yes",
+    "RestrictSUIDSGID": "yes",
+    "LockPersonality": "yes",
+    "SystemCallFilter": "@system-service",
+    "SystemCallArchitectures": "native",
+}
+ONLY_SYSTEM = {
+    "User": "%i",
+    "ProtectSystem": "strict",
+    "PrivateTmp": "yes",
+    "CapabilityBoundingSet": "",
+    "StateDirectoryMode": "0700",
+    "RuntimeDirectoryMode": "0700",
+}
+
+
+def _keys(unit: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in (FOLDER / unit).read_text().splitlines():
+        if re.match(r"[A-Za-z]+=", line):
+            key, _, value = line.partition("=")
+            assert key not in found, f"{unit} says {key} twice"
+            found[key] = value
+    return found
+
+
+@pytest.mark.parametrize(("unit", "wanted"), [(SYSTEM, BOTH | ONLY_SYSTEM), (USER, BOTH)])
+def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) -> None:
+    keys = _keys(unit)
+    assert {key: keys.get(key) for key in wanted} == wanted
+    assert keys["ExecStart"].endswith("fallow daemon")
+    # An exit code that starting again cannot mend.
+    assert {int(code) for code in keys["RestartPreventExitStatus"].split()} == {
+        Exit.NO_RESTART,
+        Exit.CONFIG,
+        Exit.USAGE,
+    }
+    assert int(keys["TimeoutStopSec"]) > int(keys["WatchdogSec"])
+
+
+def test_user_unit_asks_for_nothing_that_needs_privileges() -> None:
+    keys = _keys(USER)
+    assert not {key for key in keys if key.startswith(("Protect", "Private", "Capability"))}
+    assert "User" not in keys
+    assert keys["WantedBy"] == "default.target"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+@pytest.mark.parametrize(("unit", "manager"), [(SYSTEM, "--system"), (USER, "--user")])
+def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -> None:
+    instance = tmp_path / unit.replace("@", "@daemon")
+    shutil.copy(FOLDER / unit, instance)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", manager, "--man=no", str(instance)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_COLOR": "0"},
+    )
+    # It also looks at the machine's own units; only what it says about ours counts.
+    about_ours = [line for line in done.stderr.splitlines() if instance.name in line]
+    assert about_ours == []
