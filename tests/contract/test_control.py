@@ -1,0 +1,284 @@
+"""Both ends of the control socket, over a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fallow.control import server as server_module
+from fallow.control.broadcast import Broadcast
+from fallow.control.client import ControlClient, call, find_head
+from fallow.control.protocol import MAX_REQUEST, NewRun
+from fallow.control.server import ControlServer
+from fallow.files import write_struct
+from fallow.model import EventRecord, Exit, FallowError, HeadFile, HeadView, Snapshot
+
+
+def snapshot(version: str = "1") -> Snapshot:
+    head = HeadView(
+        version=version,
+        host="h",
+        pid=1,
+        term=1,
+        uptime_s=0.0,
+        cluster=None,
+        slurm_version=None,
+        slurm_error=None,
+        poll_age_s=None,
+        poll_interval_s=30.0,
+        polls=0,
+        agents=0,
+        workers=0,
+    )
+    return Snapshot(at=0.0, head=head, nodes=[], runs=[], last_event=0)
+
+
+class Head:
+    """A handler that answers a few methods in a few ways."""
+
+    def __init__(self) -> None:
+        self.broadcast = Broadcast(backlog=4)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def handle(self, method: str, params: dict[str, Any]) -> Any:
+        self.asked.append((method, params))
+        match method:
+            case "status":
+                return snapshot()
+            case "create_run":
+                return NewRun(run="r", token="t", folder="/f", key_file="/k")
+            case "grow":
+                raise FallowError("run r: it is over", Exit.USAGE)
+            case "shrink":
+                raise RuntimeError("a bug")
+            case "drain":
+                await asyncio.sleep(60)
+        return None
+
+    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        return self.broadcast.subscribe(first=snapshot())
+
+
+def head_file(folder: Path, **changes: Any) -> Path:
+    values = {
+        "protocol": 1,
+        "version": "1",
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "term": 1,
+        "endpoint": "tcp://127.0.0.1:1",
+        "public_key": "k",
+        "control": str(folder / "control.sock"),
+        "started_at": 0.0,
+    }
+    write_struct(folder / "head.json", HeadFile(**{**values, **changes}))
+    return folder / "head.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[Path, Head]]:
+    head = Head()
+    server = ControlServer(folder / "control.sock", head)
+    await server.start()
+    try:
+        yield head_file(folder), head
+    finally:
+        await server.close()
+
+
+async def raw(folder: Path, *lines: bytes) -> list[dict[str, Any]]:
+    """Answers to lines that no client of ours would send."""
+    reader, writer = await asyncio.open_unix_connection(str(folder / "control.sock"), limit=1 << 26)
+    answers = []
+    async with asyncio.timeout(5):
+        for line in lines:
+            writer.write(line)
+            if answer := await reader.readline():
+                answers.append(json.loads(answer))
+    writer.close()
+    return answers
+
+
+async def test_a_typed_answer(folder: Path) -> None:
+    async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
+        assert await client.call("status", Snapshot, run="r") == snapshot()
+        assert (await client.call("create_run", NewRun, spec={})).token == "t"
+        assert await client.call("cancel", run="r") is None
+        assert head.asked == [("status", {"run": "r"}), ("create_run", {"spec": {}}), ("cancel", {"run": "r"})]
+
+
+async def test_the_heads_error_is_raised_and_the_connection_goes_on(folder: Path) -> None:
+    async with serving(folder) as (path, _), await ControlClient.connect(path) as client:
+        with pytest.raises(FallowError, match="run r: it is over") as caught:
+            await client.call("grow", run="r")
+        assert caught.value.code is Exit.USAGE
+        with pytest.raises(FallowError, match=r"RuntimeError.*its log") as caught:
+            await client.call("shrink", run="r")
+        assert caught.value.code is Exit.SOFTWARE
+        with pytest.raises(FallowError, match="knows no method"):
+            await client.call("format_disk")
+        assert await client.call("status", Snapshot) == snapshot()
+
+
+async def test_waiting_has_a_deadline(folder: Path) -> None:
+    async with serving(folder) as (path, _), await ControlClient.connect(path) as client:
+        with pytest.raises(FallowError, match=r"drain within 0.1 s") as caught:
+            await client.call("drain", timeout_s=0.1)
+        assert caught.value.code is Exit.TEMPFAIL
+
+
+async def test_only_we_can_reach_the_socket(folder: Path) -> None:
+    async with serving(folder):
+        mode = stat.S_IMODE((folder / "control.sock").stat().st_mode)
+        assert mode & 0o077 == 0
+    assert not (folder / "control.sock").exists()
+
+
+async def test_another_user_is_not_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "peer_uid", lambda sock: os.getuid() + 1)
+    async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
+        with pytest.raises(FallowError, match="went away"):
+            await client.call("status")
+        assert not head.asked
+
+
+async def test_an_open_folder_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("open")
+    os.chmod(folder, 0o755)
+    with pytest.raises(FallowError) as caught:
+        await ControlServer(folder / "control.sock", Head()).start()
+    assert caught.value.code is Exit.NOPERM
+
+
+async def test_a_second_server_is_refused_and_a_dead_ones_socket_replaced(folder: Path) -> None:
+    async with serving(folder):
+        with pytest.raises(FallowError, match="another head answers"):
+            await ControlServer(folder / "control.sock", Head()).start()
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(folder / "control.sock"))
+    left.close()
+    async with serving(folder) as (path, _), await ControlClient.connect(path) as client:
+        assert await client.call("cancel") is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"null\n",
+        b"{}\n",
+        b"[[[[\n",
+        b'{"method": 1}\n',
+        b'{"method": "status", "params": []}\n',
+        b'{"method": "status", "extra": 1}\n',
+        b'{"method": "status", "params": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}\n",
+        b"GET / HTTP/1.1\r\n",
+        b"\xff\xfe\x00\n",
+    ],
+)
+async def test_nonsense_is_answered_and_the_server_lives(folder: Path, line: bytes) -> None:
+    async with serving(folder):
+        first, second = await raw(folder, line, b'{"method": "cancel"}\n')
+        assert first["error"]["code"] == Exit.DATA
+        assert second == {"result": None}
+
+
+async def test_a_line_without_end_is_cut_off(folder: Path) -> None:
+    async with serving(folder) as (path, _):
+        (answer,) = await raw(folder, b"x" * (MAX_REQUEST + 100_000))
+        assert answer["error"]["code"] == Exit.DATA
+        async with await ControlClient.connect(path) as client:
+            with pytest.raises(FallowError, match="bytes long"):
+                await client.call("create_run", spec={"script": "x" * MAX_REQUEST})
+
+
+async def test_subscribing(folder: Path) -> None:
+    async with serving(folder) as (path, head), await ControlClient.connect(path) as client:
+        stream = client.subscribe()
+        assert await anext(stream) == snapshot()
+        event = EventRecord(seq=1, at=0.0, run=None, kind="poll", text="x")
+        head.broadcast.publish(event)
+        assert await anext(stream) == event
+        head.broadcast.close()
+        assert [item async for item in stream] == []
+
+
+async def test_a_subscriber_that_leaves_is_forgotten(folder: Path) -> None:
+    async with serving(folder) as (path, head):
+        async with await ControlClient.connect(path) as client:
+            await anext(client.subscribe())
+            assert head.broadcast.subscribers == 1
+        async with asyncio.timeout(5):
+            while head.broadcast.subscribers:  # noqa: ASYNC110 (the server has no event for it)
+                await asyncio.sleep(0.01)
+
+
+async def test_a_slow_subscriber_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SLOW_S", 0.2)
+    async with serving(folder) as (_, head):
+        reader, writer = await asyncio.open_unix_connection(str(folder / "control.sock"), limit=100)
+        writer.write(b'{"method": "subscribe"}\n')
+        await reader.read(10)
+        big = EventRecord(seq=1, at=0.0, run=None, kind="x", text="x" * 500_000)
+        async with asyncio.timeout(10):
+            while head.broadcast.subscribers:
+                head.broadcast.publish(big)
+                await asyncio.sleep(0.02)
+        writer.close()
+
+
+async def test_a_publisher_never_waits() -> None:
+    broadcast = Broadcast(backlog=2)
+    stream = broadcast.subscribe()
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    events = [EventRecord(seq=n, at=0.0, run=None, kind="x", text="") for n in range(5)]
+    for event in events:
+        broadcast.publish(event)
+    assert await waiting == events[0]
+    assert [item async for item in stream] == [events[1]]
+    assert broadcast.subscribers == 0
+
+
+def test_no_head(folder: Path) -> None:
+    with pytest.raises(FallowError, match=f"no head is running for {folder}; start one with: fallow daemon") as caught:
+        call(folder / "head.json", "status")
+    assert caught.value.code is Exit.UNAVAILABLE
+
+
+def test_a_head_that_is_gone(folder: Path) -> None:
+    path = head_file(folder, pid=2**22 + 1)
+    with pytest.raises(FallowError, match=rf"pid {2**22 + 1} on .* is gone; start one"):
+        call(path, "status")
+
+
+def test_a_head_that_does_not_answer(folder: Path) -> None:
+    with pytest.raises(FallowError, match=r"does not answer on .*control.sock"):
+        call(head_file(folder), "status")
+
+
+def test_a_head_elsewhere(folder: Path) -> None:
+    with pytest.raises(FallowError, match=r"runs on login7 \(pid 5\), this is .*ssh login7"):
+        find_head(head_file(folder, host="login7", pid=5))
+
+
+async def test_the_client_does_not_trust_another_users_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(folder) as (path, _):
+        monkeypatch.setattr("fallow.control.client.peer_uid", lambda sock: os.getuid() + 1)
+        with pytest.raises(FallowError, match="another user"):
+            await ControlClient.connect(path)
