@@ -192,7 +192,7 @@ def _socket_path(path: Path) -> Path:
 def private_dir(path: Path) -> Path:
     """Make `path` (0700, missing parents too) and check that it is ours, closed and no link."""
     path = Path(path)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _check_dir(path)
     try:
         for folder in (*reversed(path.parents), path):

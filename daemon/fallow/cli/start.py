@@ -68,6 +68,6 @@ def top(read_only: bool, demo: bool) -> int:
 @json_option
 def demo(seconds: float | None, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
-    from fallow.demo import main
+    from fallow.demo.main import main
 
     return int(main(seconds=seconds, json=as_json))

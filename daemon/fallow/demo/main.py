@@ -32,13 +32,13 @@ from fallow.testbed.cluster import Testbed
 NODES = 8
 UTILISATION = 0.6
 POLL_S = 2.0
-CALIBRATION_STEPS = 12
+CALIBRATION_STEPS = 30
 """Steps of one member alone that show how long a step takes on this machine."""
 
 RPCS_PER_POLL = 4
 """What one batch of the command-line client asks: nodes, partitions, reservations, jobs."""
 
-TRAINING = ["--layers", "2", "--width", "96", "--context", "64", "--batch-size", "4"]
+TRAINING = ["--layers", "4", "--width", "128", "--context", "64", "--batch-size", "4"]
 SETTINGS = {
     "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
     "FALLOW_HARVEST__MAX_MINUTES": "2",
