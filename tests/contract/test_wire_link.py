@@ -1,0 +1,246 @@
+"""A link finds its head again and says hello first, whatever happened."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fallow.files import private_dir, write_private, write_struct
+from fallow.model import PROTOCOL, AgentBeat, AgentHello, AgentLeft, Beat, BeatAck, FallowError, HeadFile, ToWorker
+from fallow.wire import link as link_module
+from fallow.wire.address import host_of, local_address_towards, own_address, resolve
+from fallow.wire.keys import KeyPair, new_keypair
+from fallow.wire.link import QUEUE, Link
+from fallow.wire.router import Router
+
+DEADLINE_S = 15.0
+HEAD, PEER = new_keypair(), new_keypair()
+
+
+def hello(number: int = 0) -> AgentHello:
+    return AgentHello(
+        agent="n", token="t", protocol=PROTOCOL, version="0", job_id="1", node="n", slots=1, pid=number
+    )  # fmt: skip
+
+
+def beat(step: int) -> Beat:
+    return Beat(worker="w", generation=0, prepared=0, step=step, held=False)
+
+
+class Setup:
+    """One router at a time, one link, and what the link heard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.head_file = folder / "head.json"
+        self.allowed = {PEER.public}
+        self.heard: asyncio.Queue[Any] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.connections = 0
+        self.threads: set[int] = set()
+        self.router: Router | None = None
+
+    async def head(self, keys: KeyPair = HEAD, port: int | None = None) -> Router:
+        self.router = Router(keys.public, keys.secret, lambda key: key in self.allowed)
+        endpoint = await self.router.start("127.0.0.1", port)
+        head = HeadFile(
+            protocol=PROTOCOL, version="0", host="h", pid=1, term=1, endpoint=endpoint, public_key=keys.public,
+            control="", started_at=0.0,
+        )  # fmt: skip
+        write_struct(self.head_file, head)
+        return self.router
+
+    def link(self, router: Router) -> Link[ToWorker]:
+        made: Link[ToWorker] = Link(
+            router.endpoint, HEAD.public, PEER.public, PEER.secret, ToWorker, self._hear, self.head_file,
+            on_connect=self._connected,
+        )  # fmt: skip
+        self.made = made
+        return made
+
+    def _hear(self, message: ToWorker) -> None:
+        self.threads.add(threading.get_ident())
+        self.loop.call_soon_threadsafe(self.heard.put_nowait, message)
+
+    def _connected(self) -> None:
+        self.connections += 1
+        self.made.send(hello(self.connections))
+
+    async def next(self) -> Any:
+        assert self.router is not None
+        async with asyncio.timeout(DEADLINE_S):
+            return (await self.router.recv())[1]
+
+    async def back(self) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.heard.get()
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
+    monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
+    made = Setup(private_dir(tmp_path / "s"))
+    yield made
+    if hasattr(made, "made"):
+        made.made.close(0.0)
+    if made.router is not None:
+        await made.router.close()
+
+
+async def test_hello_goes_first(setup: Setup) -> None:
+    link = setup.link(await setup.head())
+    link.send(beat(1))
+    link.send(beat(2))
+    link.start()
+    assert [await setup.next() for _ in range(3)] == [hello(1), beat(1), beat(2)]
+    assert link.connected
+
+
+async def test_answers_arrive_in_order_in_one_thread(setup: Setup) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    peer, _ = await router.recv()
+    before = link.last_heard
+    for term in range(50):
+        assert router.send(peer, BeatAck(term=term))
+    assert [(await setup.back()).term for _ in range(50)] == list(range(50))
+    assert len(setup.threads) == 1
+    assert threading.get_ident() not in setup.threads
+    assert link.last_heard > before
+
+
+async def test_many_threads_send(setup: Setup) -> None:
+    link = setup.link(await setup.head())
+    link.start()
+    assert await setup.next() == hello(1)
+    threads = [threading.Thread(target=lambda n=n: [link.send(beat(n * 50 + i)) for i in range(50)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    steps = [(await setup.next()).step for _ in range(200)]
+    assert sorted(steps) == list(range(200))
+    for n in range(4):
+        mine = [step for step in steps if step // 50 == n]
+        assert mine == sorted(mine)
+
+
+async def test_same_port_after_a_restart(setup: Setup) -> None:
+    router = await setup.head()
+    setup.link(router).start()
+    assert await setup.next() == hello(1)
+    port = int(router.endpoint.rsplit(":", 1)[1])
+    await router.close()
+    await setup.head(port=port)
+    assert (await setup.next()).pid >= 2
+
+
+async def test_moved_head_with_a_new_key(setup: Setup) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    assert await setup.next() == hello(1)
+    await router.close()
+    new = new_keypair()
+    router = await setup.head(new)
+    assert (await setup.next()).pid == 2
+    assert (link.endpoint, link.server_key) == (router.endpoint, new.public)
+
+
+async def test_same_place_with_a_new_key(setup: Setup) -> None:
+    router = await setup.head()
+    setup.link(router).start()
+    assert await setup.next() == hello(1)
+    port = int(router.endpoint.rsplit(":", 1)[1])
+    await router.close()
+    await setup.head(new_keypair(), port)
+    assert (await setup.next()).pid == 2
+
+
+async def test_key_that_is_accepted_later(setup: Setup) -> None:
+    setup.allowed.clear()
+    router = await setup.head()
+    setup.link(router).start()
+    async with asyncio.timeout(DEADLINE_S):
+        while router.refused["unknown key"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    setup.allowed.add(PEER.public)
+    assert await setup.next() == hello(1)
+
+
+async def test_damaged_head_file_is_ignored(setup: Setup) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    link.start()
+    assert await setup.next() == hello(1)
+    endpoint = link.endpoint
+    for content in (b"", b"{}", b"\xff" * 100):
+        write_private(setup.head_file, content)
+        link.send(beat(1))
+        assert await setup.next() == beat(1)
+    assert link.endpoint == endpoint
+
+
+async def test_newest_messages_are_kept_while_the_head_is_away(setup: Setup) -> None:
+    link = setup.link(await setup.head())
+    for step in range(QUEUE + 10):
+        link.send(beat(step))
+    link.start()
+    first = [await setup.next() for _ in range(3)]
+    assert isinstance(first[0], AgentHello)
+    assert first[1].step >= 10
+
+
+async def test_close_flushes(setup: Setup) -> None:
+    link = setup.link(await setup.head())
+    link.start()
+    assert await setup.next() == hello(1)
+    for step in range(100):
+        link.send(beat(step))
+    link.send(AgentLeft(code=0))
+    assert await asyncio.to_thread(link.close, 5.0)
+    assert [await setup.next() for _ in range(101)][-1] == AgentLeft(code=0)
+    link.send(beat(1))
+    assert await asyncio.to_thread(link.close, 0.0), "a second time does nothing"
+
+
+async def test_close_gives_up_in_time(setup: Setup) -> None:
+    router = await setup.head()
+    link = setup.link(router)
+    await router.close()
+    link.start()
+    link.send(beat(1))
+    async with asyncio.timeout(DEADLINE_S):
+        assert not await asyncio.to_thread(link.close, 0.2)
+
+
+async def test_faults_of_the_owner_do_not_end_the_link(setup: Setup) -> None:
+    router = await setup.head()
+    link: Link[ToWorker] = Link(
+        router.endpoint, HEAD.public, PEER.public, PEER.secret, ToWorker, lambda message: 1 // 0, None,
+        on_connect=lambda: 1 // 0,
+    )  # fmt: skip
+    setup.made = link
+    link.start()
+    link.send(beat(1))
+    async with asyncio.timeout(DEADLINE_S):
+        peer, _ = await router.recv()
+    router.send(peer, BeatAck(term=1))
+    link.send(AgentBeat(alive=[]))
+    assert await setup.next() == AgentBeat(alive=[])
+
+
+def test_addresses() -> None:
+    assert local_address_towards("127.0.0.1") == "127.0.0.1"
+    assert resolve("127.0.0.1") == "127.0.0.1"
+    assert own_address() != "127.0.0.1"
+    assert host_of("tcp://127.0.0.1:5") == "127.0.0.1"
+    assert host_of("tcp://[::1]:5") == "::1"
+    for bad in ("ipc:///x", "tcp://x", "tcp://:5", "x"):
+        with pytest.raises(FallowError, match="endpoint"):
+            host_of(bad)
+    with pytest.raises(FallowError, match="does not resolve"):
+        resolve("no-such-host.invalid")

@@ -1,0 +1,223 @@
+"""Private files refuse what somebody else could have made or could change."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.files import (
+    Paths,
+    UnsafePath,
+    check_id,
+    network_filesystem,
+    private_dir,
+    read_private,
+    read_struct,
+    write_private,
+    write_struct,
+)
+from fallow.model import Exit, FallowError
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    a: int
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return private_dir(tmp_path / "private")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_private_dir_makes_all_levels_private(tmp_path: Path) -> None:
+    made = private_dir(tmp_path / "a" / "b" / "c")
+    assert [mode(p) for p in (made, made.parent, made.parent.parent)] == [0o700] * 3
+    assert private_dir(made) == made
+
+
+def test_private_dir_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        assert mode(private_dir(tmp_path / "x" / "y")) == 0o700
+    finally:
+        os.umask(old)
+
+
+def test_private_dir_refuses_open_folder(folder: Path) -> None:
+    folder.chmod(0o750)
+    with pytest.raises(UnsafePath, match=r"open to others .*0750.*chmod 700") as caught:
+        private_dir(folder)
+    assert caught.value.code is Exit.NOPERM
+
+
+def test_private_dir_refuses_links_and_files(folder: Path) -> None:
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "link").symlink_to("real")
+    (folder / "file").touch(mode=0o600)
+    for name in ("link", "file"):
+        with pytest.raises(UnsafePath, match="not a folder"):
+            private_dir(folder / name)
+
+
+def test_private_dir_refuses_crowd_above(tmp_path: Path) -> None:
+    crowd = tmp_path / "crowd"
+    crowd.mkdir()
+    crowd.chmod(0o777)
+    with pytest.raises(UnsafePath, match="others can write"):
+        private_dir(crowd / "mine")
+    crowd.chmod(0o1777)
+    private_dir(crowd / "mine")
+
+
+def test_private_dir_through_a_link_above(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "home").symlink_to("real")
+    assert private_dir(tmp_path / "home" / "state").is_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_private_dir_refuses_foreign_owner(folder: Path) -> None:
+    os.chown(folder, 12345, -1)
+    with pytest.raises(UnsafePath, match="belongs to uid 12345"):
+        private_dir(folder)
+
+
+def test_private_dir_says_what_to_do_when_it_cannot(folder: Path) -> None:
+    (folder / "file").touch()
+    with pytest.raises(FallowError, match="cannot make this folder") as caught:
+        private_dir(folder / "file" / "below")
+    assert caught.value.code is Exit.CANTCREAT
+
+
+def test_write_replaces_and_leaves_nothing_behind(folder: Path) -> None:
+    path = folder / "f"
+    write_private(path, b"one")
+    write_private(path, b"two")
+    assert read_private(path) == b"two"
+    assert mode(path) == 0o600
+    assert os.listdir(folder) == ["f"]
+
+
+def test_write_does_not_follow_a_link(folder: Path) -> None:
+    (folder / "victim").write_bytes(b"precious")
+    (folder / "f").symlink_to("victim")
+    write_private(folder / "f", b"new")
+    assert (folder / "victim").read_bytes() == b"precious"
+    assert not (folder / "f").is_symlink()
+
+
+def test_failed_write_keeps_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_private(folder / "f", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_private(folder / "f", b"new")
+    monkeypatch.undo()
+    assert read_private(folder / "f") == b"old"
+    assert os.listdir(folder) == ["f"]
+
+
+def test_read_refuses_link_fifo_and_open_file(folder: Path) -> None:
+    write_private(folder / "f", b"x")
+    (folder / "link").symlink_to("f")
+    os.mkfifo(folder / "fifo", 0o600)
+    (folder / "open").write_bytes(b"x")
+    (folder / "open").chmod(0o644)
+    for name in ("link", "fifo", "open"):
+        with pytest.raises(UnsafePath):
+            read_private(folder / name)
+    with pytest.raises(FileNotFoundError):
+        read_private(folder / "missing")
+
+
+def test_read_is_bounded(folder: Path) -> None:
+    write_private(folder / "f", b"x" * 11)
+    with pytest.raises(FallowError, match="larger than 10 bytes"):
+        read_private(folder / "f", limit=10)
+
+
+def test_structs(folder: Path) -> None:
+    write_struct(folder / "s", Sample(1))
+    assert read_struct(folder / "s", Sample) == Sample(1)
+    for bad in (b"", b"{", b'{"a": "x"}', b'{"a": 1, "b": 2}', b'{"a": "\xff"}', b"[" * 100_000):
+        write_private(folder / "s", bad)
+        with pytest.raises(FallowError, match="not a valid Sample"):
+            read_struct(folder / "s", Sample)
+
+
+@pytest.mark.parametrize("good", ["a", "0", "_x", "run-1.w0", "A" * 64])
+def test_good_ids(good: str) -> None:
+    assert check_id(good) == good
+
+
+@pytest.mark.parametrize(
+    "bad", ["", ".", "..", "-x", "a/b", "a b", "a\n", "a\0", "é", "A" * 65, "$(id)", "*", "../../etc"]
+)
+def test_bad_ids(bad: str) -> None:
+    with pytest.raises(FallowError, match="no valid id"):
+        check_id(bad)
+
+
+def test_default_paths(tmp_path: Path) -> None:
+    env = {"FALLOW_STATE_DIR": str(tmp_path / "s"), "XDG_RUNTIME_DIR": str(tmp_path)}
+    paths = Paths.default(env)
+    assert paths.state == tmp_path / "s"
+    assert paths.runtime.parent == tmp_path
+    assert paths.runtime.name.startswith("fallow-")
+    assert Paths.default({**env, "FALLOW_STATE_DIR": str(tmp_path / "t")}).runtime != paths.runtime
+    paths.create()
+    run = paths.run("r").create()
+    assert run.key("tok") == paths.state / "runs" / "r" / "keys" / "tok.json"
+    assert run.log("w0").parent.is_dir()
+    with pytest.raises(FallowError):
+        paths.run("../x")
+
+
+def test_default_paths_without_anything(tmp_path: Path) -> None:
+    paths = Paths.default({"XDG_STATE_HOME": str(tmp_path)})
+    assert paths.state == tmp_path / "fallow"
+    assert str(paths.runtime).startswith(f"/tmp/fallow-{os.getuid()}-")
+    gone = Paths.default({"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "gone")})
+    assert gone == paths
+
+
+def test_socket_paths_are_bounded(tmp_path: Path) -> None:
+    paths = Paths(tmp_path, tmp_path / ("x" * 100))
+    with pytest.raises(FallowError, match="too long for a Unix socket"):
+        _ = paths.control
+    assert len(os.fsencode(Paths(tmp_path, Path("/" + "x" * 90)).redis_socket)) < 108
+
+
+def test_network_filesystem(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 0:1 / / rw shared:1 - ext4 /dev/a rw\n"
+        "2 1 0:2 / /home rw - nfs4 server:/home rw\n"
+        "3 2 0:3 / /home/me/scratch\\040x rw - lustre a rw\n"
+        "4 2 0:4 / /home/me/local rw - xfs a rw\n"
+        "5 2 0:5 / /home/me/ssh rw - fuse.sshfs a rw\n"
+        "6 2 0:6 / /home/me/img rw - fuse.squashfuse a rw\n"
+        "garbage\n"
+    )
+
+    def kind(path: str) -> str | None:
+        return network_filesystem(Path(path), str(mounts))
+
+    assert kind("/var/x") is None
+    assert kind("/home/me/state") == "nfs4"
+    assert kind("/homework") is None
+    assert kind("/home/me/scratch x/y") == "lustre"
+    assert kind("/home/me/local/y") is None
+    assert kind("/home/me/ssh") == "fuse.sshfs"
+    assert kind("/home/me/img") is None
+    assert network_filesystem(Path("/x"), str(tmp_path / "none")) is None
