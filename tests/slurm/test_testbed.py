@@ -23,6 +23,8 @@ from fallow.testbed.host import find_commands, owned_processes
 
 pytestmark = pytest.mark.slurm
 MakeTestbed = Callable[..., Testbed]
+# Lengths of sleep that no other test session on this host uses, to know our jobs' processes by.
+NAPS = [str(100_000 + 10 * os.getpid() + index) for index in range(4)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
@@ -54,34 +56,35 @@ def test_up_and_down_leaves_no_process_and_no_file(make_testbed: MakeTestbed) ->
     assert status.up and status.nodes == {"idle": 3} and status.jobs == {}
     # a job whose task ignores SIGTERM, one of its children with no environment, and an orphan
     script = (
-        "#!/bin/sh\ntrap '' TERM\nsetsid sleep 987 &\nsrun --ntasks=1 sh -c 'trap \"\" TERM; env -i sleep 986; :'\n"
+        f"#!/bin/sh\ntrap '' TERM\nsetsid sleep {NAPS[0]} &\n"
+        f"srun --ntasks=1 sh -c 'trap \"\" TERM; env -i sleep {NAPS[1]}; :'\n"
     )
     job_id = sbatch(testbed, script, "--nodes=1")
-    wait_for(lambda: _sleepers() >= {"986", "987"})
+    wait_for(lambda: _sleepers() >= set(NAPS[:2]))
     assert state_of(testbed, job_id) == "RUNNING"
     assert testbed.status().jobs == {"running": 1}
     testbed.down()
     assert not testbed.folder.exists()
     assert owned_processes(testbed.folder, testbed.conf) == set()
-    assert not _sleepers() & {"986", "987"}
+    assert not _sleepers() & set(NAPS[:2])
     assert registry.records() == []
     testbed.down()
 
 
 def test_down_of_a_testbed_whose_controller_is_gone_or_hangs(make_testbed: MakeTestbed) -> None:
     first, second = make_testbed(nodes=1), make_testbed(nodes=1)
-    sbatch(first, "#!/bin/sh\nexec sleep 985\n")
-    wait_for(lambda: "985" in _sleepers())
+    sbatch(first, f"#!/bin/sh\nexec sleep {NAPS[2]}\n")
+    wait_for(lambda: NAPS[2] in _sleepers())
     os.kill(first.daemon_pid("slurmctld"), signal.SIGKILL)
     os.kill(second.daemon_pid("slurmctld"), signal.SIGSTOP)
     first.down()
     second.down()
-    assert "985" not in _sleepers() and registry.records() == []
+    assert NAPS[2] not in _sleepers() and registry.records() == []
 
 
 def test_a_shell_that_only_looks_at_the_testbed_survives(make_testbed: MakeTestbed) -> None:
     testbed = make_testbed(nodes=1)
-    with subprocess.Popen(["sleep", "984"], env={"PATH": os.environ["PATH"], **testbed.env()}) as looker:
+    with subprocess.Popen(["sleep", NAPS[3]], env={"PATH": os.environ["PATH"], **testbed.env()}) as looker:
         testbed.down()
         assert looker.poll() is None
         looker.kill()

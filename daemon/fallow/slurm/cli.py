@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
@@ -120,6 +122,12 @@ class CliClient:
             job
             for job in parse.jobs(queue, layout)
             if job.state not in parse.ENDED_STATES or (job.user == self._user and job.name.startswith(names_prefix))
+        ]
+        # Two answers, two moments: a job may have started between them. What squeue saw running is not idle.
+        busy = {name for job in jobs if job.state == "RUNNING" for name in job.nodes}
+        nodes = [
+            msgspec.structs.replace(node, state="ALLOCATED") if node.state == "IDLE" and node.node in busy else node
+            for node in nodes
         ]
         return ClusterState(at=at, nodes=nodes, jobs=jobs, partitions=partitions, reservations=reservations)
 
