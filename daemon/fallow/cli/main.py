@@ -107,7 +107,8 @@ def invoke(words: Sequence[str]) -> int:
         return error.code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):
+        # SystemExit: click has met the broken pipe before us.
         _discard_output()
         return Exit.IOERR
     except Exception as error:

@@ -68,7 +68,7 @@ def find_allocation() -> tuple[AllocationKind, Path]:
             "to train on this machine: fallow local --members 2 -- CMD",
             Exit.USAGE,
         )
-    if "SLURM_JOB_ID" not in os.environ:
+    if not os.environ.get("SLURM_JOB_ID"):
         raise FallowError(
             f"run {run_id}: SLURM_JOB_ID is not set, so this is no Slurm job; did the script clear its environment?",
             Exit.USAGE,

@@ -38,12 +38,12 @@ class Call:
     """sbatch with --parsable; what it prints on standard error is passed on at once."""
 
     def __init__(
-        self, argv: list[str], environment: dict[str, str], stdin: str | None = None, timeout_s: float = SUBMIT_S
+        self, argv: list[str], environment: dict[str, str], stdin: str | None = None, timeout_s: float | None = None
     ) -> None:
         self._argv = argv
         self._environment = environment
         self._stdin = stdin
-        self._timeout_s = timeout_s
+        self._timeout_s = SUBMIT_S if timeout_s is None else timeout_s
         self._errors: list[str] = []
 
     def run(self, taken: Callable[[str], None]) -> Outcome:

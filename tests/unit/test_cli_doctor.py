@@ -1,0 +1,126 @@
+"""`fallow doctor`: verdicts from facts, and that looking never raises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fallow.cli import doctor
+from fallow.cli.main import invoke
+from fallow.core import checks
+from fallow.core.checks import Check, Level
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
+
+
+def config(**changes: object) -> ClusterConfig:
+    values = {"cluster": "c", "slurm_version": "22.05.8", **changes}
+    return ClusterConfig(**values)  # type: ignore[arg-type]
+
+
+def cluster(*partitions: PartitionInfo) -> ClusterState:
+    return ClusterState(at=0.0, nodes=[], jobs=[], partitions=list(partitions))
+
+
+LOW = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
+GPU = PartitionInfo(partition="gpu", nodes=["n1"])
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "words"),
+    [
+        (checks.slurm_commands([]), Level.OK, "sbatch"),
+        (checks.slurm_commands(["srun"]), Level.FAIL, "srun"),
+        (checks.slurm_version(config()), Level.OK, "22.05.8"),
+        (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
+        (checks.slurm_version(config(slurm_version="git")), Level.WARN, "git"),
+        (checks.scheduler(config(backfill_interval_s=120)), Level.WARN, "120 s"),
+        (checks.priority(config(), 100_000), Level.OK, "nice 100000"),
+        (checks.priority(config(), 0), Level.WARN, "nice 0"),
+        (checks.priority(config(priority_type="priority/multifactor"), 100_000), Level.WARN, "multifactor"),
+        (checks.private_data(config()), Level.OK, "visible"),
+        (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
+        (checks.private_data(config(private_data=["nodes"])), Level.FAIL, "nodes"),
+        (checks.private_data(config(private_data=["usage"])), Level.OK, "visible"),
+        (checks.clock(0.5), Level.OK, "+0.5 s"),
+        (checks.clock(-30.0), Level.WARN, "-30.0 s"),
+        (checks.clock(None), Level.WARN, "not known"),
+        (checks.state_folder("/s", "nfs4", True), Level.OK, "nfs4"),
+        (checks.state_folder("/s", None, True), Level.WARN, "local"),
+        (checks.state_folder("/s", None, False), Level.OK, "this host"),
+        (checks.runtime_folder("/r", "nfs"), Level.FAIL, "nfs"),
+        (checks.store(None, False), Level.FAIL, "no redis-server"),
+        (checks.store(None, True), Level.OK, "URL"),
+        (checks.limits(256, 10), Level.WARN, "256"),
+        (checks.limits(-1, -1), Level.OK, "unlimited"),
+    ],
+)
+def test_verdicts(check: Check, level: Level, words: str) -> None:
+    assert check.level is level
+    assert words in check.found
+    assert check.fix or level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("partitions", "named", "allowed", "levels"),
+    [
+        ([LOW, GPU], [], False, {"harvest low": Level.OK}),
+        ([GPU], [], False, {"harvest": Level.WARN}),
+        ([GPU], ["gpu"], False, {"harvest gpu": Level.WARN}),
+        ([GPU], ["gpu"], True, {"harvest gpu": Level.OK}),
+        ([GPU], ["gone"], True, {"harvest": Level.FAIL}),
+        ([PartitionInfo(partition="s", nodes=[], preempt_mode="SUSPEND")], ["s"], False, {"harvest s": Level.FAIL}),
+        ([PartitionInfo(partition="z", nodes=[], preempt_mode="CANCEL")], [], False, {"harvest z": Level.WARN}),
+        ([PartitionInfo(partition="d", nodes=[], up=False)], ["d"], False, {"harvest d": Level.WARN}),
+    ],
+)
+def test_what_may_be_harvested(
+    partitions: list[PartitionInfo], named: list[str], allowed: bool, levels: dict[str, Level]
+) -> None:
+    assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed)} == levels
+
+
+def test_the_worst_one_counts() -> None:
+    found = [Check("a", level, "") for level in (Level.OK, Level.WARN, Level.FAIL)]
+    assert [checks.worst(found[:n]) for n in (0, 1, 2, 3)] == [Level.OK, Level.OK, Level.WARN, Level.FAIL]
+
+
+def test_a_check_that_breaks_is_a_failed_one() -> None:
+    def refuse() -> Check:
+        raise FallowError("no")
+
+    def missing() -> Check:
+        raise FileNotFoundError(2, "No such file", "/x")
+
+    assert doctor.guarded("a", refuse) == Check("a", Level.FAIL, "no")
+    assert doctor.guarded("b", missing) == Check("b", Level.FAIL, "No such file: /x")
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with nothing on PATH, not even Slurm."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.mark.usefixtures("bare")
+def test_on_a_bare_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["doctor", "--json"]) == Exit.UNAVAILABLE
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["level"] == "FAIL"
+    levels = {check["name"]: check["level"] for check in shown["checks"]}
+    assert levels["slurm commands"] == "FAIL"
+    assert levels["head"] == "WARN"
+    assert invoke(["doctor"]) == Exit.UNAVAILABLE
+    assert "FAIL  slurm commands: not on PATH" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_broken_configuration_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config" / "fallow").mkdir(parents=True)
+    (tmp_path / "config" / "fallow" / "config.toml").write_text("[harvst]\n")
+    found = {check.name: check for check in doctor.examine()}
+    assert found["configuration"].level is Level.FAIL
+    assert "did you mean harvest?" in found["configuration"].found

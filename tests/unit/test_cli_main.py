@@ -1,0 +1,163 @@
+"""The command line as a whole: help, errors, exit codes, speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fallow.cli import common
+from fallow.cli.main import COMMANDS, cli, invoke, wants_json
+from fallow.model import Exit, FallowError
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delenv("FALLOW_DEBUG", raising=False)
+
+
+def test_importing_the_command_line_is_cheap() -> None:
+    code = "import sys, fallow.cli.main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"torch", "zmq", "redis", "rich", "asyncio", "structlog", "numpy", "textual", "ClusterShell"}
+    assert not heavy & set(loaded)
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert invoke([name, "--help"]) == 0
+        assert "Usage:" in capsys.readouterr().out
+
+
+def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for code in Exit:
+        assert f"    {int(code):<4}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["nonsense"], Exit.USAGE, "No such command"),
+        (["grow"], Exit.USAGE, "Missing argument"),
+        (["grow", "r", "--by", "0"], Exit.USAGE, "--by"),
+        (["status"], Exit.UNAVAILABLE, "start one with: fallow daemon"),
+        (["events", "r"], Exit.UNAVAILABLE, "no head is running"),
+        (["drain", "r", "n[1-"], Exit.USAGE, "is no node list"),
+        (["local", "--members", "2", "--schedule", "+1@x", "--", "true"], Exit.USAGE, "item 1 ('+1@x')"),
+        (["run", "--", "true"], Exit.USAGE, "fallow submit"),
+    ],
+)
+def test_errors_are_one_clear_line(
+    words: list[str], code: Exit, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(words) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fallow: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_with_json_the_error_is_the_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["status", "--json"]) == Exit.UNAVAILABLE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["code"] == Exit.UNAVAILABLE
+    assert err == ""
+    assert invoke(["status", "--json", "--nonsense"]) == Exit.USAGE
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == Exit.USAGE
+
+
+def test_whose_json_it_is() -> None:
+    assert wants_json(["local", "--json", "--", "x"])
+    assert not wants_json(["local", "--", "x", "--json"])
+    assert not wants_json(["submit", "a.sh", "--json"])
+
+
+def test_a_bug_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("\x1b[31moops")
+
+    monkeypatch.setattr("fallow.cli.operate.ask", broken)
+    assert invoke(["cancel", "r"]) == Exit.SOFTWARE
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: oops" in err
+    assert "FALLOW_DEBUG=1" in err
+    monkeypatch.setenv("FALLOW_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        invoke(["cancel", "r"])
+
+
+def test_a_reader_that_is_gone_is_no_bug() -> None:
+    command = f"{sys.executable} -m fallow.cli.main completion bash | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert int(done.stdout) in (0, Exit.IOERR)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["completion", shell]) == 0
+    assert "_FALLOW_COMPLETE" in capsys.readouterr().out
+
+
+def test_completion_completes() -> None:
+    environ = {**os.environ, "_FALLOW_COMPLETE": "bash_complete", "COMP_WORDS": "fallow sub", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['fallow']; from fallow.cli.main import main; main()"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split(",")[-1].strip() == "submit"
+
+
+def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def ask(method: str, *_: Any, **params: Any) -> Any:
+        asked.append((method, params))
+        return 5
+
+    monkeypatch.setattr("fallow.cli.operate.ask", ask)
+    for words in (
+        ["grow", "r", "--by", "2"],
+        ["shrink", "r"],
+        ["shrink", "r", "--worker", "w1", "--worker", "w2"],
+        ["drain", "r", "n[01-02]", "x7"],
+        ["checkpoint", "r"],
+        ["cancel", "r"],
+    ):
+        assert invoke([*words, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+    assert asked == [
+        ("grow", {"run": "r", "by": 2}),
+        ("shrink", {"run": "r", "by": 1}),
+        ("release", {"run": "r", "workers": ["w1", "w2"]}),
+        ("drain", {"run": "r", "nodes": ["n01", "n02", "x7"]}),
+        ("checkpoint", {"run": "r"}),
+        ("cancel", {"run": "r"}),
+    ]
+
+
+def test_errors_are_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
+    common.print_error(FallowError("job \x1b]52;c;x\x07n\x1b[2J"), as_json=False)
+    assert capsys.readouterr().err == "fallow: job n\n"
+
+
+def test_top_needs_textual(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert invoke(["top"]) == Exit.UNAVAILABLE
+    assert "pip install 'fallow[tui]'" in capsys.readouterr().err
+
+
+def test_the_group_lists_what_it_has() -> None:
+    assert cli.list_commands(None) == list(COMMANDS)  # type: ignore[arg-type]

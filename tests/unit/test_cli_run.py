@@ -1,0 +1,188 @@
+"""`fallow run` in an allocation, with a scripted srun and scancel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fallow.cli.run import script_processes
+from fallow.core.step import step_command, step_environment
+from fallow.files import Paths, write_struct
+from fallow.model import AllocationKind, Exit, FallowError, KeyFile
+
+
+def test_one_agent_per_node() -> None:
+    argv = step_command({"SLURM_JOB_NUM_NODES": "3"}, ["agent", "--", "x"])
+    assert argv[:4] == ["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"]
+    assert argv[-3:] == ["agent", "--", "x"]
+    for word in ("--overlap", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--export=ALL", "--mpi=none"):
+        assert word in argv
+
+
+def test_one_step_over_all_components() -> None:
+    environ = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES": "1"}
+    environ |= {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2"}
+    argv = step_command(environ, ["agent"])
+    middle = argv.index(":")
+    assert argv[1:4] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
+    assert argv[middle + 1 : middle + 4] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
+    assert argv[middle - 1] == argv[-1] == "agent"
+
+
+def test_gpus_per_task_would_give_the_agent_one_share() -> None:
+    environ = {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "4"}
+    assert "--gpus-per-node=4" in step_command(environ, ["a"])
+
+
+@pytest.mark.parametrize("nodes", [None, "", "0", "-1", "two"])
+def test_no_allocation(nodes: str | None) -> None:
+    with pytest.raises(FallowError, match="SLURM_JOB_NUM_NODES"):
+        step_command({} if nodes is None else {"SLURM_JOB_NUM_NODES": nodes}, ["a"])
+
+
+def test_the_step_takes_whole_nodes() -> None:
+    kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CONF": "/c", "PATH": "/bin"}
+    shaping = dict.fromkeys(
+        ["SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"], "2"
+    )
+    assert step_environment(kept | shaping | {"SLURM_EXPORT_ENV": "NONE"}) == kept
+
+
+class Job:
+    """A batch script that calls `fallow run`, as a process of its own, with fake Slurm commands."""
+
+    def __init__(self, folder: Path, kind: AllocationKind) -> None:
+        folder.chmod(0o700)
+        self.folder = folder
+        self.environ = {
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "FALLOW_STATE_DIR": str(folder / "state"),
+            "FALLOW_RUN": "r1",
+            "FALLOW_TOKEN": "r1.0",
+            "SLURM_JOB_ID": "5",
+            "SLURM_JOB_NUM_NODES": "1",
+            "HOME": str(folder),
+        }
+        paths = Paths.default(self.environ).create().run("r1").create()
+        key = KeyFile(run="r1", token="r1.0", kind=kind, public_key="p", secret_key="s", head_file="/h")
+        write_struct(paths.key("r1.0"), key)
+        (folder / "bin").mkdir()
+        self.command("srun", 'printf "%s\\n" "$@" >srun.args; exit ${TEST_CODE:-0}')
+        self.command("scancel", "echo $1 >scancel.args")
+
+    def command(self, name: str, body: str) -> None:
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+
+    def run(self, code: int = 0, trap: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+        script = f"{trap}\n{sys.executable} -m fallow.cli.main run -- python t.py --json\necho code $?; echo after\n"
+        return subprocess.run(
+            ["bash", "-c", script],
+            env={**self.environ, "TEST_CODE": str(code), **environ},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
+        )
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Job:
+    return Job(tmp_path, AllocationKind.BASE)
+
+
+@pytest.fixture
+def harvest(tmp_path: Path) -> Job:
+    return Job(tmp_path, AllocationKind.HARVEST)
+
+
+def test_the_elected_allocation_goes_on(base: Job) -> None:
+    done = base.run()
+    assert done.stdout == "code 0\nafter\n"
+    words = (base.folder / "srun.args").read_text().splitlines()
+    agent = words.index("fallow.agent")
+    key = str(base.folder / "state/runs/r1/keys/r1.0.json")
+    assert words[agent - 2 :] == [
+        sys.executable,
+        "-m",
+        "fallow.agent",
+        "--key-file",
+        key,
+        "--",
+        "python",
+        "t.py",
+        "--json",
+    ]
+
+
+def test_a_failed_training_is_the_scripts_business(base: Job) -> None:
+    assert base.run(7).stdout == "code 7\nafter\n"
+
+
+def test_an_allocation_that_is_not_elected_ends_its_job(base: Job) -> None:
+    done = base.run(Exit.NO_RESTART)
+    assert done.stdout == ""
+    assert done.returncode == -signal.SIGKILL
+    assert (base.folder / "scancel.args").read_text() == "5\n"
+    assert "job 5 ends here" in done.stderr
+
+
+def test_a_trap_does_not_bring_the_next_line_about(base: Job) -> None:
+    base.command("scancel", "kill -CONT 0; kill -TERM 0")
+    done = base.run(Exit.NO_RESTART, trap="trap 'echo trapped' TERM")
+    assert "after" not in done.stdout
+
+
+def test_a_harvest_job_ends_whatever_the_code(harvest: Job) -> None:
+    for code in (1, 137, Exit.NO_RESTART):
+        assert harvest.run(code).stdout == ""
+    assert harvest.run(0).stdout == "code 0\nafter\n"
+
+
+def test_without_slurm_the_script_is_ended_all_the_same(harvest: Job) -> None:
+    harvest.command("scancel", "exit 1")
+    done = harvest.run(1)
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
+
+
+def test_the_job_of_a_heterogeneous_allocation_is_the_leaders(harvest: Job) -> None:
+    harvest.run(1, SLURM_HET_JOB_ID="4")
+    assert (harvest.folder / "scancel.args").read_text() == "4\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"FALLOW_RUN": ""}, "submitted with `fallow submit`"),
+        ({"FALLOW_RUN": "../x"}, "is not what `fallow submit` sets"),
+        ({"FALLOW_TOKEN": "r1.9"}, "a file system that all nodes share"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
+    ],
+)
+def test_what_is_missing_is_said(base: Job, environ: dict[str, str], message: str) -> None:
+    done = base.run(**environ)
+    assert message in done.stderr
+    assert "code 0" not in done.stdout
+    assert not (base.folder / "srun.args").exists()
+
+
+def test_it_outlives_the_warning_that_the_step_gets(base: Job) -> None:
+    base.command("srun", "kill -TERM $PPID; sleep 0.2; exit 0")
+    assert base.run().stdout == "code 0\nafter\n"
+
+
+def test_the_batch_script_is_everything_below_slurmstepd(tmp_path: Path) -> None:
+    me = os.getppid()
+    for pid, name, parent in ((me, "bash", 500), (500, "my (odd) shell", 400), (400, "slurmstepd", 1)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0")
+    assert script_processes(tmp_path) == [500, me]
+    assert script_processes(tmp_path / "empty") == [me]

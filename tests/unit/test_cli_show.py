@@ -1,0 +1,174 @@
+"""What `status`, `events` and `report` print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from fallow.cli import show
+from fallow.cli.main import invoke
+from fallow.cli.tables import duration, number
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    AllocationView,
+    ChangeKind,
+    EventRecord,
+    GenerationReport,
+    HeadView,
+    MemberView,
+    Parts,
+    PauseReport,
+    Quantiles,
+    RunReport,
+    RunStatus,
+    RunView,
+    SampleReport,
+    Snapshot,
+    WorkerPhase,
+)
+
+HEAD = HeadView(
+    version="1",
+    host="login1",
+    pid=7,
+    term=1,
+    uptime_s=90_061,
+    cluster="c",
+    slurm_version="22.05.8",
+    slurm_error="hung \x1b[31m",
+    poll_age_s=3.0,
+    poll_interval_s=30,
+    polls=2,
+    agents=1,
+    workers=1,
+)
+MEMBER = MemberView(
+    worker="r1.w0",
+    node="n1",
+    token="r1.0",
+    allocation=AllocationKind.BASE,
+    phase=WorkerPhase.MEMBER,
+    rank=0,
+    step=5,
+    ends_in_s=3661.0,
+    last_seen_s=0.25,
+)
+JOB = AllocationView(
+    token="r1.0",
+    kind=AllocationKind.BASE,
+    state=AllocationState.RUNNING,
+    job_id="77",
+    partition="gpu",
+    nodes=["n1"],
+    ends_in_s=3661.0,
+)
+RUN = RunView(
+    run="r1",
+    name="[bold]evil[/]\x1b]52;c;x\x07",
+    status=RunStatus.TRAINING,
+    min_nodes=1,
+    max_nodes=8,
+    limit=8,
+    generation=3,
+    step=5,
+    total_steps=100,
+    epoch=0,
+    loss=0.25,
+    samples_per_s=1234.5,
+    members=[MEMBER],
+    allocations=[JOB],
+    change="absorbing n2",
+)
+SNAPSHOT = Snapshot(at=0.0, head=HEAD, nodes=[], runs=[RUN], last_event=9)
+EVENTS = [EventRecord(seq=n, at=0.0, run="r1", kind="absorb", text=f"n{n}\njoined") for n in (8, 9)]
+REPORT = RunReport(
+    run="r1",
+    status=RunStatus.FINISHED,
+    steps=100,
+    samples=SampleReport(consumed=6400, lost=0, duplicated=0),
+    final_digest="ab" * 32,
+    final_loss=0.125,
+    generations=[
+        GenerationReport(
+            generation=1,
+            kind=ChangeKind.START,
+            members=["w0"],
+            first_step=0,
+            pause_s=None,
+            parts=Parts(),
+            reason="start",
+        )
+    ],
+    pause_s=PauseReport(planned=Quantiles(p50=0.01, p95=0.02), unplanned=Quantiles(p50=None, p95=None)),
+    steps_discarded=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def head(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def ask(method: str, *_: Any, **params: Any) -> Any:
+        asked.append((method, params))
+        return {"status": SNAPSHOT, "events": EVENTS, "report": REPORT}[method]
+
+    monkeypatch.setattr(show, "ask", ask)
+    return asked
+
+
+def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "head 1 on login1, pid 7, up 1-01:01:01; Slurm 22.05.8 (c); polled 3 s ago"
+    assert lines[1] == "Slurm does not answer: hung "
+    assert lines[2].split() == shlex.split("RUN NAME STATUS NODES MEMBERS GEN STEP LOSS SAMPLES/S NOTE")
+    assert lines[3].split() == shlex.split("r1 [bold]evil[/] training 1:8 1/8 3 5/100 0.25 1234 absorbing n2")
+    assert len(lines) == 4
+
+
+def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
+    assert invoke(["status", "r1"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shlex.split("r1.w0 n1 base member 0 5 01:01:01 0.2s") in shown
+    assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
+    assert head == [("status", {"run": "r1"})]
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
+def test_json_is_exactly_one_value(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert err == ""
+
+
+def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
+    assert invoke(["events", "r1", "--since", "7", "--limit", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["8", "9"]
+    assert lines[0].endswith("n8 joined")
+    assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["report", "r1"]) == 0
+    shown = capsys.readouterr().out
+    assert "run r1: finished after 100 steps" in shown
+    assert "6400 consumed, 0 lost, 0 duplicated" in shown
+    assert "p95 0.02 s; unplanned p50 - s" in shown
+
+
+def test_figures() -> None:
+    assert [duration(s) for s in (None, 0, 59.9, 3600, 90_061, -5)] == [
+        "-",
+        "00:00:00",
+        "00:00:59",
+        "01:00:00",
+        "1-01:01:01",
+        "00:00:00",
+    ]
+    assert [number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5", "1.235e+05"]
