@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -124,10 +125,8 @@ class FakeHead:
 
     def tell(self, worker: str, message: Message) -> None:
         data = msgspec.msgpack.encode(message)
-        try:
+        with contextlib.suppress(OSError):
             self.sockets[worker].sendall(len(data).to_bytes(4, "little") + data)
-        except OSError:
-            pass
 
     def _on_message(self, worker: str, message: Message) -> None:
         with self.changed:
@@ -188,8 +187,8 @@ class FakeHead:
                     for w, p in self.processes.items()
                     if w not in self.expected and p.poll() not in (None, 0, -signal.SIGKILL)
                 ]
-                if dead or not self.changed.wait(max(0.0, min(0.1, end - time.monotonic()))) and (
-                    time.monotonic() >= end
+                if dead or (
+                    not self.changed.wait(max(0.0, min(0.1, end - time.monotonic()))) and (time.monotonic() >= end)
                 ):
                     logs = "\n".join(f"--- {w}\n{self.log(w)}" for w in self.processes)
                     raise AssertionError(f"waited in vain for {what}; ended: {dead}\n{logs}")
@@ -219,9 +218,7 @@ class FakeHead:
     def votes(self, takers: set[str]) -> None:
         self.wait(
             f"votes for {self.generation}",
-            lambda: all(
-                any(v.generation == self.generation and v.ok for v in self.find(w, Vote)) for w in takers
-            ),
+            lambda: all(any(v.generation == self.generation and v.ok for v in self.find(w, Vote)) for w in takers),
         )
 
     def commit(self, members: list[str], takers: set[str]) -> None:
@@ -246,9 +243,7 @@ class FakeHead:
         self.tell(worker, Dismiss(term=1, code=code, reason="test"))
 
     def at(self, step: int, *workers: str) -> None:
-        self.wait(
-            f"{workers} at {step}", lambda: all((self.folder / f"at-{step}-{w}").exists() for w in workers)
-        )
+        self.wait(f"{workers} at {step}", lambda: all((self.folder / f"at-{step}-{w}").exists() for w in workers))
 
     def go(self, step: int) -> None:
         (self.folder / f"go-{step}").touch()

@@ -5,6 +5,7 @@ usage: group_worker.py CONFIG.json
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -39,11 +40,8 @@ class SocketChannel:
 
     def send(self, message: FromWorker) -> None:
         data = msgspec.msgpack.encode(message)
-        with self._lock:
-            try:
-                self._socket.sendall(len(data).to_bytes(4, "little") + data)
-            except OSError:
-                pass
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(len(data).to_bytes(4, "little") + data)
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -90,7 +88,11 @@ def main() -> None:
     torch.manual_seed(0 if worker in ("single", "w0") else 99)  # newcomers must not rely on their own weights
 
     model = nn.Sequential(
-        nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(config.get("dropout", 0.2)), nn.Linear(16, 2)
+        nn.Linear(6, 16, bias=False),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(config.get("dropout", 0.2)),
+        nn.Linear(16, 2),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)

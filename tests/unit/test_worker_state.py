@@ -4,10 +4,9 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
-import pytest
-
-torch = pytest.importorskip("torch")
 import numpy as np
+import pytest
+import torch
 
 from fallow.model import FallowError
 from fallow.worker import checkpoint

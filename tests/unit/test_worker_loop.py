@@ -1,0 +1,447 @@
+"""What a script may do in a body, in one process: a step of four shards must equal plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from fallow.model import FallowError
+from fallow.worker.group import Group
+from fallow.worker.run import Run
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(3)
+    before = torch.autograd.backward
+    yield
+    assert torch.autograd.backward is before, "run.steps put torch.autograd.backward back"
+
+
+def world() -> Run:
+    return Run(None, None, Group(0, 0, 1, None))
+
+
+def points(size: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 5, generator=generator)
+    return TensorDataset(x, (x.sum(1, keepdim=True) > 0).float())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, clip: float | None = None) -> None:
+    for _ in range(epochs):
+        for x, y in DataLoader(points(), batch_size=16):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+
+def equal(one: nn.Module, two: nn.Module) -> None:
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    one, two = net(), net()
+    two.load_state_dict(one.state_dict())
+    return one, two
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_usual_bodies_equal_plain_pytorch(zero_first: bool, clip: float | None, batch_size: int) -> None:
+    model, reference = twins()
+    plain(reference, torch.optim.AdamW(reference.parameters(), lr=0.01), 3, clip)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(points(), batch_size), global_batch=16
+    )
+    for x, y in run.steps(loader, epochs=3):
+        if zero_first:
+            optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        assert (model[0].weight.grad is not None) == run.final_shard
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+    assert run.step == 6
+    equal(model, reference)
+
+
+def test_several_backwards_in_a_body_add_up() -> None:
+    model, reference = twins()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 2)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader, epochs=2):
+        (0.25 * F.mse_loss(model(x), y)).backward()
+        (0.75 * F.mse_loss(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model, reference)
+
+
+def test_gradients_may_be_gathered_over_steps() -> None:
+    model, reference = twins()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in DataLoader(points(), 16):
+        F.mse_loss(reference(x), y).backward()
+    optimizer.step()
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        if run.step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    equal(model, reference)
+
+
+def test_a_body_without_backward_contributes_nothing() -> None:
+    run = world()
+    model, loader = run.prepare(net(), DataLoader(points(), 4), global_batch=16)
+    before = [p.clone() for p in model.parameters()]
+    for _ in run.steps(loader):
+        continue
+    assert run.step == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_final_body_that_skips_still_takes_the_step() -> None:
+    """The shards before it had gradients; another membership would have stepped in the body."""
+    parameter = nn.Linear(5, 1)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        parameter, torch.optim.SGD(parameter.parameters(), lr=0.1), DataLoader(points(16), 4), global_batch=16
+    )
+    before = model.weight.detach().clone()
+    for x, y in run.steps(loader):
+        if run.final_shard:
+            continue
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert not torch.equal(before, model.weight)
+    assert model.weight.grad is None
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 1), nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    run = world()
+    two = Two()
+    model, optimizer, loader = run.prepare(
+        two, torch.optim.AdamW(two.parameters(), weight_decay=0.5), DataLoader(points(), 4), global_batch=16
+    )
+    before = model.unused.weight.detach().clone()
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        if run.final_shard:
+            assert model.used.weight.grad is not None
+            assert model.unused.weight.grad is None
+        optimizer.step()
+    assert torch.equal(before, model.unused.weight), "weight decay would have moved it"
+
+
+def test_schedulers_scaler_and_averages_act_once_per_step() -> None:
+    run = world()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model, optimizer, schedule, scaler, average, loader = run.prepare(
+        model, optimizer, schedule, scaler, average, DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader):
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        average.update_parameters(model)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert scaler.get_scale() == 32.0
+    assert int(average.n_averaged) == 2
+    assert "step" not in schedule.state_dict()
+    assert isinstance(schedule, torch.optim.lr_scheduler.ExponentialLR)
+    loss = run._loop.position.loss
+    assert loss is not None
+    assert loss < 8.0, "the scale is taken out of the reported loss"
+
+
+def test_outside_the_loop_prepared_objects_act_normally() -> None:
+    run = world()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule, loader = run.prepare(
+        model, optimizer, schedule, DataLoader(points(), 4), global_batch=16
+    )
+    seen = []
+    for epoch in run.epochs(3):
+        seen.append((epoch, run.epoch))
+        for x, y in run.steps(loader):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_buffers_are_those_of_shard_0() -> None:
+    norm, reference = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+    run = world()
+    model, loader = run.prepare(norm, DataLoader(points(), 4), global_batch=16)
+    for x, _ in run.steps(loader):
+        model(x).sum().backward()
+    for step in range(2):
+        reference(points().tensors[0][16 * step : 16 * step + 4])
+    torch.testing.assert_close(model.running_mean, reference.running_mean)
+    assert int(model.num_batches_tracked) == 2
+
+
+def test_a_backward_after_a_step_in_the_same_body_is_refused() -> None:
+    run = world()
+    model = net()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(points(), 16), global_batch=16
+    )
+
+    def train() -> None:
+        for x, y in run.steps(loader):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            F.mse_loss(model(x), y).backward()
+
+    with pytest.raises(FallowError, match=r"one run\.steps loop per phase"):
+        train()
+
+
+def with_closure(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("batch_size", [16, 4])
+def test_a_closure_works_with_one_shard_and_is_refused_with_more(batch_size: int) -> None:
+    run = world()
+    model, reference = twins()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.LBFGS(model.parameters(), lr=0.5), DataLoader(points(16), batch_size), global_batch=16
+    )
+
+    def train() -> None:
+        for x, y in run.steps(loader):
+            with_closure(model, optimizer, x, y)
+
+    if batch_size < 16:
+        with pytest.raises(FallowError, match="closure"):
+            train()
+        return
+    train()
+    with_closure(reference, torch.optim.LBFGS(reference.parameters(), lr=0.5), *points(16).tensors)
+    equal(model, reference)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    run = world()
+    model, loader = run.prepare(nn.Embedding(4, 2, sparse=True), DataLoader(points(), 16), global_batch=16)
+
+    def train() -> None:
+        for _ in run.steps(loader):
+            model(torch.tensor([1])).sum().backward()
+
+    with pytest.raises(FallowError, match=r"model\.0\.weight has a sparse gradient"):
+        train()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, reference = twins()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 2)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader, epochs=2):
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        F.mse_loss(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model, reference)
+
+
+def test_mean_and_loss_are_the_steps_own() -> None:
+    run = world()
+    model, loader = run.prepare(nn.Linear(5, 1), DataLoader(points(30), 4), global_batch=16)
+    wanted, got = [], []
+    for x, _ in run.steps(loader):
+        value = run.mean(x.mean())
+        other = run.mean(1.0)
+        (model(x).sum() * 0 + x.mean()).backward()
+        if run.final_shard:
+            got.append(value)
+            assert other == pytest.approx(1.0)
+    x = points(30).tensors[0]
+    wanted = [float(x[:16].mean()), float(x[16:].mean())]
+    assert got == pytest.approx(wanted)
+    assert run._loop.position.loss == pytest.approx(wanted[1])
+
+
+def test_max_steps_ends_a_call_and_the_next_one_goes_on_with_new_data() -> None:
+    run = world()
+    loader = run.prepare(DataLoader(points(), 4, shuffle=True), global_batch=8)
+    first = [x for x, _ in run.steps(loader, epochs=9, max_steps=6)]
+    assert (run.step, len(first)) == (6, 12)
+    second = [x for x, _ in run.steps(loader)]
+    assert run.step == 10
+    assert not torch.equal(first[0], second[0])
+
+
+def test_a_break_after_the_final_body_counts_its_step() -> None:
+    run = world()
+    loader = run.prepare(DataLoader(points(), 4), global_batch=16)
+    model = net()
+    run.prepare(model)
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        if run.final_shard:
+            break
+    assert run.step == 1
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int):
+        return index, torch.rand(()) + random.random()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_order_and_augmentation_depend_on_seed_and_epoch_only(num_workers: int) -> None:
+    epochs = []
+    for batch_size in (4, 4):
+        run = world()
+        torch.rand(7)  # whatever the script drew before
+        loader = run.prepare(DataLoader(Noisy(), batch_size, shuffle=True, num_workers=num_workers), global_batch=8)
+        batches = [(index.tolist(), noise.tolist()) for index, noise in run.steps(loader, epochs=2)]
+        epochs.append(batches)
+    assert epochs[0] == epochs[1]
+    used = [index for indices, _ in epochs[0] for index in indices]
+    assert sorted(used[:24]) == sorted(used[24:]) == list(range(24))
+    assert used[:24] != used[24:]
+
+
+def test_augmentation_is_the_same_with_and_without_loader_processes() -> None:
+    noise = []
+    for num_workers in (0, 1):
+        run = world()
+        loader = run.prepare(DataLoader(Noisy(), 4, num_workers=num_workers), global_batch=8)
+        noise.append([values.tolist() for _, values in run.steps(loader)])
+    assert noise[0] == noise[1]
+
+
+def test_samplers_with_randomness_of_their_own_are_the_same_everywhere() -> None:
+    for sampler in (
+        SubsetRandomSampler(range(10)),
+        SubsetRandomSampler(range(10), generator=torch.Generator()),
+        WeightedRandomSampler([1.0] * 20, 10),
+    ):
+        orders = []
+        for _ in range(2):
+            torch.rand(3)
+            loader = world().prepare(DataLoader(Noisy(), 2, sampler=sampler), global_batch=4)
+            orders.append((loader.order(0), loader.order(1)))
+        assert orders[0] == orders[1]
+        assert orders[0][0] != orders[0][1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DataLoader(Stream(), 2), "map-style dataset"),
+        (lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 0)), "DistributedSampler"),
+        (lambda: DataLoader(Noisy(), batch_size=None), "batch_sampler"),
+        (
+            lambda: DataLoader(
+                Noisy(), batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(Noisy()), 2, False)
+            ),
+            "batch_sampler",
+        ),
+    ],
+)
+def test_loaders_that_cannot_be_cut_are_refused_with_advice(make, said) -> None:
+    with pytest.raises(FallowError, match=said):
+        world().prepare(make())
+
+
+def test_misuse_is_said_clearly() -> None:
+    run = world()
+    with pytest.raises(FallowError, match="no state_dict"):
+        run.prepare(object())
+    model = run.prepare(net())
+    with pytest.raises(FallowError, match="given twice"):
+        run.prepare(model)
+    plain_loader = DataLoader(points(), 4)
+    with pytest.raises(FallowError, match=r"loader = run\.prepare\(loader\)"):
+        next(run.steps(plain_loader))  # type: ignore[arg-type]
+    loader = run.prepare(plain_loader)
+    with pytest.raises(FallowError, match=r"run\.steps"):
+        iter(loader)
+    for _ in run.steps(loader):
+        pass
+    with pytest.raises(FallowError, match=r"before the first run\.steps"):
+        run.prepare(net())
