@@ -64,9 +64,11 @@ def top(read_only: bool, demo: bool) -> int:
 
 
 @click.command(short_help="The whole story on a private Slurm.")
-@click.option("--seconds", type=click.FloatRange(min=1), help="About how long it may take.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="About how long it may take."
+)
 @json_option
-def demo(seconds: float | None, as_json: bool) -> int:
+def demo(seconds: float, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""
     from fallow.demo.main import main
 
