@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fallow.cli.show import follow
 from fallow.control import server as server_module
 from fallow.control.broadcast import Broadcast
 from fallow.control.client import ControlClient, call, find_head
@@ -48,6 +49,7 @@ class Head:
     def __init__(self) -> None:
         self.broadcast = Broadcast(backlog=4)
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[EventRecord] = []
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         self.asked.append((method, params))
@@ -60,6 +62,8 @@ class Head:
                 raise FallowError("run r: it is over", Exit.USAGE)
             case "shrink":
                 raise RuntimeError("a bug")
+            case "events":
+                return [event for event in self.events if event.seq > params["since"]]
             case "drain":
                 await asyncio.sleep(60)
         return None
@@ -282,3 +286,26 @@ async def test_the_client_does_not_trust_another_users_socket(folder: Path, monk
         monkeypatch.setattr("fallow.control.client.peer_uid", lambda sock: os.getuid() + 1)
         with pytest.raises(FallowError, match="another user"):
             await ControlClient.connect(path)
+
+
+async def test_following_misses_and_repeats_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events of before, of between the first look and the subscription, and of after it."""
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(folder))
+    events = [EventRecord(seq=n, at=0.0, run="r" if n != 4 else "x", kind="k", text=str(n)) for n in range(1, 7)]
+    async with serving(folder) as (_, head):
+        head.events = events[:2]
+        following = asyncio.ensure_future(follow("r", 0, 100, as_json=True))
+        async with asyncio.timeout(5):
+            while not head.broadcast.subscribers:  # noqa: ASYNC110 (the server has no event for it)
+                head.events = events[:3]
+                await asyncio.sleep(0)
+        for event in events[2:]:
+            head.broadcast.publish(event)
+            await asyncio.sleep(0.05)
+        head.broadcast.close()
+        with pytest.raises(FallowError, match="went away"):
+            await following
+    shown = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [1, 2, 3, 5, 6]

@@ -33,12 +33,12 @@ def status(run: str | None, as_json: bool) -> None:
 @click.argument("run", required=False)
 @click.option("--since", type=click.IntRange(min=0), default=0, help="Only events with a higher number.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The last so many.")
-@click.option("--follow", "-f", is_flag=True, help="Go on with new events until interrupted.")
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
-def events(run: str | None, since: int, limit: int, follow: bool, as_json: bool) -> None:
+def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
     """Show the event log, of everything or of one RUN."""
-    if follow:
-        asyncio.run(_follow(run, since, limit, as_json))
+    if following:
+        asyncio.run(follow(run, since, limit, as_json))
         return
     found = ask("events", list[EventRecord], since=since, limit=limit, **({"run": run} if run else {}))
     if as_json:
@@ -60,7 +60,8 @@ def report(run: str, as_json: bool) -> None:
         show_report(found)
 
 
-async def _follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
+async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
+    """Prints events until the head goes away: each once, none left out."""
     from fallow.control.client import ControlClient
     from fallow.files import Paths
 
