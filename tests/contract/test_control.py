@@ -298,7 +298,7 @@ async def test_following_misses_and_repeats_nothing(
         head.events = events[:2]
         following = asyncio.ensure_future(follow("r", 0, 100, as_json=True))
         async with asyncio.timeout(5):
-            while not head.broadcast.subscribers:  # noqa: ASYNC110 (the server has no event for it)
+            while not head.broadcast.subscribers:
                 head.events = events[:3]
                 await asyncio.sleep(0)
         for event in events[2:]:
