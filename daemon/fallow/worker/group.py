@@ -81,6 +81,20 @@ class Group:
         self._launch(lambda pg: pg.allgather([gathered], [tensor]), (tensor, gathered))
         return gathered
 
+    def hand_over(self, source: int, target: int, tensor: torch.Tensor) -> None:
+        """Launch a copy of a flat uint8 tensor from one rank to another, in place; all ranks must call it.
+
+        As an all-to-all with one filled cell: gloo's plain send and receive cannot be interrupted.
+        """
+        if self._pg is None or source == target:
+            return
+        sent = [tensor.numel() if self.rank == source and rank == target else 0 for rank in range(self.size)]
+        taken = [tensor.numel() if self.rank == target and rank == source else 0 for rank in range(self.size)]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        give = tensor if self.rank == source else nothing
+        take = tensor if self.rank == target else nothing
+        self._launch(lambda pg: pg.alltoall_base(take, give, taken, sent), (give, take))
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until everything launched is complete.
 
@@ -178,6 +192,8 @@ def _open_connections(group: Group, timeout_s: float) -> None:
     for root in range(group.size):
         group.broadcast(torch.zeros(1), root)
     group.all_gather(probe.clone())
+    for root in range(group.size):
+        group.hand_over(root, (root + 1) % group.size, torch.zeros(1, dtype=torch.uint8))
     group.wait(timeout_s)
 
 

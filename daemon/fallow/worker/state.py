@@ -19,6 +19,9 @@ import torch
 from fallow.model import Exit, FallowError
 
 _FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+_ALIGN = 64
+"""Tensors begin at multiples of this in a stream, so that they can be used in place."""
+
 _SMALL = range(-(2**63), 2**64)
 
 
@@ -145,26 +148,36 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def flatten(tensors: Iterable[torch.Tensor], size: int) -> torch.Tensor:
-    """All tensors' bytes in one new uint8 tensor of `size` bytes, padded with zeros to a multiple of 8."""
-    flat = torch.empty(size + -size % 8, dtype=torch.uint8)
+def stream_size(specs: Sequence[TensorSpec]) -> int:
+    """Length in bytes of tensors laid out one after the other, each at a multiple of 64."""
+    return sum(_padded(spec.nbytes) for spec in specs)
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGN
+
+
+def flatten(tensors: Iterable[torch.Tensor], first: int, end: int) -> torch.Tensor:
+    """Bytes [first, end) of the tensors' stream in a new uint8 tensor; gaps are zero. Only this part is copied."""
+    flat = torch.zeros(end - first, dtype=torch.uint8)
     at = 0
     for tensor in tensors:
         data = as_bytes(tensor)
-        flat[at : at + data.numel()] = data
-        at += data.numel()
-    flat[at:] = 0
+        low, high = max(first, at), min(end, at + data.numel())
+        if low < high:
+            flat[low - first : high - first] = data[low - at : high - at]
+        at += _padded(data.numel())
     return flat
 
 
 def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Tensors of the given specs, copied out of a flat uint8 tensor."""
+    """Tensors of the given specs as views of a whole stream."""
     tensors: list[torch.Tensor] = []
     at = 0
     for spec in specs:
-        data = flat[at : at + spec.nbytes].clone()
+        data = flat[at : at + spec.nbytes]
         tensors.append(data.view(dtype_named(spec.dtype)).reshape(spec.shape))
-        at += spec.nbytes
+        at += _padded(spec.nbytes)
     return tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +71,9 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
             position = load_state(prepared, checkpoint.load(Path(newest)))
         donors = [0]
     received = 0
-    if len(donors) < group.size:
-        tree, received = _transfer(group, donors[:_DONORS], prepared, position)
+    receivers = [rank for rank in range(group.size) if rank not in donors]
+    if receivers:
+        tree, received = _transfer(group, donors[:_DONORS], prepared, position, receivers)
         if tree is not None:
             position = load_state(prepared, tree)
     return Exchanged(position, received, met - started, time.monotonic() - met)
@@ -97,36 +99,57 @@ def _donors(generation: int, views: list[list[int]]) -> list[int]:
 
 
 def _transfer(
-    group: Group, donors: list[int], prepared: Prepared, position: Position
+    group: Group, donors: list[int], prepared: Prepared, position: Position, receivers: list[int]
 ) -> tuple[dict[str, object] | None, int]:
-    """Send the whole state from the donors at once; returns the tree and its bytes on those who received it."""
+    """Send the whole state, one piece from each donor; returns the tree and its bytes on those who received it."""
     giving = group.rank in donors
     encoded, tensors = state.encode(export_state(prepared, position) if giving else None, "run")
-    size = sum(spec.nbytes for spec in encoded.tensors)
-    flat = state.flatten(tensors, size)
     outline = msgspec.msgpack.encode(encoded)
-    head = torch.tensor([len(outline), size, state.checksum(flat)], dtype=torch.int64)
-    group.broadcast(head, donors[0])
-    group.wait()
-    length, size, total = (int(value) for value in head)
-    if not giving:
-        flat = torch.empty(size + -size % 8, dtype=torch.uint8)
-        outline = bytes(length)
-    text = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
-    group.broadcast(text, donors[0])
-    # One piece per donor. On a donor the other donors' pieces arrive over equal bytes.
-    piece = -(-flat.numel() // len(donors))
-    for number, donor in enumerate(donors):
-        part = flat[number * piece : (number + 1) * piece]
-        if part.numel():
-            group.broadcast(part, donor)
-    group.wait()
+    size = state.stream_size(encoded.tensors)
+    mine = torch.empty(0, dtype=torch.uint8)
     if giving:
-        return None, 0
-    if state.checksum(flat) != total:
+        mine = state.flatten(tensors, *_piece(size, donors, donors.index(group.rank)))
+    heads = group.all_gather(
+        torch.tensor([len(outline), zlib.crc32(outline), size, state.checksum(mine)], dtype=torch.int64)
+    )
+    group.wait()
+    length, crc, size, _ = (int(value) for value in heads[donors[0]])
+    if any(heads[donor][:3].tolist() != [length, crc, size] for donor in donors):
         raise FallowError(
-            f"generation {group.generation}: the state arrived damaged at rank {group.rank}, or the donors differ"
+            f"generation {group.generation}: members with equal weights hold different optimizer or other state; "
+            "prepare everything that changes with the steps"
         )
+    text = torch.frombuffer(bytearray(outline if giving else bytes(length)), dtype=torch.uint8)
+    taking = group.rank in receivers
+    flat = torch.empty(size if taking else 0, dtype=torch.uint8)
+    group.broadcast(text, donors[0])
+    for number, donor in enumerate(donors):
+        first, end = _piece(size, donors, number)
+        if first == end:
+            continue
+        part = mine if donor == group.rank else flat[first:end]
+        if len(receivers) > len(donors):
+            # A tree is better than one transfer per receiver. Everybody takes part, so the others need a place too.
+            group.broadcast(part if part.numel() else torch.empty(end - first, dtype=torch.uint8), donor)
+            continue
+        for receiver in receivers:
+            involved = group.rank in (donor, receiver)
+            group.hand_over(donor, receiver, part if involved else flat[:0])
+    group.wait()
+    if not taking:
+        return None, 0
+    for number, donor in enumerate(donors):
+        first, end = _piece(size, donors, number)
+        if state.checksum(flat[first:end]) != int(heads[donor][3]):
+            raise FallowError(
+                f"generation {group.generation}: the state arrived damaged at rank {group.rank} from rank {donor}"
+            )
     received = msgspec.msgpack.decode(text.numpy().tobytes(), type=state.Encoded)
     tree = state.decode(received, state.unflatten(flat, received.tensors))
     return tree, size + length
+
+
+def _piece(size: int, donors: list[int], number: int) -> tuple[int, int]:
+    """The part of a stream of `size` bytes (a multiple of 64) that the donor of that number sends."""
+    words = size // 64
+    return words * number // len(donors) * 64, words * (number + 1) // len(donors) * 64
