@@ -136,7 +136,7 @@ class ChangeKind(StrEnum):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class WorkerHello(Message):
+class WorkerHello(Message, frozen=True):
     """First message after every (re)connect; answered by `Welcome` or `Refused`."""
 
     worker: str
@@ -151,7 +151,7 @@ class WorkerHello(Message):
     step: int = 0
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True):
     """Rehearsal done. Sent again until the head answers with a `Prepare` or a `BeatAck(ready=True)`."""
 
     worker: str
@@ -165,7 +165,7 @@ class WorkerReady(Message):
     total_steps: int | None = None
 
 
-class Vote(Message):
+class Vote(Message, frozen=True):
     """Answer to `Prepare`: the group of that generation stands (ok) or could not be built."""
 
     worker: str
@@ -174,7 +174,7 @@ class Vote(Message):
     reason: str = ""
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
 
     worker: str
@@ -194,7 +194,7 @@ class Beat(Message):
     scalars: dict[str, float] = {}
 
 
-class Parts(Struct):
+class Parts(Struct, frozen=True):
     """Where a pause went, in seconds."""
 
     drain: float = 0.0
@@ -203,7 +203,7 @@ class Parts(Struct):
     data: float = 0.0
 
 
-class Active(Message):
+class Active(Message, frozen=True):
     """The worker took part in the first exchange of `generation` and now computes in it."""
 
     worker: str
@@ -217,7 +217,7 @@ class Active(Message):
     steps_discarded: int = 0
 
 
-class Held(Message):
+class Held(Message, frozen=True):
     """Its group broke (a peer's connection was lost): it has stopped at the turn of the loop."""
 
     worker: str
@@ -226,7 +226,7 @@ class Held(Message):
     reason: str
 
 
-class Left(Message):
+class Left(Message, frozen=True):
     """The worker switched out of `generation` at a boundary and is ending its process."""
 
     worker: str
@@ -234,7 +234,7 @@ class Left(Message):
     step: int
 
 
-class Checkpointed(Message):
+class Checkpointed(Message, frozen=True):
     """A durable checkpoint is complete on disk."""
 
     worker: str
@@ -243,7 +243,7 @@ class Checkpointed(Message):
     digest: str
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """The user's script ended normally on a member."""
 
     worker: str
@@ -256,7 +256,7 @@ class Finished(Message):
     "samples consumed by all finished steps of the run"
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The user's script raised, or Fallow refused something it did. The process ends after this."""
 
     worker: str
@@ -274,7 +274,7 @@ class KvOp(StrEnum):
     CAS = "cas"
 
 
-class KvRequest(Message):
+class KvRequest(Message, frozen=True):
     """Rendezvous store of one generation, kept in the head's memory. Carries a process group's addresses.
 
     `GET` waits until all `keys` exist or `timeout_s` has passed. `ADD` adds `amount` to an integer value.
@@ -300,7 +300,7 @@ FromWorker = (
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """What a worker must know before the script reaches `prepare`."""
 
     term: int
@@ -321,14 +321,14 @@ class Welcome(Message):
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
 
 
-class Peer(Struct):
+class Peer(Struct, frozen=True):
     """One place in a generation's rank map; its rank is its position in the list."""
 
     worker: str
     address: str
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """Build the group of `generation` beside the old one, in the background, then `Vote`.
 
     `members` is empty when the run is being suspended. `replaces` is the generation it follows.
@@ -345,14 +345,14 @@ class Prepare(Message):
     checkpoint: str | None = None
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """`generation` is committed (durable). Members agree on the boundary among themselves and switch."""
 
     term: int
     generation: int
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """`generation` is burned; train on in the old one (or stay held for the next `Prepare`)."""
 
     term: int
@@ -360,7 +360,7 @@ class Abort(Message):
     reason: str
 
 
-class Interrupt(Message):
+class Interrupt(Message, frozen=True):
     """A member of `generation` is gone: abandon its collectives and stop at the turn of the loop."""
 
     term: int
@@ -368,7 +368,7 @@ class Interrupt(Message):
     reason: str
 
 
-class BeatAck(Message):
+class BeatAck(Message, frozen=True):
     """The head is alive. `ready`: it has this worker's `WorkerReady`."""
 
     term: int
@@ -377,13 +377,13 @@ class BeatAck(Message):
     "seconds until this worker's node goes away; None: unknown"
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, frozen=True):
     """Write a durable checkpoint at the next boundary."""
 
     term: int
 
 
-class Dismiss(Message):
+class Dismiss(Message, frozen=True):
     """Not (or no longer) needed: end the process with `code`. Sent to non-members, and to members of an ended run."""
 
     term: int
@@ -391,14 +391,14 @@ class Dismiss(Message):
     reason: str
 
 
-class KvReply(Message):
+class KvReply(Message, frozen=True):
     id: int
     ok: bool
     values: list[bytes] = []
     number: int = 0
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The head will not talk to this peer; it prints `message` and ends with `code`."""
 
     code: int
@@ -412,7 +412,7 @@ ToWorker = Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckp
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class AgentHello(Message):
+class AgentHello(Message, frozen=True):
     """First message of an agent after every (re)connect; answered by `AgentPlan` or `Refused`."""
 
     agent: str
@@ -431,14 +431,14 @@ class AgentHello(Message):
     "workers already started (the head or the connection came back)"
 
 
-class WorkerKey(Message):
+class WorkerKey(Message, frozen=True):
     """Public key (Z85) made in memory for one worker; answered by `KeyAccepted`, after which it is started."""
 
     worker: str
     public_key: str
 
 
-class WorkerExit(Message):
+class WorkerExit(Message, frozen=True):
     """A worker's process is gone. Sent until acknowledged by `ExitNoted`."""
 
     worker: str
@@ -449,17 +449,17 @@ class WorkerExit(Message):
     "last lines of its standard error, sanitized"
 
 
-class AgentBeat(Message):
+class AgentBeat(Message, frozen=True):
     alive: list[str]
 
 
-class Notice(Message):
+class Notice(Message, frozen=True):
     """The node was warned: SIGTERM at the step (preemption, scancel or time limit)."""
 
     signal: int
 
 
-class AgentLeft(Message):
+class AgentLeft(Message, frozen=True):
     """All its workers are gone and the agent is ending."""
 
     code: int
@@ -468,7 +468,7 @@ class AgentLeft(Message):
 FromAgent = AgentHello | WorkerKey | WorkerExit | AgentBeat | Notice | AgentLeft
 
 
-class AgentPlan(Message):
+class AgentPlan(Message, frozen=True):
     """Start these workers, in this order."""
 
     term: int
@@ -478,15 +478,15 @@ class AgentPlan(Message):
     beat_s: float
 
 
-class KeyAccepted(Message):
+class KeyAccepted(Message, frozen=True):
     worker: str
 
 
-class ExitNoted(Message):
+class ExitNoted(Message, frozen=True):
     worker: str
 
 
-class StopWorker(Message):
+class StopWorker(Message, frozen=True):
     """Kill one worker now (ejected, or it did not leave by itself)."""
 
     term: int
@@ -494,14 +494,14 @@ class StopWorker(Message):
     reason: str
 
 
-class ShowOutput(Message):
+class ShowOutput(Message, frozen=True):
     """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
 
     term: int
     worker: str | None
 
 
-class AgentEnd(Message):
+class AgentEnd(Message, frozen=True):
     """End: workers are given `kill_after_s` to exit by themselves, then killed; exit with `code`.
 
     Code 0 means that the run is finished and the lines after `fallow run` belong to this allocation.
@@ -513,7 +513,7 @@ class AgentEnd(Message):
     kill_after_s: float = 5.0
 
 
-class AgentBeatAck(Message):
+class AgentBeatAck(Message, frozen=True):
     term: int
 
 
@@ -527,7 +527,7 @@ FromPeer = FromWorker | FromAgent
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class NodeInfo(Struct):
+class NodeInfo(Struct, frozen=True):
     node: str
     state: str
     "base state in capitals: IDLE, ALLOCATED, MIXED, DOWN, UNKNOWN ..."
@@ -540,7 +540,7 @@ class NodeInfo(Struct):
     features: list[str] = []
 
 
-class JobInfo(Struct):
+class JobInfo(Struct, frozen=True):
     job_id: str
     "as squeue -O JobID gives it: the component's own id for a heterogeneous job"
     name: str
@@ -564,7 +564,7 @@ class JobInfo(Struct):
     het_job_id: str | None = None
 
 
-class PartitionInfo(Struct):
+class PartitionInfo(Struct, frozen=True):
     partition: str
     nodes: list[str]
     max_time_s: float | None = None
@@ -577,7 +577,7 @@ class PartitionInfo(Struct):
     grace_s: float = 0.0
 
 
-class ReservationInfo(Struct):
+class ReservationInfo(Struct, frozen=True):
     reservation: str
     nodes: list[str]
     start_at: float
@@ -585,7 +585,7 @@ class ReservationInfo(Struct):
     flags: list[str] = []
 
 
-class ClusterState(Struct):
+class ClusterState(Struct, frozen=True):
     """One batched poll. `at` is Unix time of the answer, on the clock that the jobs' times are on."""
 
     at: float
@@ -595,7 +595,7 @@ class ClusterState(Struct):
     reservations: list[ReservationInfo] = []
 
 
-class ClusterConfig(Struct):
+class ClusterConfig(Struct, frozen=True):
     """What rarely changes; read at start and hourly."""
 
     cluster: str
@@ -609,7 +609,7 @@ class ClusterConfig(Struct):
     scheduler_parameters: str = ""
 
 
-class JobRequest(Struct):
+class JobRequest(Struct, frozen=True):
     """A job to submit. `script` is the batch script's text; `options` are sbatch options in --long=value form."""
 
     token: str
@@ -626,7 +626,7 @@ class JobRequest(Struct):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class HeadFile(Struct):
+class HeadFile(Struct, frozen=True):
     """`STATE/head.json`: where the head is. Rewritten at every start."""
 
     protocol: int
@@ -642,7 +642,7 @@ class HeadFile(Struct):
     started_at: float
 
 
-class KeyFile(Struct):
+class KeyFile(Struct, frozen=True):
     """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head."""
 
     run: str
@@ -656,7 +656,7 @@ class KeyFile(Struct):
     "None: one per visible GPU, else one"
 
 
-class WorkerSecret(Struct):
+class WorkerSecret(Struct, frozen=True):
     """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
 
     A worker's key exists in this message and in the two processes' memory only.
@@ -679,7 +679,7 @@ class WorkerSecret(Struct):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class RunSpec(Struct):
+class RunSpec(Struct, frozen=True):
     """What the user asked for; fixed for the life of the run."""
 
     run: str
@@ -712,24 +712,24 @@ class RunSpec(Struct):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class Quantiles(Struct):
+class Quantiles(Struct, frozen=True):
     p50: float | None
     p95: float | None
     max: float | None = None
 
 
-class PauseReport(Struct):
+class PauseReport(Struct, frozen=True):
     planned: Quantiles
     unplanned: Quantiles
 
 
-class SampleReport(Struct):
+class SampleReport(Struct, frozen=True):
     consumed: int
     lost: int
     duplicated: int
 
 
-class GenerationReport(Struct):
+class GenerationReport(Struct, frozen=True):
     generation: int
     kind: ChangeKind
     members: list[str]
@@ -740,7 +740,7 @@ class GenerationReport(Struct):
     at: float = 0.0
 
 
-class RunReport(Struct):
+class RunReport(Struct, frozen=True):
     """Report of `fallow local`, `fallow demo` and finished runs."""
 
     run: str
@@ -755,7 +755,7 @@ class RunReport(Struct):
     message: str = ""
 
 
-class EventRecord(Struct):
+class EventRecord(Struct, frozen=True):
     """One line of the event log. `seq` strictly increases over the life of the state folder."""
 
     seq: int
@@ -767,7 +767,7 @@ class EventRecord(Struct):
     data: dict[str, Any] = {}
 
 
-class MemberView(Struct):
+class MemberView(Struct, frozen=True):
     worker: str
     node: str
     token: str
@@ -780,7 +780,7 @@ class MemberView(Struct):
     pid: int = 0
 
 
-class AllocationView(Struct):
+class AllocationView(Struct, frozen=True):
     token: str
     kind: AllocationKind
     state: AllocationState
@@ -791,7 +791,7 @@ class AllocationView(Struct):
     reason: str = ""
 
 
-class RunView(Struct):
+class RunView(Struct, frozen=True):
     run: str
     name: str
     status: RunStatus
@@ -822,7 +822,7 @@ class NodeOwner(StrEnum):
     DOWN = "down"
 
 
-class NodeView(Struct):
+class NodeView(Struct, frozen=True):
     node: str
     partitions: list[str]
     state: str
@@ -833,7 +833,7 @@ class NodeView(Struct):
     ends_in_s: float | None = None
 
 
-class HeadView(Struct):
+class HeadView(Struct, frozen=True):
     version: str
     host: str
     pid: int
@@ -849,7 +849,7 @@ class HeadView(Struct):
     workers: int
 
 
-class Snapshot(Struct):
+class Snapshot(Struct, frozen=True):
     """Everything that `status`, `top` and a subscriber see."""
 
     at: float

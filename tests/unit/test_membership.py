@@ -265,6 +265,20 @@ def test_broken_link_without_a_death_rebuilds_the_same_group() -> None:
     assert m.roster.change.interrupt
 
 
+def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_change() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
+    for worker in ("w0", "w2"):
+        m.handle(ev.WorkerHeld(at=1.1, worker=worker, generation=1, reason="interrupted"))
+    finish_change(m, at=1.2)
+    generation = m.roster.generation
+    late = ev.WorkerBeat(at=1.3, worker="w0", generation=1, prepared=generation, step=3, held=True)
+    m.handle(late)
+    for at in (1.5, 2.0, 3.0):
+        assert not tells(m.handle(ev.Ticked(at=at)), Interrupt)
+    assert m.roster.generation == m.roster.high == generation
+
+
 def test_limit_keeps_standbys_warm_and_releases_the_youngest() -> None:
     m = started("w0", "w1", "w2")
     m.handle(ev.LimitChanged(at=1, limit=2, reason="shrunk by hand"))
@@ -381,13 +395,13 @@ class World:
         if isinstance(message, Prepare):
             w.prepared[message.generation] = message
             if message.interrupt and w.generation and w.generation < message.generation:
-                w.held = True
+                self.hold(w)
             self.put(ev.VoteCast(at=self.at, worker=w.name, generation=message.generation, ok=True))
         elif isinstance(message, Abort):
             w.prepared.pop(message.generation, None)
         elif isinstance(message, Interrupt):
             if w.generation == message.generation:
-                w.held = True
+                self.hold(w)
             w.prepared.pop(message.generation, None)
             if w.committed == message.generation:
                 w.committed = 0
@@ -396,6 +410,12 @@ class World:
                 w.committed = message.generation
         elif isinstance(message, Dismiss | Refused):
             w.alive = False
+
+    def hold(self, w: SimWorker) -> None:
+        """A worker that stops says so, whoever told it to."""
+        if not w.held:
+            w.held = True
+            self.put(ev.WorkerHeld(at=self.at, worker=w.name, generation=w.generation, reason="interrupted"))
 
     def switch(self) -> None:
         """A committed generation whose old and new members have all heard of it passes its boundary."""
@@ -500,8 +520,7 @@ def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actio
                 world.restart_head()
             case "hold":
                 if w.alive and w.generation == world.m.roster.generation and w.generation:
-                    w.held = True
-                    world.put(ev.WorkerHeld(at=world.at, worker=w.name, generation=w.generation, reason="reset"))
+                    world.hold(w)
     if world.m.roster.status.ended:
         return
     world.put(ev.LimitChanged(at=world.at, limit=8, reason="test"))

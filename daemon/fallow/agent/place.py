@@ -29,6 +29,8 @@ class Place:
         """What worker number `index` of this node gets: its rank here and its share of the devices."""
         found = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(self.slots)}
         if self.devices:
+            # It sees only its own share, so the usual set_device(LOCAL_RANK) has to mean the first of those.
+            found["LOCAL_RANK"] = "0"
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self._share(index))
         return found
 

@@ -1,7 +1,7 @@
 """Allocations: the Slurm jobs that are held for a run, and what a poll says about them.
 
-An allocation's identity is (cluster, job id, submit time) and our token; a job id alone is none, because a slurmctld that
-crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledged submissions are not yet on disk).
+An allocation's identity is (cluster, job id, submit time) and our token; a job id alone is none, because a slurmctld
+that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledged submissions are not yet on disk).
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from fallow.model import Message, SampleReport
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """This worker begins to compute in `generation`, at the 0-based step `first_step` of the run."""
 
     generation: int
     first_step: int
 
 
-class Fed(Message):
+class Fed(Message, frozen=True):
     """A shard's gradients were handed to the reduction of `step`. Written before the reduction is launched."""
 
     generation: int
@@ -34,7 +34,7 @@ class Fed(Message):
     crc: int
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """`step` (global, 0-based) is finished on this worker."""
 
     generation: int

@@ -1,7 +1,8 @@
 """The membership machine: one per run, pure.
 
-`handle(event)` changes the roster and returns instructions. The caller makes the roster durable (compare-and-set fenced by
-term and revision) *before* it carries the instructions out, so nobody acts on a decision that a restart could forget.
+`handle(event)` changes the roster and returns instructions. The caller makes the roster durable (compare-and-set
+fenced by term and revision) *before* it carries the instructions out, so nobody acts on a decision that a restart could
+forget.
 
 Planned change:   no change -> PREPARE (all participants vote) -> committed (all switch at one boundary) -> done
 Unplanned change: a member is gone -> Interrupt -> PREPARE over the survivors -> committed -> done
@@ -58,6 +59,16 @@ class Timing:
     "workers in a row that end before READY until the run stops taking new ones"
 
 
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """A group seems to be broken; settled by any newer generation."""
+
+    at: float
+    high: int
+    "newest generation when it arose"
+    reason: str
+
+
 class InvalidMembership(AssertionError):
     """The machine broke one of its own rules; the story of the last events is in the message."""
 
@@ -84,7 +95,7 @@ class Membership:
         self._seen: dict[str, float] = dict.fromkeys(roster.workers, at)
         self._sent: dict[tuple[str, int, type[Message]], float] = {}
         self._retry_at = at
-        self._suspect: tuple[float, str] | None = None
+        self._suspect: _Suspicion | None = None
         if roster.change is not None and not roster.change.committed:
             # Prepared but not committed when the last head died: nobody may have switched, so it is burned.
             roster.change = None
@@ -194,7 +205,7 @@ class Membership:
             if event.prepared > r.generation:
                 self._again(event, Abort(term=self._term, generation=event.prepared, reason="superseded"))
             elif event.held and event.worker in r.members and event.generation == r.generation:
-                self._suspect = self._suspect or (event.at, f"{event.worker} is held")
+                self._suspect_break(event.at, event.generation, f"{event.worker} is held")
         elif event.worker in change.participants:
             if not change.committed:
                 if event.prepared == change.generation and event.worker not in change.votes:
@@ -209,10 +220,7 @@ class Membership:
                 self._again(event, Commit(term=self._term, generation=change.generation))
             else:
                 # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
-                self._suspect = self._suspect or (
-                    event.at,
-                    f"{event.worker} missed generation {change.generation}",
-                )
+                self._suspect_break(event.at, change.generation, f"{event.worker} missed its commit")
 
     def _active(self, event: ev.WorkerActive) -> None:
         worker = self.roster.workers.get(event.worker)
@@ -231,10 +239,24 @@ class Membership:
             change.pause_s, change.parts = event.pause_s, event.parts
 
     def _held(self, event: ev.WorkerHeld) -> None:
-        r = self.roster
-        current = {r.generation} | ({r.change.replaces} if r.change is not None else set())
-        if event.worker in self._involved() and event.generation in current and self._suspect is None:
-            self._suspect = (event.at, f"{event.worker}: {event.reason}")
+        if event.worker in self._involved():
+            self._suspect_break(event.at, event.generation, f"{event.worker}: {event.reason}")
+
+    def _suspect_break(self, at: float, generation: int, reason: str) -> None:
+        """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.
+
+        Only a generation in which somebody still has to compute can be broken: survivors of an interrupt report the
+        generation that was taken from them, and that is no news.
+        """
+        r, change = self.roster, self.roster.change
+        if change is None:
+            computing = {r.generation}
+        elif change.interrupt:
+            computing = {change.generation} if change.committed else set()
+        else:
+            computing = {change.generation, change.replaces} if change.committed else {r.generation}
+        if generation in computing and self._suspect is None:
+            self._suspect = _Suspicion(at, r.high, reason)
 
     def _left(self, event: ev.WorkerLeft) -> None:
         worker = self.roster.workers.get(event.worker)
@@ -383,8 +405,10 @@ class Membership:
         r = self.roster
         if r.status.ended:
             return
-        if self._suspect is not None and at - self._suspect[0] >= self._timing.held_grace_s:
-            self._break(at, f"the group broke ({self._suspect[1]})", None)
+        if self._suspect is not None and self._suspect.high != r.high:
+            self._suspect = None
+        if self._suspect is not None and at - self._suspect.at >= self._timing.held_grace_s:
+            self._break(at, f"the group broke ({self._suspect.reason})", None)
         if r.change is not None:
             self._advance(at)
         if r.change is None and not r.status.ended:

@@ -199,7 +199,7 @@ class Demo:
         try:
             run = await self._submit(control, script, steps, environ)
             async with asyncio.timeout(3 * self.seconds + 180):
-                await self._follow(control, paths, run, observer)
+                await self._follow(paths, run, observer, load)
         except TimeoutError:
             self.live.say("the deadline of the demo has passed; the run is cancelled")
             await control.call("cancel", run=run)
@@ -234,10 +234,8 @@ class Demo:
 
     def _load(self, testbed: Testbed, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         """Other people's jobs, until it is told to stop."""
-        argv = [
-            sys.executable, "-m", "fallow", "testbed", "load", "--folder", str(testbed.folder),
-            "--seed", str(self.seed), "--seconds", str(int(3 * self.seconds + 180)), "--utilisation", str(UTILISATION),
-        ]  # fmt: skip
+        argv = [sys.executable, "-m", "fallow", "testbed", "load", str(testbed.folder), "--seed", str(self.seed)]
+        argv += ["--seconds", str(int(3 * self.seconds + 180)), "--utilisation", str(UTILISATION)]
         with (self.folder / "load.log").open("wb") as log:
             return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
 
@@ -260,7 +258,7 @@ class Demo:
         snapshot = msgspec.convert(await control.call("status"), Snapshot)
         return snapshot.runs[0].run
 
-    async def _follow(self, control: ControlClient, paths: Paths, run: str, observer: Observer) -> None:
+    async def _follow(self, paths: Paths, run: str, observer: Observer, load: subprocess.Popen[bytes]) -> None:
         stream = await ControlClient.connect(paths.head_file)
         try:
             async for item in stream.subscribe():
@@ -268,6 +266,9 @@ class Demo:
                 if isinstance(item, EventRecord):
                     self._note(item)
                     continue
+                if load.poll() is not None:
+                    words = (self.folder / "load.log").read_text(errors="replace").strip()[-300:]
+                    raise FallowError(f"the other users' jobs ended early: {words}", Exit.SOFTWARE)
                 view = next(r for r in item.runs if r.run == run)
                 observer.base_jobs.update(a.job_id for a in view.allocations if a.kind == "base" and a.job_id)
                 if view.status.ended:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -156,7 +157,9 @@ class Head:
         if config.head.redis_url is None:
             self._redis = RedisServer(paths)
             await self._redis.start()
-        self._store = await Store.open(config.head.redis_url or paths.redis_socket)
+        # On a shared Redis each state folder is a world of its own.
+        namespace = None if config.head.redis_url is None else hashlib.sha256(bytes(paths.state)).hexdigest()[:16]
+        self._store = await Store.open(config.head.redis_url or paths.redis_socket, namespace=namespace)
         keys = self._keys()
         self._book = Book(paths, timing=self._timing(), public_key=keys.public, new_id=lambda: os.urandom(6).hex())
         self._operations = Operations(self._book, self._harvest)
@@ -179,6 +182,9 @@ class Head:
                     await getattr(part, closing)()
         if self._redis is not None:
             await self._redis.stop()
+        with contextlib.suppress(OSError):
+            # Nothing but sockets was in it.
+            self.paths.runtime.rmdir()
 
     def _timing(self) -> Timing:
         m = self.config.membership

@@ -7,6 +7,7 @@ A group that was interrupted is abandoned: its buffers are never used again, sin
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -146,7 +147,12 @@ class Group:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """The first line of an error, without gloo's source position and advice."""
+    lines = str(error).splitlines()
+    if not lines:
+        return type(error).__name__
+    text = re.sub(r"^\[[^\]]*/gloo/[^\]]*\] ", "", lines[0])
+    return text.partition(". This is typically caused")[0]
 
 
 def build_group(generation: int, rank: int, size: int, store: Store | None, address: str, timeout_s: float) -> Group:

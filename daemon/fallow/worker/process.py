@@ -70,18 +70,18 @@ class Ending:
     Args:
         finished: called when the script has ended normally.
         failed: called with (code, message, traceback) when it has not.
-        must_force: True if native threads could hang an ordinary exit.
+        at_once: called last; True if the process has to end without the interpreter's own teardown.
     """
 
     def __init__(
         self,
         finished: Callable[[], None],
         failed: Callable[[int, str, str], None],
-        must_force: Callable[[], bool],
+        at_once: Callable[[], bool],
     ) -> None:
         self._finished = finished
         self._failed = failed
-        self._must_force = must_force
+        self._at_once = at_once
         self._owner = os.getpid()
         self.code: int | None = None
         "known exit code; None: the script is running or ended normally"
@@ -120,9 +120,13 @@ class Ending:
         elif self.code and sys.exc_info()[0] is None:
             self._failed(self.code, f"the script ended with exit code {self.code}", "")
         code = self.code or 0
-        # Python would exit with 1 after an exception, and might wait for gloo's threads.
-        if code > 1 or self._must_force():
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(code)
+        # Python itself would exit with 1 after an exception, whatever its code.
+        if code <= 1 and not self._at_once():
+            return
+        # What the script and its libraries registered still runs; only the teardown is left out.
+        atexit.unregister(self._at_exit)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)

@@ -278,11 +278,14 @@ class Run:
             Failed(worker=session.worker, code=code, message=message, traceback=trace[-100_000:]), _DELIVERY_S
         )
 
-    def _must_force(self) -> bool:
+    def _ends_at_once(self) -> bool:
+        """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
+        if self._session is not None:
+            return True
         group = self._loop.group
         if group.broken is None:
             group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
-        return group.abandoned or (self._session is not None and self._session.reaper.busy)
+        return group.abandoned
 
 
 def _code(code: int) -> Exit:
@@ -334,7 +337,7 @@ def attach(session: Session) -> Run:
 
 
 def _install_ending(run: Run) -> None:
-    process.Ending(run._finished, run._failed, run._must_force).install()
+    process.Ending(run._finished, run._failed, run._ends_at_once).install()
 
 
 __all__ = ["Released", "Run", "init"]

@@ -210,9 +210,7 @@ class Session:
                 scalars=now.scalars,
             )
         )
-        held = self._held
-        if held is not None:
-            self.send(held)
+        self._report_held()
         ready = self._ready
         if ready is not None and not self._ready_seen and upcoming is None:
             self.send(ready)
@@ -351,10 +349,16 @@ class Session:
         self.send(ready)
 
     def hold(self, generation: int, reason: str) -> None:
-        """The group of `generation` is broken; repeated with the beats until `await_commit` returns."""
+        """The group of `generation` is broken; repeated with the beats until the head has heard of it."""
         self._held = Held(worker=self.worker, generation=generation, step=self.progress.step, reason=reason)
         self.progress.held = True
-        self.send(self._held)
+        self._report_held()
+
+    def _report_held(self) -> None:
+        # Not where the head itself interrupted that generation: it would take it for another break.
+        held = self._held
+        if held is not None and held.generation > self._broken_upto:
+            self.send(held)
 
     @property
     def switch_committed(self) -> bool:
