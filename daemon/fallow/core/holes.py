@@ -18,7 +18,6 @@ UNUSABLE = frozenset(
     )
 )
 """Node states (flags) in which an idle node takes no job (man sinfo, NODE STATE CODES)."""
-)
 
 
 @dataclass(frozen=True, slots=True)
