@@ -204,10 +204,10 @@ async def test_worker_gets_its_place(head: Head) -> None:
     assert hello.slots == 2
     for worker in ("w0", "w1"):
         await head.hear(WorkerExit, lambda m, worker=worker: m.worker == worker and m.code == 0)
-    for index, (worker, device) in enumerate([("w0", "GPU-a"), ("w1", "GPU-b")]):
+    for worker, device in (("w0", "GPU-a"), ("w1", "GPU-b")):
         words = head.run.log(worker).read_text().split()
         assert words == [
-            *(worker, "r1", str(index), device, "127.0.0.1", head.worker_keys[worker]),
+            *(worker, "r1", "0", device, "127.0.0.1", head.worker_keys[worker]),
             *(str(head.paths.head_file), "True", "/dev/null"),
         ]
     assert head.worker_keys["w0"] != head.worker_keys["w1"]
