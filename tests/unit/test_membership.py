@@ -292,6 +292,18 @@ def test_limit_keeps_standbys_warm_and_releases_the_youngest() -> None:
     assert m.roster.members == ["w0", "w1", "w3"]
 
 
+def test_in_a_scripted_run_no_standby_takes_a_lost_members_place() -> None:
+    m = started("w0", "w1")
+    m.roster.scripted, m.roster.limit = True, 2
+    join(m, "w2")
+    m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
+    finish_change(m, at=1)
+    assert m.roster.members == ["w0"]
+    m.handle(ev.LimitChanged(at=2, limit=2, reason="grown"))
+    finish_change(m, at=2)
+    assert m.roster.members == ["w0", "w2"]
+
+
 def test_never_more_members_than_shards() -> None:
     m = new_machine()
     m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n"))

@@ -310,6 +310,8 @@ class Membership:
         self._record("eject", f"{event.worker} on {worker.node} is gone: {event.reason}", worker=event.worker)
         if r.finishing:
             return
+        if r.scripted:
+            r.limit = max(0, r.limit - 1)
         self._break(event.at, f"{event.worker} on {worker.node} is gone: {event.reason}", event.code)
 
     def _ended_before_ready(self, worker: Worker, event: ev.WorkerGone) -> None:

@@ -70,6 +70,8 @@ class Roster(msgspec.Struct, kw_only=True):
     min_members: int
     max_members: int
     limit: int
+    scripted: bool = False
+    "members come and go by a script alone (`fallow local`): no standby takes a lost member's place"
     status: RunStatus = RunStatus.WAITING
     generation: int = 0
     "the committed generation; 0: none yet"

@@ -135,7 +135,7 @@ class Book:
         roster = Roster(run=run_id, min_members=spec.min_nodes, max_members=spec.max_nodes, limit=spec.max_nodes)
         if spec.local:
             # Members are let in by the schedule alone.
-            roster.limit = 0
+            roster.limit, roster.scripted = 0, True
         return self.add(spec, RunRecord(roster=roster), 0, at)
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
