@@ -136,7 +136,7 @@ class ChangeKind(StrEnum):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class WorkerHello(Message, frozen=True):
+class WorkerHello(Message, frozen=True, kw_only=True):
     """First message after every (re)connect; answered by `Welcome` or `Refused`."""
 
     worker: str
@@ -151,7 +151,7 @@ class WorkerHello(Message, frozen=True):
     step: int = 0
 
 
-class WorkerReady(Message, frozen=True):
+class WorkerReady(Message, frozen=True, kw_only=True):
     """Rehearsal done. Sent again until the head answers with a `Prepare` or a `BeatAck(ready=True)`."""
 
     worker: str
@@ -165,7 +165,7 @@ class WorkerReady(Message, frozen=True):
     total_steps: int | None = None
 
 
-class Vote(Message, frozen=True):
+class Vote(Message, frozen=True, kw_only=True):
     """Answer to `Prepare`: the group of that generation stands (ok) or could not be built."""
 
     worker: str
@@ -174,7 +174,7 @@ class Vote(Message, frozen=True):
     reason: str = ""
 
 
-class Beat(Message, frozen=True):
+class Beat(Message, frozen=True, kw_only=True):
     """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
 
     worker: str
@@ -194,7 +194,7 @@ class Beat(Message, frozen=True):
     scalars: dict[str, float] = {}
 
 
-class Parts(Struct, frozen=True):
+class Parts(Struct, frozen=True, kw_only=True):
     """Where a pause went, in seconds."""
 
     drain: float = 0.0
@@ -203,7 +203,7 @@ class Parts(Struct, frozen=True):
     data: float = 0.0
 
 
-class Active(Message, frozen=True):
+class Active(Message, frozen=True, kw_only=True):
     """The worker took part in the first exchange of `generation` and now computes in it."""
 
     worker: str
@@ -217,7 +217,7 @@ class Active(Message, frozen=True):
     steps_discarded: int = 0
 
 
-class Held(Message, frozen=True):
+class Held(Message, frozen=True, kw_only=True):
     """Its group broke (a peer's connection was lost): it has stopped at the turn of the loop."""
 
     worker: str
@@ -226,7 +226,7 @@ class Held(Message, frozen=True):
     reason: str
 
 
-class Left(Message, frozen=True):
+class Left(Message, frozen=True, kw_only=True):
     """The worker switched out of `generation` at a boundary and is ending its process."""
 
     worker: str
@@ -234,7 +234,7 @@ class Left(Message, frozen=True):
     step: int
 
 
-class Checkpointed(Message, frozen=True):
+class Checkpointed(Message, frozen=True, kw_only=True):
     """A durable checkpoint is complete on disk."""
 
     worker: str
@@ -243,7 +243,7 @@ class Checkpointed(Message, frozen=True):
     digest: str
 
 
-class Finished(Message, frozen=True):
+class Finished(Message, frozen=True, kw_only=True):
     """The user's script ended normally on a member."""
 
     worker: str
@@ -256,7 +256,7 @@ class Finished(Message, frozen=True):
     "samples consumed by all finished steps of the run"
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, kw_only=True):
     """The user's script raised, or Fallow refused something it did. The process ends after this."""
 
     worker: str
@@ -274,7 +274,7 @@ class KvOp(StrEnum):
     CAS = "cas"
 
 
-class KvRequest(Message, frozen=True):
+class KvRequest(Message, frozen=True, kw_only=True):
     """Rendezvous store of one generation, kept in the head's memory. Carries a process group's addresses.
 
     `GET` waits until all `keys` exist or `timeout_s` has passed. `ADD` adds `amount` to an integer value.
@@ -300,7 +300,7 @@ FromWorker = (
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, kw_only=True):
     """What a worker must know before the script reaches `prepare`."""
 
     term: int
@@ -321,14 +321,14 @@ class Welcome(Message, frozen=True):
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
 
 
-class Peer(Struct, frozen=True):
+class Peer(Struct, frozen=True, kw_only=True):
     """One place in a generation's rank map; its rank is its position in the list."""
 
     worker: str
     address: str
 
 
-class Prepare(Message, frozen=True):
+class Prepare(Message, frozen=True, kw_only=True):
     """Build the group of `generation` beside the old one, in the background, then `Vote`.
 
     `members` is empty when the run is being suspended. `replaces` is the generation it follows.
@@ -345,14 +345,14 @@ class Prepare(Message, frozen=True):
     checkpoint: str | None = None
 
 
-class Commit(Message, frozen=True):
+class Commit(Message, frozen=True, kw_only=True):
     """`generation` is committed (durable). Members agree on the boundary among themselves and switch."""
 
     term: int
     generation: int
 
 
-class Abort(Message, frozen=True):
+class Abort(Message, frozen=True, kw_only=True):
     """`generation` is burned; train on in the old one (or stay held for the next `Prepare`)."""
 
     term: int
@@ -360,7 +360,7 @@ class Abort(Message, frozen=True):
     reason: str
 
 
-class Interrupt(Message, frozen=True):
+class Interrupt(Message, frozen=True, kw_only=True):
     """A member of `generation` is gone: abandon its collectives and stop at the turn of the loop."""
 
     term: int
@@ -368,7 +368,7 @@ class Interrupt(Message, frozen=True):
     reason: str
 
 
-class BeatAck(Message, frozen=True):
+class BeatAck(Message, frozen=True, kw_only=True):
     """The head is alive. `ready`: it has this worker's `WorkerReady`."""
 
     term: int
@@ -377,13 +377,13 @@ class BeatAck(Message, frozen=True):
     "seconds until this worker's node goes away; None: unknown"
 
 
-class SaveCheckpoint(Message, frozen=True):
+class SaveCheckpoint(Message, frozen=True, kw_only=True):
     """Write a durable checkpoint at the next boundary."""
 
     term: int
 
 
-class Dismiss(Message, frozen=True):
+class Dismiss(Message, frozen=True, kw_only=True):
     """Not (or no longer) needed: end the process with `code`. Sent to non-members, and to members of an ended run."""
 
     term: int
@@ -391,14 +391,14 @@ class Dismiss(Message, frozen=True):
     reason: str
 
 
-class KvReply(Message, frozen=True):
+class KvReply(Message, frozen=True, kw_only=True):
     id: int
     ok: bool
     values: list[bytes] = []
     number: int = 0
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, kw_only=True):
     """The head will not talk to this peer; it prints `message` and ends with `code`."""
 
     code: int
@@ -412,7 +412,7 @@ ToWorker = Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckp
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class AgentHello(Message, frozen=True):
+class AgentHello(Message, frozen=True, kw_only=True):
     """First message of an agent after every (re)connect; answered by `AgentPlan` or `Refused`."""
 
     agent: str
@@ -431,14 +431,14 @@ class AgentHello(Message, frozen=True):
     "workers already started (the head or the connection came back)"
 
 
-class WorkerKey(Message, frozen=True):
+class WorkerKey(Message, frozen=True, kw_only=True):
     """Public key (Z85) made in memory for one worker; answered by `KeyAccepted`, after which it is started."""
 
     worker: str
     public_key: str
 
 
-class WorkerExit(Message, frozen=True):
+class WorkerExit(Message, frozen=True, kw_only=True):
     """A worker's process is gone. Sent until acknowledged by `ExitNoted`."""
 
     worker: str
@@ -449,17 +449,17 @@ class WorkerExit(Message, frozen=True):
     "last lines of its standard error, sanitized"
 
 
-class AgentBeat(Message, frozen=True):
+class AgentBeat(Message, frozen=True, kw_only=True):
     alive: list[str]
 
 
-class Notice(Message, frozen=True):
+class Notice(Message, frozen=True, kw_only=True):
     """The node was warned: SIGTERM at the step (preemption, scancel or time limit)."""
 
     signal: int
 
 
-class AgentLeft(Message, frozen=True):
+class AgentLeft(Message, frozen=True, kw_only=True):
     """All its workers are gone and the agent is ending."""
 
     code: int
@@ -468,7 +468,7 @@ class AgentLeft(Message, frozen=True):
 FromAgent = AgentHello | WorkerKey | WorkerExit | AgentBeat | Notice | AgentLeft
 
 
-class AgentPlan(Message, frozen=True):
+class AgentPlan(Message, frozen=True, kw_only=True):
     """Start these workers, in this order."""
 
     term: int
@@ -478,15 +478,15 @@ class AgentPlan(Message, frozen=True):
     beat_s: float
 
 
-class KeyAccepted(Message, frozen=True):
+class KeyAccepted(Message, frozen=True, kw_only=True):
     worker: str
 
 
-class ExitNoted(Message, frozen=True):
+class ExitNoted(Message, frozen=True, kw_only=True):
     worker: str
 
 
-class StopWorker(Message, frozen=True):
+class StopWorker(Message, frozen=True, kw_only=True):
     """Kill one worker now (ejected, or it did not leave by itself)."""
 
     term: int
@@ -494,14 +494,14 @@ class StopWorker(Message, frozen=True):
     reason: str
 
 
-class ShowOutput(Message, frozen=True):
+class ShowOutput(Message, frozen=True, kw_only=True):
     """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
 
     term: int
     worker: str | None
 
 
-class AgentEnd(Message, frozen=True):
+class AgentEnd(Message, frozen=True, kw_only=True):
     """End: workers are given `kill_after_s` to exit by themselves, then killed; exit with `code`.
 
     Code 0 means that the run is finished and the lines after `fallow run` belong to this allocation.
@@ -513,7 +513,7 @@ class AgentEnd(Message, frozen=True):
     kill_after_s: float = 5.0
 
 
-class AgentBeatAck(Message, frozen=True):
+class AgentBeatAck(Message, frozen=True, kw_only=True):
     term: int
 
 
@@ -527,7 +527,7 @@ FromPeer = FromWorker | FromAgent
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class NodeInfo(Struct, frozen=True):
+class NodeInfo(Struct, frozen=True, kw_only=True):
     node: str
     state: str
     "base state in capitals: IDLE, ALLOCATED, MIXED, DOWN, UNKNOWN ..."
@@ -540,7 +540,7 @@ class NodeInfo(Struct, frozen=True):
     features: list[str] = []
 
 
-class JobInfo(Struct, frozen=True):
+class JobInfo(Struct, frozen=True, kw_only=True):
     job_id: str
     "as squeue -O JobID gives it: the component's own id for a heterogeneous job"
     name: str
@@ -564,7 +564,7 @@ class JobInfo(Struct, frozen=True):
     het_job_id: str | None = None
 
 
-class PartitionInfo(Struct, frozen=True):
+class PartitionInfo(Struct, frozen=True, kw_only=True):
     partition: str
     nodes: list[str]
     max_time_s: float | None = None
@@ -577,7 +577,7 @@ class PartitionInfo(Struct, frozen=True):
     grace_s: float = 0.0
 
 
-class ReservationInfo(Struct, frozen=True):
+class ReservationInfo(Struct, frozen=True, kw_only=True):
     reservation: str
     nodes: list[str]
     start_at: float
@@ -585,7 +585,7 @@ class ReservationInfo(Struct, frozen=True):
     flags: list[str] = []
 
 
-class ClusterState(Struct, frozen=True):
+class ClusterState(Struct, frozen=True, kw_only=True):
     """One batched poll. `at` is Unix time of the answer, on the clock that the jobs' times are on."""
 
     at: float
@@ -595,7 +595,7 @@ class ClusterState(Struct, frozen=True):
     reservations: list[ReservationInfo] = []
 
 
-class ClusterConfig(Struct, frozen=True):
+class ClusterConfig(Struct, frozen=True, kw_only=True):
     """What rarely changes; read at start and hourly."""
 
     cluster: str
@@ -609,7 +609,7 @@ class ClusterConfig(Struct, frozen=True):
     scheduler_parameters: str = ""
 
 
-class JobRequest(Struct, frozen=True):
+class JobRequest(Struct, frozen=True, kw_only=True):
     """A job to submit. `script` is the batch script's text; `options` are sbatch options in --long=value form."""
 
     token: str
@@ -626,7 +626,7 @@ class JobRequest(Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class HeadFile(Struct, frozen=True):
+class HeadFile(Struct, frozen=True, kw_only=True):
     """`STATE/head.json`: where the head is. Rewritten at every start."""
 
     protocol: int
@@ -642,7 +642,7 @@ class HeadFile(Struct, frozen=True):
     started_at: float
 
 
-class KeyFile(Struct, frozen=True):
+class KeyFile(Struct, frozen=True, kw_only=True):
     """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head."""
 
     run: str
@@ -656,7 +656,7 @@ class KeyFile(Struct, frozen=True):
     "None: one per visible GPU, else one"
 
 
-class WorkerSecret(Struct, frozen=True):
+class WorkerSecret(Struct, frozen=True, kw_only=True):
     """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
 
     A worker's key exists in this message and in the two processes' memory only.
@@ -679,7 +679,7 @@ class WorkerSecret(Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class RunSpec(Struct, frozen=True):
+class RunSpec(Struct, frozen=True, kw_only=True):
     """What the user asked for; fixed for the life of the run."""
 
     run: str
@@ -712,24 +712,24 @@ class RunSpec(Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class Quantiles(Struct, frozen=True):
+class Quantiles(Struct, frozen=True, kw_only=True):
     p50: float | None
     p95: float | None
     max: float | None = None
 
 
-class PauseReport(Struct, frozen=True):
+class PauseReport(Struct, frozen=True, kw_only=True):
     planned: Quantiles
     unplanned: Quantiles
 
 
-class SampleReport(Struct, frozen=True):
+class SampleReport(Struct, frozen=True, kw_only=True):
     consumed: int
     lost: int
     duplicated: int
 
 
-class GenerationReport(Struct, frozen=True):
+class GenerationReport(Struct, frozen=True, kw_only=True):
     generation: int
     kind: ChangeKind
     members: list[str]
@@ -740,7 +740,7 @@ class GenerationReport(Struct, frozen=True):
     at: float = 0.0
 
 
-class RunReport(Struct, frozen=True):
+class RunReport(Struct, frozen=True, kw_only=True):
     """Report of `fallow local`, `fallow demo` and finished runs."""
 
     run: str
@@ -755,7 +755,7 @@ class RunReport(Struct, frozen=True):
     message: str = ""
 
 
-class EventRecord(Struct, frozen=True):
+class EventRecord(Struct, frozen=True, kw_only=True):
     """One line of the event log. `seq` strictly increases over the life of the state folder."""
 
     seq: int
@@ -767,7 +767,7 @@ class EventRecord(Struct, frozen=True):
     data: dict[str, Any] = {}
 
 
-class MemberView(Struct, frozen=True):
+class MemberView(Struct, frozen=True, kw_only=True):
     worker: str
     node: str
     token: str
@@ -780,7 +780,7 @@ class MemberView(Struct, frozen=True):
     pid: int = 0
 
 
-class AllocationView(Struct, frozen=True):
+class AllocationView(Struct, frozen=True, kw_only=True):
     token: str
     kind: AllocationKind
     state: AllocationState
@@ -791,7 +791,7 @@ class AllocationView(Struct, frozen=True):
     reason: str = ""
 
 
-class RunView(Struct, frozen=True):
+class RunView(Struct, frozen=True, kw_only=True):
     run: str
     name: str
     status: RunStatus
@@ -812,6 +812,8 @@ class RunView(Struct, frozen=True):
     scalars: dict[str, float] = {}
     message: str = ""
     created_at: float = 0.0
+    useful: int = 0
+    "members that would have something to do: the limit, or the shards in a step if they are fewer"
 
 
 class NodeOwner(StrEnum):
@@ -822,7 +824,7 @@ class NodeOwner(StrEnum):
     DOWN = "down"
 
 
-class NodeView(Struct, frozen=True):
+class NodeView(Struct, frozen=True, kw_only=True):
     node: str
     partitions: list[str]
     state: str
@@ -833,7 +835,7 @@ class NodeView(Struct, frozen=True):
     ends_in_s: float | None = None
 
 
-class HeadView(Struct, frozen=True):
+class HeadView(Struct, frozen=True, kw_only=True):
     version: str
     host: str
     pid: int
@@ -849,7 +851,7 @@ class HeadView(Struct, frozen=True):
     workers: int
 
 
-class Snapshot(Struct, frozen=True):
+class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything that `status`, `top` and a subscriber see."""
 
     at: float

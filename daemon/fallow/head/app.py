@@ -58,6 +58,9 @@ log = structlog.get_logger("fallow.head")
 TICK_S = 0.25
 SNAPSHOT_S = 0.5
 CONFIG_EVERY_S = 3600.0
+RECENT_EVENTS = 200
+"""As many past events a new subscriber is told."""
+
 STORE_PATIENCE_S = 60.0
 """A store that is away this long ends the head; whoever supervises it starts it again."""
 
@@ -437,8 +440,17 @@ class Head:
         self._inbox.put_nowait(Asked(method, params, answer))
         return await answer
 
-    def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
-        return self._broadcast.subscribe(self.snapshot())
+    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """A snapshot, the last events that led to it, then everything new."""
+        stream = self._broadcast.subscribe(self.snapshot())
+        yield await anext(stream)
+        seen = 0
+        for event in await self._store.events(max(0, self._last_event - RECENT_EVENTS), RECENT_EVENTS):
+            seen = event.seq
+            yield event
+        async for item in stream:
+            if not isinstance(item, EventRecord) or item.seq > seen:
+                yield item
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
         return await self._store.events(since, limit, None if run is None else self._book.get(run).id)

@@ -286,8 +286,9 @@ class Peers:
     def _notice(turn: Turn, run: Run, allocation: Allocation, node: str, notice: Notice) -> None:
         if allocation.state is AllocationState.RELEASING or run.roster.status.ended:
             return
-        why = f"signal {notice.signal}: preempted, cancelled or at its time limit"
-        if allocation.end_at is not None and allocation.end_at - turn.now < 60:
+        why = f"warned by Slurm with signal {notice.signal}: preempted or cancelled"
+        if allocation.end_at is not None and turn.now >= allocation.end_at:
+            # Limits are looked at every 30 s, so this warning comes late, never early.
             why = "walltime"
         if allocation.kind is AllocationKind.BASE and why != "walltime":
             # The user's own job was ended by somebody: it is not asked for again behind their back.
