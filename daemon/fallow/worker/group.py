@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -139,7 +138,7 @@ class Group:
             self._changed.notify_all()
 
     def destroy(self) -> None:
-        """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: call it on a `Reaper`."""
+        """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         if self._pg is not None:
             self._pg.shutdown()
         self._pg = None
@@ -203,21 +202,6 @@ def _open_connections(group: Group, timeout_s: float) -> None:
     group.wait(timeout_s)
 
 
-class Reaper:
-    """Destroys groups on threads of their own, since that can block for as long as a peer is stopped."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-
-    def take(self, groups: Sequence[Group]) -> None:
-        """Give up the groups; returns at once."""
-        for group in groups:
-            thread = threading.Thread(target=group.destroy, name=f"reaper-{group.generation}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-
-    @property
-    def busy(self) -> bool:
-        """True while a group is still being destroyed: an ordinary interpreter exit could hang on it."""
-        return any(thread.is_alive() for thread in self._threads)
+def reap(group: Group) -> None:
+    """Destroy a group on a thread of its own, since that can block for as long as a peer is stopped."""
+    threading.Thread(target=group.destroy, name=f"reaper-{group.generation}", daemon=True).start()

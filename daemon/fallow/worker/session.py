@@ -40,7 +40,7 @@ from fallow.model import (
     WorkerHello,
     WorkerReady,
 )
-from fallow.worker.group import Group, Reaper, build_group
+from fallow.worker.group import Group, build_group, reap
 from fallow.worker.rendezvous import HeadStore
 
 _HELLO_S = 1.0
@@ -105,7 +105,6 @@ class Session:
     ) -> None:
         self.worker = worker
         self.progress = Progress()
-        self.reaper = Reaper()
         self._address = address
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
@@ -279,7 +278,7 @@ class Session:
         dropped, self._next = self._next, None
         if dropped is not None and dropped.group is not None:
             dropped.group.interrupt(reason)
-            self.reaper.take([dropped.group])
+            reap(dropped.group)
 
     def _break(self, generation: int, reason: str) -> None:
         if generation > self._broken_upto:
@@ -308,7 +307,7 @@ class Session:
             if self._next is not upcoming:
                 if group is not None:
                     group.interrupt("superseded")
-                    self.reaper.take([group])
+                    reap(group)
                 return
             upcoming.group = group
             upcoming.standing = not reason
@@ -404,7 +403,7 @@ class Session:
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)
         if old is not None:
-            self.reaper.take([old])
+            reap(old)
         return taken
 
     def raise_if_ended(self) -> None:
