@@ -302,7 +302,8 @@ class Head:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
-        while True:
+        # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
+        while not self._stop.is_set():
             item = await self._inbox.get()
             turn = Turn(self._book, time.monotonic(), time.time())
             answer: Callable[[], None] | None = None
