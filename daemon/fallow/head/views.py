@@ -55,6 +55,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         min_nodes=run.spec.min_nodes,
         max_nodes=run.spec.max_nodes,
         limit=r.limit,
+        useful=r.useful_members,
         generation=r.generation,
         step=r.final.steps if r.final is not None else step,
         total_steps=r.total_steps or (front.total_steps if front is not None else None),

@@ -85,6 +85,9 @@ class Driver:
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
         self._settle_until = 0.0
+        self.absent = 0
+        "workers that ended or were refused before they could become members"
+        self.absent_because = ""
 
     async def train(self) -> RunReport:
         """From start to end of the training; everything that was started is gone afterwards.
@@ -95,8 +98,7 @@ class Driver:
         self._control = await self._head.start()
         try:
             await self._create()
-            await self._until(self._all_ready)
-            if not (await self._look()).status.ended:
+            if await self._start_agents():
                 await self._call("grow", run=self._run, by=self.members)
                 await self._follow()
             return msgspec.convert(await self._call("report", run=self._run), RunReport)
@@ -119,11 +121,31 @@ class Driver:
         )
         made = msgspec.convert(await self._call("create_run", spec=msgspec.to_builtins(spec)), NewRun)
         self._run = made.run
-        for _ in range(self.total):
-            place = await self._call("local_allocation", run=self._run, slots=1)
-            await self._start_agent(msgspec.convert(place, LocalAllocation).key_file)
 
-    async def _start_agent(self, key_file: str) -> None:
+    async def _start_agents(self) -> bool:
+        """Start all workers and wait until none is starting up any more; False if the run has ended by then.
+
+        Newcomers come after the first members: those who are ready first decide what a member's state looks like.
+        """
+        for count, needed in ((self.members, True), (self.total - self.members, False)):
+            for _ in range(count):
+                await self._start_agent()
+            await self._until(lambda view: view.status.ended or not _in_phase(view, WorkerPhase.STARTING))
+            view = await self._look()
+            if view.status.ended:
+                return False
+            self.absent = len(self._agents) - len(_in_phase(view, WorkerPhase.READY))
+            self.absent_because = view.message
+            if self.absent and needed:
+                raise FallowError(
+                    f"{self.absent} of the first {self.members} members did not come to run.steps(): {view.message}",
+                    Exit.SOFTWARE,
+                )
+        return True
+
+    async def _start_agent(self) -> None:
+        place = await self._call("local_allocation", run=self._run, slots=1)
+        key_file = msgspec.convert(place, LocalAllocation).key_file
         agent = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -138,10 +160,6 @@ class Driver:
             start_new_session=True,
         )
         self._agents.append(agent)
-
-    def _all_ready(self, view: RunView) -> bool:
-        ready = sum(1 for m in view.members if m.phase is WorkerPhase.READY)
-        return view.status.ended or ready >= self.total
 
     async def _until(self, condition: Callable[[RunView], bool]) -> None:
         while not condition(await self._look()):
@@ -172,9 +190,8 @@ class Driver:
     def _settled(self, view: RunView) -> bool:
         """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""
         members = [m for m in view.members if m.rank is not None]
-        waiting = [m for m in view.members if m.phase is WorkerPhase.READY]
         calm = view.change is None and not any(m.phase is WorkerPhase.LEAVING for m in members)
-        full = not waiting or len(members) >= view.limit
+        full = not _in_phase(view, WorkerPhase.READY) or len(members) >= view.useful
         alive = not self._killed.intersection(m.worker for m in members)
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
@@ -247,6 +264,10 @@ class Driver:
                 await agent.wait()
         await self._control.aclose()
         await self._head.stop()
+
+
+def _in_phase(view: RunView, phase: WorkerPhase) -> list[MemberView]:
+    return [m for m in view.members if m.phase is phase]
 
 
 def _by_arrival(view: RunView) -> list[MemberView]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import functools
 import os
 import signal
 import sys
@@ -16,6 +18,11 @@ from fallow.model import Exit, FallowError
 
 START_S = 30.0
 STOP_S = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+_prctl = ctypes.CDLL(None).prctl
+"""Looked up here, since between fork and exec nothing should be loaded."""
 
 
 class HeadProcess:
@@ -58,14 +65,23 @@ class HeadProcess:
                 stderr=log,
                 env=self._environ,
                 start_new_session=True,
+                # However the process that started it ends, the head ends in order, and its store with it.
+                preexec_fn=functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
             )
+        try:
+            return await self._wait_for_answer(self._process)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _wait_for_answer(self, process: asyncio.subprocess.Process) -> ControlClient:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                while self._process.returncode is None:
+                while process.returncode is None:
                     with contextlib.suppress(FallowError):
                         client = await ControlClient.connect(self.paths.head_file)
                         snapshot = await client.call("status")
-                        if snapshot["head"]["pid"] == self._process.pid:
+                        if snapshot["head"]["pid"] == process.pid:
                             return client
                         await client.aclose()
                     await asyncio.sleep(0.05)

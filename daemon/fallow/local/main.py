@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,10 +41,15 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     driver = Driver(folder, command, members, items, output=sys.stderr.fileno() if json else None)
     try:
-        result = asyncio.run(driver.train())
+        result = asyncio.run(_train(driver))
+    except asyncio.CancelledError:
+        sys.stderr.write(f"fallow local: ended by SIGTERM; logs are kept in {folder}\n")
+        return 128 + signal.SIGTERM
     except BaseException:
         sys.stderr.write(f"fallow local: logs are kept in {folder}\n")
         raise
+    if driver.absent:
+        sys.stderr.write(f"fallow local: {driver.absent} newcomer(s) did not take part: {driver.absent_because}\n")
     for item in driver.missed:
         sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended at step {result.steps}\n")
     encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
@@ -59,6 +65,14 @@ def main(
         return Exit.OK
     sys.stderr.write(f"fallow local: run is {result.status}: {result.message or 'see the report'}; logs in {folder}\n")
     return Exit.SOFTWARE
+
+
+async def _train(driver: Driver) -> RunReport:
+    """Train; SIGTERM ends it as Ctrl-C does, so that nothing is left behind."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await driver.train()
 
 
 def summary(report: RunReport) -> str:
