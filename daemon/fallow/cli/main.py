@@ -49,6 +49,7 @@ Exit codes:
   77  not permitted: wrong owner or mode
   78  the configuration is wrong
   93  this allocation is done; do not restart it
+  130 interrupted by Ctrl-C (143: by SIGTERM)
 submit passes sbatch's exit code on. FALLOW_DEBUG=1 shows tracebacks."""
 
 
