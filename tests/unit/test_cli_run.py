@@ -147,6 +147,19 @@ def test_a_harvest_job_ends_whatever_the_code(harvest: Job) -> None:
     assert harvest.run(0).stdout == "code 0\nafter\n"
 
 
+def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:
+    # The run may have ended while this job started: its key is gone, and the rest of the script has run already.
+    done = harvest.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="harvest")
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
+    assert "job 5 ends here" in done.stderr
+
+
+def test_a_base_job_that_begins_after_the_end_of_its_run_ends(base: Job) -> None:
+    assert "after" in base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout
+    (base.folder / "state/runs/r1/report.json").touch(mode=0o600)
+    assert base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout == ""
+
+
 def test_without_slurm_the_script_is_ended_all_the_same(harvest: Job) -> None:
     harvest.command("scancel", "exit 1")
     done = harvest.run(1)

@@ -36,6 +36,29 @@ def run(command: tuple[str, ...]) -> int:
     Starts one agent per node. Returns 0 in the one allocation in which the rest of the script is to run; in
     all others it ends the job.
     """
+    try:
+        return train(command)
+    except FallowError as error:
+        if not os.environ.get("SLURM_JOB_ID") or rest_belongs_here():
+            raise
+        say(error.message)
+        end_job("the rest of the script belongs to another allocation")
+
+
+def rest_belongs_here() -> bool:
+    """After an error: may the script go on? Not in a harvest job, and not when the run has ended (elsewhere)."""
+    from fallow.files import Paths
+
+    if os.environ.get("FALLOW_KIND") == AllocationKind.HARVEST:
+        return False
+    try:
+        return not Paths.default().run(os.environ.get("FALLOW_RUN", "")).report.exists()
+    except FallowError:
+        return True
+
+
+def train(command: tuple[str, ...]) -> int:
+    """The exit code for the batch script, where it may go on."""
     from fallow.core.step import step_command, step_environment
 
     kind, key_file = find_allocation()
