@@ -9,7 +9,10 @@ from fallow.core.sbatch_line import Component, Given, parse_nodes, split
 from fallow.core.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
-STRIPPED = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "FALLOW_", "CUDA_VISIBLE_DEVICES")
+STRIPPED = (
+    *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "CUDA_VISIBLE_DEVICES"),
+    *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
+)
 """Beginnings of variables that belong to a job or a submission and must not reach another one."""
 
 LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
