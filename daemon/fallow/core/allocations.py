@@ -95,6 +95,9 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
                 allocation.state = AllocationState.LOST
                 return "never appeared in Slurm"
         elif allocation.missing >= MISSING_POLLS and not set(allocation.agents) - set(allocation.agents_gone):
+            if allocation.state is AllocationState.PENDING:
+                # Why it waited says nothing about how it ended.
+                allocation.reason = ""
             allocation.state = AllocationState.ENDED
             return "no longer in Slurm"
         return None

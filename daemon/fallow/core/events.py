@@ -137,7 +137,10 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Event):
+    """The run is over before its script is: cancelled, or (status FAILED) it cannot even begin."""
+
     reason: str
+    status: RunStatus = RunStatus.CANCELLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

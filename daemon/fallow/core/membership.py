@@ -378,7 +378,7 @@ class Membership:
             r.workers[name].leaving_because = event.reason
 
     def _cancel(self, event: ev.Cancelled) -> None:
-        self._end(RunStatus.CANCELLED, event.reason)
+        self._end(event.status, event.reason)
 
     def _tick(self, event: ev.Ticked) -> None:
         for worker in list(self.roster.workers.values()):

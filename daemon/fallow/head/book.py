@@ -33,6 +33,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "False once the user cancelled the base job: it is not submitted again"
     failures_in_a_row: int = 0
     "submissions that Slurm refused"
+    duds: int = 0
+    "jobs in a row that ended before an agent came"
     harvest_paused: str = ""
     ended_at: float | None = None
 

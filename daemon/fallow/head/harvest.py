@@ -21,6 +21,15 @@ from fallow.model import (
 REFUSALS = 3
 """Submissions that Slurm refuses in a row before a run's harvesting pauses (HyperQueue pauses after 10)."""
 
+DUDS = 3
+"""Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
+
+DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
+"""Ends of a job that are the script's own doing."""
+
+BACKOFF_S = 600.0
+"""The longest that requests are put off."""
+
 CANCEL_AGAIN_S = 30.0
 """A job that a poll still shows this long after it was cancelled is cancelled again."""
 
@@ -31,6 +40,9 @@ class Harvest:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.cluster: ClusterState | None = None
+        self._failures: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
+        "run -> time on the turns' clock before which nothing is asked for"
         self.idle_since: dict[str, float] = {}
         "node -> Unix time of the first poll that showed it idle, for the hole-to-step figure"
 
@@ -87,7 +99,34 @@ class Harvest:
             if run.roster.generation == 0 and not run.roster.workers:
                 # Cancelled before anything of it ran: the user does not want the run.
                 turn.apply(run, ev.Cancelled(at=turn.at, reason=f"job {allocation.job_id} was cancelled"))
+        elif not allocation.agents and allocation.asked_at is None and allocation.reason in DUD:
+            self._came_to_nothing(turn, run, allocation)
         turn.book.end_allocation(run, allocation, reason)
+
+    @staticmethod
+    def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
+        """The script ended before `fallow run` had an agent start: it is wrong, or something that it needs is away."""
+        run.record.duds += 1
+        turn.dirty.add(run.id)
+        log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+        where = log if allocation.kind is AllocationKind.HARVEST else "its output"
+        how = f"job {allocation.job_id} ended ({allocation.reason})"
+        text = f"{how} before its script reached `fallow run`; see {where}"
+        turn.record(run, "failed", text)
+        if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.workers:
+            turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
+
+    def _put_off(self, turn: Turn, run: Run) -> bool:
+        """Is it too early to ask for more, because the last jobs came to nothing? Twice as long after each."""
+        failures = run.record.duds + run.roster.start_failures
+        if failures > self._failures.get(run.id, 0) and failures >= DUDS:
+            wait_s = min(BACKOFF_S, self._config.slurm.poll_interval_s * 2.0 ** min(failures - DUDS + 1, 20))
+            self._not_before[run.id] = turn.at + wait_s
+            turn.record(run, "pause", f"{failures} jobs in a row came to nothing; the next in {wait_s:.0f} s")
+        elif not failures:
+            self._not_before.pop(run.id, None)
+        self._failures[run.id] = failures
+        return turn.at < self._not_before.get(run.id, turn.at)
 
     def _sweep_orphans(self, turn: Turn, cluster: ClusterState) -> None:
         """Cancel jobs that carry a token of ours which is no longer live (I9, I15: own name and own user only)."""
@@ -104,7 +143,8 @@ class Harvest:
 
     def _plan(self, turn: Turn, cluster: ClusterState) -> None:
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
-        demands = [self._demand(run) for run in runs.values() if not run.roster.status.ended]
+        put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
+        demands = [self._demand(run, run.id in put_off) for run in runs.values() if not run.roster.status.ended]
         live = [a for run in runs.values() for a in run.live_allocations()]
         for wish in plan(cluster, demands, live, self.rules()):
             match wish:
@@ -123,7 +163,8 @@ class Harvest:
                     run, allocation = self._find(runs, token)
                     turn.release_allocation(run, allocation, reason)
         for run in runs.values():
-            self._renew_base(turn, run)
+            if run.id not in put_off:
+                self._renew_base(turn, run)
 
     @staticmethod
     def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
@@ -132,7 +173,7 @@ class Harvest:
                 return run, run.record.allocations[token]
         raise KeyError(token)
 
-    def _demand(self, run: Run) -> Demand:
+    def _demand(self, run: Run, put_off: bool = False) -> Demand:
         slots = run.record.slots or 1
         useful = run.roster.useful_members
         if run.roster.generation == 0 and run.roster.status is RunStatus.WAITING and run.record.slots is None:
@@ -141,7 +182,7 @@ class Harvest:
         live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING]
         nodes = sum(max(1, len(a.agents)) if a.kind is AllocationKind.HARVEST else a.nodes_wanted for a in live)
         wanted = -(-useful // slots) - nodes
-        if run.record.harvest_paused or run.roster.finishing:
+        if run.record.harvest_paused or run.roster.finishing or put_off:
             wanted = min(wanted, 0)
         budget = run.spec.budget_node_hours
         spent = sum(_node_seconds(a) for a in run.record.allocations.values() if a.kind is AllocationKind.HARVEST)

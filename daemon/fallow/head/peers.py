@@ -223,6 +223,7 @@ class Peers:
                 run.roster.min_members = run.spec.min_nodes * hello.slots
                 run.roster.max_members = run.roster.limit = run.spec.max_nodes * hello.slots
         if first:
+            run.record.duds = 0
             names = [allocation.reserved.pop(0) for _ in range(min(hello.slots, len(allocation.reserved)))]
             while len(names) < hello.slots:
                 names.append(f"w{run.roster.next_index + len(names)}")

@@ -21,7 +21,7 @@ import msgspec
 
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
 from fallow.slurm import parse
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
 from fallow.slurm.process import Done, job_environment, query_environment, run
 
 QUERY_TIMEOUT_S = 30.0
@@ -121,7 +121,7 @@ class CliClient:
         jobs = [
             job
             for job in parse.jobs(queue, layout)
-            if job.state not in parse.ENDED_STATES or (job.user == self._user and job.name.startswith(names_prefix))
+            if job.state not in parse.ENDED_STATES or (job.user == self._user and carries(job, names_prefix))
         ]
         # Two answers, two moments: a job may have started between them. What squeue saw running is not idle.
         busy = {name for job in jobs if job.state == "RUNNING" for name in job.nodes}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
 from fallow.slurm import parse
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
 from fallow.slurm.virtual import FakeJob, VirtualCluster
 
 _DEFAULT_LIMIT_S = 600.0
@@ -52,7 +52,7 @@ class FakeSlurm(VirtualCluster):
         jobs = [
             job.info()
             for job in self.jobs.values()
-            if not job.ended or (job.user == self.user and job.name.startswith(names_prefix))
+            if not job.ended or (job.user == self.user and carries(job.info(), names_prefix))
         ]
         return ClusterState(
             at=self.now,
