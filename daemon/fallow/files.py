@@ -169,7 +169,10 @@ def _default_runtime(state: Path, environ: Mapping[str, str]) -> Path:
     tag = hashlib.sha256(os.fsencode(state)).hexdigest()[:12]
     base = environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isdir(base) and os.access(base, os.W_OK):
-        return Path(base) / f"fallow-{tag}"
+        runtime = Path(base) / f"fallow-{tag}"
+        # Sites give jobs long names for temporary folders.
+        if len(os.fsencode(runtime / "control.sock")) < SOCKET_PATH_LIMIT:
+            return runtime
     # A name that others can guess in a shared /tmp is safe because `private_dir` refuses what is not ours.
     return Path("/tmp") / f"fallow-{os.getuid()}-{tag}"  # noqa: S108
 

@@ -187,6 +187,13 @@ def test_default_paths_without_anything(tmp_path: Path) -> None:
     paths = Paths.default({"XDG_STATE_HOME": str(tmp_path)})
     assert paths.state == tmp_path / "fallow"
     assert str(paths.runtime).startswith(f"/tmp/fallow-{os.getuid()}-")
+
+
+def test_a_runtime_folder_too_deep_for_sockets_is_not_used(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    paths = Paths.default({"XDG_RUNTIME_DIR": str(deep), "FALLOW_STATE_DIR": "/s"})
+    assert str(paths.control).startswith(f"/tmp/fallow-{os.getuid()}-")
     gone = Paths.default({"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path / "gone")})
     assert gone == paths
 
