@@ -29,7 +29,6 @@ from fallow.model import (
     Failed,
     Finished,
     FromWorker,
-    Held,
     Interrupt,
     KvOp,
     KvReply,
@@ -261,7 +260,7 @@ class FakeHead:
     def held(self, *workers: str) -> None:
         self.wait(
             f"{workers} held",
-            lambda: all(any(h.generation == self.generation for h in self.find(w, Held)) for w in workers),
+            lambda: all(any(b.held and b.generation == self.generation for b in self.find(w, Beat)) for w in workers),
         )
 
     def left(self, *workers: str) -> None:
