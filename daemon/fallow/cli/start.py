@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import click
@@ -52,6 +53,8 @@ def top(read_only: bool, demo: bool) -> int:
     """Live view of runs, members and nodes."""
     if importlib.util.find_spec("textual") is None:
         raise FallowError("fallow top needs Textual; run: pip install 'fallow[tui]'", Exit.UNAVAILABLE)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise FallowError("fallow top needs a terminal; elsewhere: fallow status, fallow events --follow", Exit.USAGE)
     from fallow_tui.app import main
 
     return int(main(read_only=read_only, demo=demo))

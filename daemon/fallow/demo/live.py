@@ -49,14 +49,16 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        self._console.print(f"{time.monotonic() - self._began:6.1f} s  {clean(text)}", markup=False, highlight=False)
+        self._console.print(
+            f"{time.monotonic() - self._began:6.1f} s  {clean(text)}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def show(self, item: Snapshot | EventRecord) -> None:
         if isinstance(item, EventRecord):
             if item.kind not in QUIET:
                 self._events.append(f"{time.monotonic() - self._began:6.1f} s  {clean(item.text)}")
                 if not self._console.is_terminal:
-                    self._console.print(self._events[-1], markup=False, highlight=False)
+                    self._console.print(self._events[-1], markup=False, highlight=False, soft_wrap=True)
         else:
             self._run = item.runs[0] if item.runs else None
             self._nodes = Text(" ").join(
