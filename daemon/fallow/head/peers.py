@@ -136,6 +136,7 @@ class Peers:
             head_patience_s=self._config.head_patience_s,
             folder=str(turn.book.paths.run(run.id).root),
             checkpoint=None if checkpoint is None else checkpoint.path,
+            epoch=max((run.beats[w].epoch for w in run.roster.members if w in run.beats), default=0),
         )
         turn.tell(run, worker, welcome)
 
