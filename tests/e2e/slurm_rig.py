@@ -1,0 +1,410 @@
+"""A private Slurm, a head and everything to play stories on them: submit, watch, disturb, and leave nothing behind.
+
+One rig serves all tests of a module: runs are submitted with the real command, others' jobs with plain sbatch. The head
+is a child process that polls every second, so what sites see in minutes happens in seconds; the walltime of a harvest
+job is Slurm's shortest, one minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import pytest
+
+from fallow.control.client import call
+from fallow.files import Paths
+from fallow.local.headprocess import HeadProcess
+from fallow.model import (
+    EventRecord,
+    FallowError,
+    HeadView,
+    MemberView,
+    RunReport,
+    RunStatus,
+    RunView,
+    Snapshot,
+    WorkerPhase,
+)
+from fallow.testbed.cluster import Testbed
+
+T = TypeVar("T")
+
+POLL_S = 1.0
+BEAT_S = 0.2
+MARGIN_S = 10.0
+SAMPLES_PER_STEP = 16
+SETTINGS = {
+    "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
+    "FALLOW_HARVEST__MIN_MINUTES": "1",
+    "FALLOW_HARVEST__MAX_MINUTES": "1",
+    "FALLOW_HEAD__ADDRESS": "127.0.0.1",
+    "FALLOW_MEMBERSHIP__BEAT_S": str(BEAT_S),
+    "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": str(MARGIN_S),
+}
+START_S = 60.0
+"""From a submission to a member: two processes that import torch, on cores shared with others."""
+REACT_S = 30.0
+"""From a signal or a decision to what follows from it, a start of a node included."""
+COMMAND_S = 60.0
+LOOK_S = 0.05
+
+_HERE = Path(__file__).resolve().parent
+_WRAPPER = _HERE.parents[1] / "slurm_scripts" / "fallow-sbatch"
+_GONE = frozenset(("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"))
+_SUBMITTED = re.compile(r"^(\S+): job (\d+)")
+_SCRIPT = """#!/bin/bash
+#SBATCH --partition=normal
+#SBATCH --exclusive
+#SBATCH --output=output
+#FALLOW workers-per-node=1 min-minutes=1
+export OMP_NUM_THREADS=1
+env -0 > "env.$SLURM_JOB_ID"
+echo "$PWD $(umask) $*" > "place.$SLURM_JOB_ID"
+{before}
+fallow run -- {command}
+echo "$SLURM_JOB_ID" >> after
+"""
+_HETEROGENEOUS = """#!/bin/bash
+#SBATCH --partition=normal --exclusive --nodes=1 --output=output
+#SBATCH hetjob
+#SBATCH --partition=normal --exclusive --nodes=2
+#FALLOW nodes=3:4 workers-per-node=1 min-minutes=1
+export OMP_NUM_THREADS=1
+fallow run -- {command}
+echo "$SLURM_JOB_ID" >> after
+"""
+
+
+def wait_for(what: str, condition: Callable[[], T], seconds: float, story: Callable[[], str] | None = None) -> T:
+    """The first true answer of `condition`; at the deadline the test fails and says what was waited for."""
+    deadline, nothing = time.monotonic() + seconds, threading.Event()
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}" + (f"\n{story()}" if story else ""))
+        nothing.wait(LOOK_S)
+    return answer
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one worker process wrote about its steps."""
+
+    worker: str
+    pid: int
+    steps: list[tuple[int, int, int]]
+    "(generation, step, rank) in order"
+
+
+class Training:
+    """One submitted run."""
+
+    def __init__(self, rig: Rig, folder: Path, run: str, job: str, steps: int) -> None:
+        self.rig, self.folder, self.run, self.job, self.steps = rig, folder, run, job, steps
+
+    def view(self) -> RunView:
+        return self.rig.status(self.run).runs[0]
+
+    def members(self) -> list[MemberView]:
+        """Members of the current generation, by rank."""
+        return sorted((m for m in self.view().members if m.rank is not None), key=lambda m: m.rank or 0)
+
+    def events(self, *kinds: str) -> list[EventRecord]:
+        """The run's events, oldest first; all of them, or those of some kinds."""
+        found = self.rig.ask("events", list[EventRecord], run=self.run, limit=10_000)
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    def changes(self, kind: str) -> list[EventRecord]:
+        """Completed changes of the membership of one kind."""
+        return [event for event in self.events(kind) if "generation" in event.data]
+
+    def jobs(self) -> dict[str, str]:
+        """Job id -> token of everything that was submitted for this run."""
+        found = (_SUBMITTED.match(event.text) for event in self.events("submit"))
+        return {match[2]: match[1] for match in found if match}
+
+    def harvest_jobs(self) -> list[str]:
+        return [job for job, token in self.jobs().items() if re.search(r"-h\d+-", token)]
+
+    def base_jobs(self) -> list[str]:
+        return [job for job, token in self.jobs().items() if re.search(r"-b\d+-", token)]
+
+    def traces(self) -> list[Trace]:
+        """The workers' own notes, by worker number."""
+        found = []
+        for path in self.folder.glob("*.steps"):
+            worker, _, pid = path.stem.rpartition("-")
+            # The last line may be half written.
+            lines = path.read_text().rpartition("\n")[0].splitlines()
+            rows = [tuple(int(word) for word in line.split()) for line in lines]
+            found.append(Trace(worker, int(pid), [(row[0], row[1], row[2]) for row in rows]))
+        return sorted(found, key=lambda trace: int(trace.worker[1:]))
+
+    def trace(self, worker: str) -> Trace:
+        """The notes of a worker that must have been one single process."""
+        (found,) = (trace for trace in self.traces() if trace.worker == worker)
+        return found
+
+    def step(self) -> int:
+        """The newest step that any member has begun, without asking the head."""
+        return max((trace.steps[-1][1] for trace in self.traces() if trace.steps), default=-1)
+
+    def wait_for(self, what: str, condition: Callable[[], T], seconds: float = REACT_S) -> T:
+        return wait_for(f"run {self.run}: {what}", condition, seconds, self.rig.story)
+
+    def wait_members(self, count: int, seconds: float = START_S) -> list[MemberView]:
+        """Wait for exactly so many members and no change under way."""
+
+        def settled() -> list[MemberView]:
+            view = self.view()
+            members = [m for m in view.members if m.rank is not None]
+            calm = view.change is None and all(m.phase is WorkerPhase.MEMBER for m in members)
+            return self.members() if calm and len(members) == count else []
+
+        return self.wait_for(f"{count} members", settled, seconds)
+
+    def wait_steps(self, count: int = 5) -> None:
+        """Wait until the training has gone on by so many steps."""
+        start = self.step()
+        self.wait_for(f"{count} steps after step {start}", lambda: self.step() >= start + count)
+
+    def finish(self) -> RunReport:
+        """Let the training run to its end, and check what must hold at the end of every one of them."""
+        view = self.view()
+        assert not view.status.ended, f"ended before its time: {view}"
+        (self.folder / "hurry").touch()
+        self.wait_for("the end of the training", lambda: self.view().status.ended, START_S)
+        report: RunReport = self.rig.ask("report", RunReport, run=self.run)
+        assert report.status is RunStatus.FINISHED, report
+        assert report.steps == self.steps
+        assert (report.samples.lost, report.samples.duplicated) == (0, 0), report.samples
+        assert report.samples.consumed == self.steps * SAMPLES_PER_STEP
+        assert report.final_digest, report
+        assert not self.events("diverged"), "the members' final states differ"
+        self.wait_jobs_gone()
+        return report
+
+    def wait_jobs_gone(self) -> None:
+        """Wait until Slurm runs nothing more for this run, and nothing waits."""
+        self.wait_for("none of its jobs in Slurm", lambda: not self.jobs_alive())
+
+    def jobs_alive(self) -> list[str]:
+        states = self.rig.job_states()
+        return [job for job in self.jobs() if states.get(job, "GONE").split("+")[0] not in _GONE | {"GONE"}]
+
+    def lines_after(self) -> list[str]:
+        """Jobs in which the lines after `fallow run` were run."""
+        path = self.folder / "after"
+        return path.read_text().split() if path.exists() else []
+
+
+class Rig:
+    """A testbed and a head over a fresh folder. Use as a context manager."""
+
+    def __init__(self, profile: str, nodes: int) -> None:
+        self._profile, self._nodes = profile, nodes
+        self._runner = asyncio.Runner()
+        self._count = 0
+        self._patch = pytest.MonkeyPatch()
+        self.trainings: list[Training] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="fallow-rig-"))
+        self.testbed: Testbed
+        self.head: HeadProcess
+        self.environ: dict[str, str] = {}
+
+    def __enter__(self) -> Rig:
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        (self.folder / "config.toml").touch(mode=0o600)
+        ours = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "FALLOW"))}
+        # The list of testbeds, so that nothing is left in the user's own state folder.
+        self._patch.setenv("FALLOW_STATE_DIR", str(self.folder / "testbeds"))
+        self.testbed = Testbed.up(nodes=self._nodes, profile=self._profile)
+        self.environ = {
+            **ours,
+            **self.testbed.env(),
+            **SETTINGS,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "FALLOW_STATE_DIR": str(self.folder / "state"),
+            "FALLOW_CONFIG": str(self.folder / "config.toml"),
+            "XDG_RUNTIME_DIR": str(self.folder),
+        }
+        self.paths = Paths.default(self.environ).create()
+        self.head = HeadProcess(self.paths, self.environ, self.folder / "head.log")
+        self.start_head()
+
+    def close(self) -> None:
+        """End everything. Raises if a process or a file is left."""
+        try:
+            if hasattr(self, "head"):
+                self._end_runs()
+                self._runner.run(self.head.stop())
+        finally:
+            self._runner.close()
+            if hasattr(self, "testbed"):
+                self.testbed.down()
+            self._patch.undo()
+            left = self._processes()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        assert not left, f"left running: {left}"
+        assert not self.folder.exists()
+
+    def _end_runs(self) -> None:
+        with contextlib.suppress(FallowError, AssertionError):
+            for view in self.status().runs:
+                if not view.status.ended:
+                    self.ask("cancel", run=view.run)
+            for training in self.trainings:
+                training.wait_jobs_gone()
+
+    def _processes(self) -> list[str]:
+        """What still runs with our state folder in its environment, given a moment to end."""
+
+        def ours() -> list[str]:
+            found = []
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("FALLOW_STATE_DIR") == str(self.folder / "state"):
+                        found.append(" ".join(process.cmdline()))
+            return found
+
+        with contextlib.suppress(AssertionError):
+            wait_for("our processes have ended", lambda: not ours(), 10.0)
+        return ours()
+
+    # -- the head -------------------------------------------------------------------------------------------------
+
+    def start_head(self) -> None:
+        async def start() -> None:
+            await (await self.head.start()).aclose()
+
+        self._runner.run(start())
+
+    def kill_head(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.head.kill()
+        self._runner.run(self.head.stop())
+
+    def ask(self, method: str, type_: Any = Any, **params: Any) -> Any:
+        return call(self.paths.head_file, method, type_, **params)
+
+    def status(self, run: str | None = None) -> Snapshot:
+        snapshot = self.ask("status", Snapshot, **({} if run is None else {"run": run}))
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
+
+    def head_view(self) -> HeadView:
+        return self.status().head
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def command(self, *argv: str, cwd: Path | None = None) -> str:
+        """Standard output of a command that must work."""
+        done = subprocess.run(
+            argv,
+            env=self.environ,
+            cwd=cwd or self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{argv} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def submit(
+        self, *options: str, steps: int = 500, pace_s: float = 0.15, heterogeneous: bool = False, before: str = ""
+    ) -> Training:
+        """Submit a training with the wrapper that users type, from a folder of its own.
+
+        `before` is a line of its batch script, run in every job before `fallow run` is.
+        """
+        self._count += 1
+        folder = self.folder / f"training{self._count}"
+        folder.mkdir(mode=0o700)
+        train = " ".join([sys.executable, str(_HERE / "slurm_train.py"), str(folder), str(steps), str(pace_s)])
+        script = folder / "train.sbatch"
+        script.write_text((_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=train, before=before))
+        job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
+        (run,) = (v.run for v in self.status().runs if any(a.job_id == job for a in v.allocations))
+        self.trainings.append(Training(self, folder, run, job, steps))
+        return self.trainings[-1]
+
+    def others(self, nodes: int) -> str:
+        """Somebody else's job over so many whole nodes; returns its id."""
+        argv = ["sbatch", "--parsable", "--partition=normal", "--exclusive", "--time=10", "--output=/dev/null"]
+        return self.command(*argv, f"--nodes={nodes}", "--job-name=others", "--wrap=sleep 600").strip()
+
+    def scancel(self, *jobs: str) -> None:
+        self.command("scancel", *jobs)
+
+    def job_states(self) -> dict[str, str]:
+        """State of every job that Slurm still knows; components of a heterogeneous job are jobs of their own."""
+        lines = self.testbed.slurm("squeue", "-h", "-a", "-t", "all", "-o", "%A %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def wait_job(self, job: str, state: str, seconds: float = REACT_S) -> None:
+        wait_for(f"job {job} is {state}", lambda: self.job_states().get(job) == state, seconds, self.story)
+
+    # -- for people -----------------------------------------------------------------------------------------------
+
+    def story(self) -> str:
+        """Everything that tells why a test failed."""
+        parts = []
+        with contextlib.suppress(FallowError):
+            events = self.ask("events", list[EventRecord], limit=10_000)
+            parts += [f"{e.at % 10_000:9.2f} {e.kind:10} {e.text} ({e.run})" for e in events[-120:]]
+            parts += [msgspec.json.encode(view).decode() for view in self.status().runs if not view.status.ended]
+        with contextlib.suppress(FallowError):
+            parts.append(self.testbed.slurm("squeue", "-a", "-t", "all"))
+        logs = [self.folder / "head.log", *self.folder.glob("training*/output")]
+        logs += sorted((self.folder / "state" / "runs").glob("*/logs/*"))
+        for log in logs:
+            text = log.read_text(errors="replace").strip() if log.exists() else ""
+            if text:
+                parts.append(f"--- {log.relative_to(self.folder)}\n{text[-1500:]}")
+        return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def telling(rig: Rig) -> Iterator[Rig]:
+    """Prints the story afterwards; pytest shows it with a failure and with nothing else."""
+    try:
+        yield rig
+    finally:
+        print(rig.story())
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """What `env -0` wrote, less what must differ from job to job."""
+    pairs = (entry.partition("=") for entry in path.read_text().split("\0") if entry)
+    own = ("SLURM", "FALLOW_TOKEN", "FALLOW_KIND", "HOSTNAME")
+    return {name: text for name, _, text in pairs if not name.startswith(own)}
+
+
+def kinds_of(report: RunReport) -> list[str]:
+    return [generation.kind.value for generation in report.generations]

@@ -1,0 +1,65 @@
+"""The training that the tests of whole runs submit: tiny, and as long as the test wants.
+
+usage: slurm_train.py FOLDER STEPS PACE
+
+Each step takes at least PACE seconds until a file `hurry` is in FOLDER; then the rest goes as fast as it can. So the
+number of steps is fixed beforehand, as members must agree on it, and the test still says when the training ends.
+Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import fallow
+
+SAMPLES = 64
+GLOBAL_BATCH = 16
+BATCH = 4
+
+
+class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Points and which side of a plane they are on."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(SAMPLES, 8, generator=generator)
+        self.y = (self.x.sum(1, keepdim=True) > 0).float()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def main() -> None:
+    folder, steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    hurry, nothing = folder / "hurry", threading.Event()
+    torch.set_num_threads(1)
+    run = fallow.init()
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(Points(), batch_size=BATCH, shuffle=True)
+    model, optimizer, steps_of = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)
+    worker = os.environ.get("FALLOW_WORKER", "alone")
+    with (folder / f"{worker}-{os.getpid()}.steps").open("a", buffering=1) as trace:
+        for x, y in run.steps(steps_of, epochs=steps * GLOBAL_BATCH // SAMPLES):
+            if run.generation and run.final_shard:
+                if not hurry.exists():
+                    nothing.wait(pace_s)
+                trace.write(f"{run.generation} {run.step} {run.rank}\n")
+            nn.functional.binary_cross_entropy_with_logits(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

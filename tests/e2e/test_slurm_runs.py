@@ -1,0 +1,308 @@
+"""Whole runs on a real Slurm: grown, released, preempted, cancelled, without their head; and never a sample is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slurm_rig import POLL_S, REACT_S, START_S, Rig, Training, environment_of, kinds_of, telling, wait_for
+
+from fallow.model import RunReport, RunStatus
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def shared(slurm_installed: None) -> Iterator[Rig]:
+    with Rig("preempt", nodes=6) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(shared: Rig) -> Iterator[Rig]:
+    with telling(shared):
+        yield shared
+
+
+def test_a_run_grows_onto_idle_nodes_without_a_restart(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3")
+    members = training.wait_members(3)
+    base = members[0]
+    assert base.allocation == "base"
+    assert len({m.node for m in members}) == 3
+    training.wait_steps()
+    report = training.finish()
+
+    assert kinds_of(report)[0] == "start"
+    assert set(kinds_of(report)[1:]) == {"absorb"}
+    assert not training.events("eject", "refuse", "failed", "abort", "lost", "orphan")
+    # One process from the first step to the last.
+    trace = training.trace(base.worker)
+    assert trace.pid == base.pid
+    assert [step for _, step, _ in trace.steps] == list(range(training.steps))
+    # The rest of the batch script, once; what comes before it, the same everywhere.
+    assert training.lines_after() == [training.job]
+    jobs = [training.job, *training.harvest_jobs()]
+    assert len(jobs) == 3
+    places = [(training.folder / f"place.{job}").read_text() for job in jobs]
+    assert places == 3 * [f"{training.folder} {_umask()} an argument\n"]
+    wanted = environment_of(training.folder / f"env.{training.job}")
+    for job in training.harvest_jobs():
+        assert environment_of(training.folder / f"env.{job}") == wanted
+
+
+def _umask() -> str:
+    old = os.umask(0o077)
+    os.umask(old)
+    return f"{old:04o}"
+
+
+@dataclass(frozen=True)
+class Minutes:
+    """Three runs at once whose jobs have a time limit of one minute; all have finished."""
+
+    harvested: Training
+    "one base node with time enough, one harvest node at a time"
+    ending: Training
+    "its base job has one minute, too"
+    alone: Training
+    "one node and no other: when it goes, nobody is left"
+    reports: dict[str, RunReport]
+    states: dict[str, str]
+    "how Slurm's jobs ended"
+    polls: int
+    "while all three were active"
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def minutes(shared: Rig) -> Iterator[Minutes]:
+    with telling(shared):
+        harvested = shared.submit("--nodes=1:2", pace_s=0.4)
+        ending = shared.submit("--nodes=1:2", "--time=1", pace_s=0.4)
+        alone = shared.submit("--nodes=1:1", "--time=1", pace_s=0.4)
+        everybody = (harvested, ending, alone)
+        for training in everybody:
+            training.wait_steps()
+        before = shared.head_view()
+        for training, kind in ((harvested, "release"), (ending, "release"), (alone, "suspend")):
+            training.wait_for("a node left before its walltime", partial(training.changes, kind), 100.0)
+        alone.wait_for("the run goes on", lambda: alone.changes("start")[1:], START_S)
+        harvested.wait_for("another harvest node", lambda: len(harvested.changes("absorb")) > 1, START_S)
+        ending.wait_for("the base worker left", lambda: "w0" not in {m.worker for m in ending.members()})
+        for training in everybody:
+            training.wait_steps()
+        after = shared.head_view()
+        reports = {training.run: training.finish() for training in everybody}
+        yield Minutes(
+            harvested,
+            ending,
+            alone,
+            reports,
+            shared.job_states(),
+            after.polls - before.polls,
+            after.uptime_s - before.uptime_s,
+        )
+
+
+def test_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Minutes) -> None:
+    training = minutes.harvested
+    release = training.changes("release")[0]
+    assert "walltime" in release.text
+    assert not training.events("eject", "failed", "lost")
+    first, second = training.harvest_jobs()[:2]
+    # It ended itself: Slurm had neither to warn nor to kill.
+    assert minutes.states[first] == "CANCELLED"
+    assert minutes.states[second] == "CANCELLED"
+    assert minutes.states[training.job] == "COMPLETED"
+    # The base worker computed all the while.
+    assert [step for _, step, _ in training.trace("w0").steps] == list(range(training.steps))
+    assert training.lines_after() == [training.job]
+
+
+def test_a_run_outlives_its_base_job(minutes: Minutes) -> None:
+    training = minutes.ending
+    assert not training.events("eject", "failed", "lost")
+    assert "TIMEOUT" not in {minutes.states[job] for job in training.jobs()}
+    base = training.base_jobs()
+    assert base[0] == training.job
+    assert len(base) > 1, "the base job was not submitted again"
+    assert minutes.states[training.job] == "CANCELLED"
+    # The rest of the script ran once, and not in the job that had to leave.
+    assert len(training.lines_after()) == 1
+    assert training.job not in training.lines_after()
+
+
+def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Minutes) -> None:
+    training, report = minutes.alone, minutes.reports[minutes.alone.run]
+    assert not training.events("eject", "failed", "lost")
+    assert "TIMEOUT" not in {minutes.states[job] for job in training.jobs()}
+    written = training.events("checkpoint")[0]
+    suspended = training.changes("suspend")[0]
+    assert written.seq < suspended.seq
+    first, second = report.generations[:2]
+    assert (first.first_step, first.kind, second.kind) == (0, "start", "start")
+    # From the very step at which it stopped.
+    assert written.text == f"checkpoint of step {second.first_step}"
+    steps = [step for trace in training.traces() for _, step, _ in trace.steps]
+    assert steps == list(range(training.steps))
+    assert len(training.lines_after()) == 1
+
+
+def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Minutes) -> None:
+    assert minutes.polls <= minutes.seconds / POLL_S + 1
+    assert minutes.polls >= 0.5 * minutes.seconds / POLL_S
+
+
+def test_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
+    training = _play_preemption(rig, idle=3)
+    assert not training.events("eject", "failed", "lost")
+    assert training.lines_after() == [training.job]
+
+
+def test_a_run_survives_preemption_without_grace(slurm_installed: None) -> None:
+    with Rig("nograce", nodes=3) as own, telling(own):
+        training = _play_preemption(own, idle=0)
+        assert training.lines_after() == [training.job]
+
+
+def _play_preemption(rig: Rig, idle: int) -> Training:
+    """Somebody takes both harvest nodes of a run and what is idle."""
+    training = rig.submit("--nodes=1:3")
+    base = training.wait_members(3)[0]
+    other = rig.others(idle + 2)
+    rig.wait_job(other, "RUNNING")
+    assert [m.worker for m in training.wait_members(1)] == [base.worker]
+    training.wait_steps()
+    rig.scancel(other)
+    # What they leave is harvested again.
+    training.wait_members(3)
+    training.finish()
+    assert training.trace(base.worker).pid == base.pid
+    assert "TIMEOUT" not in {rig.job_states()[job] for job in training.jobs()}
+    return training
+
+
+def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3")
+    members = training.wait_members(3)
+    harvested = members[1]
+    rig.scancel(next(job for job, token in training.jobs().items() if token == harvested.token))
+    training.wait_for("it left", lambda: harvested.worker not in {m.worker for m in training.members()})
+    training.wait_members(3)
+    rig.scancel(training.job)
+    training.wait_for("w0 left", lambda: "w0" not in {m.worker for m in training.members()})
+    training.wait_steps()
+    report = training.finish()
+
+    assert not training.events("eject", "failed", "lost")
+    assert report.steps_discarded == 0
+    # Nobody asks for the base job again behind the user's back; the script ends in a job that is left.
+    assert training.base_jobs() == [training.job]
+    (last,) = training.lines_after()
+    assert last in training.harvest_jobs()
+
+
+def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
+    waiting = rig.submit("--nodes=1:2", "--begin=now+1hour")
+    training = rig.submit("--nodes=1:2")
+    members = training.wait_members(2)
+    rig.command("fallow", "cancel", training.run)
+    training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
+    training.wait_jobs_gone()
+    wait_for("its workers are gone", lambda: not any(psutil.pid_exists(m.pid) for m in members), REACT_S)
+    assert training.lines_after() == []
+    assert not training.events("eject", "failed", "lost")
+    # A run whose base job is cancelled before it began is not wanted.
+    assert waiting.view().status is RunStatus.WAITING
+    assert waiting.jobs_alive() == [waiting.job]
+    rig.scancel(waiting.job)
+    waiting.wait_for("cancelled", lambda: waiting.view().status is RunStatus.CANCELLED)
+    waiting.wait_jobs_gone()
+
+
+def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> None:
+    broken = rig.submit("--nodes=1:2", before="exit 3")
+    broken.wait_for("failed", lambda: broken.view().status is RunStatus.FAILED)
+    assert broken.view().message.startswith(f"job {broken.job} ended (FAILED) before its script reached `fallow run`")
+    broken.wait_jobs_gone()
+    # Where the script works on the base node only, the training goes on there, and requests become rare.
+    training = rig.submit("--nodes=1:2", before='[ "$FALLOW_KIND" = base ] || exit 3')
+    training.wait_for("put off twice", lambda: len(training.events("pause")) > 1, START_S)
+    training.wait_members(1)
+    jobs, pauses = training.harvest_jobs(), [event.text for event in training.events("pause")]
+    assert pauses[:2] == [
+        "3 jobs in a row came to nothing; the next in 2 s",
+        "4 jobs in a row came to nothing; the next in 4 s",
+    ]
+    # Three at once, then one after each pause.
+    assert len(jobs) <= 3 + len(pauses)
+    training.finish()
+    assert broken.jobs() == {broken.job: broken.jobs()[broken.job]}
+    assert training.lines_after() == [training.job]
+
+
+def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:2")
+    members = training.wait_members(2)
+    rig.kill_head()
+    training.wait_steps(20)
+    rig.start_head()
+    assert rig.head_view().term > 1
+    assert [(m.worker, m.pid) for m in training.wait_members(2)] == [(m.worker, m.pid) for m in members]
+    training.wait_steps()
+    # And the new head can do what the old one could: let a node go, take another one in.
+    rig.command("fallow", "drain", training.run, members[1].node)
+    training.wait_for("released", lambda: training.changes("release"))
+    training.wait_for("absorbed", lambda: len(training.changes("absorb")) > 1)
+    training.wait_members(2)
+    training.finish()
+    assert not training.events("eject", "failed", "lost", "orphan")
+    trace = training.trace("w0")
+    assert [step for _, step, _ in trace.steps] == list(range(training.steps))
+    assert training.lines_after() == [training.job]
+
+
+def test_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
+    training = rig.submit(heterogeneous=True)
+    members = training.wait_members(4)
+    base = [m for m in members if m.allocation == "base"]
+    assert len(base) == 3
+    assert len({m.token for m in base}) == 1
+    assert len({m.node for m in members}) == 4
+    training.wait_steps()
+    training.finish()
+    assert not training.events("eject", "failed", "lost", "refuse")
+    assert training.lines_after() == [training.job]
+    component = str(int(training.job) + 1)
+    wait_for("both components are over", lambda: rig.job_states()[component] == "COMPLETED", REACT_S, rig.story)
+    assert rig.job_states()[training.job] == "COMPLETED"
+
+
+def test_killed_workers_cost_no_sample(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3")
+    members = training.wait_members(3)
+    os.kill(members[1].pid, signal.SIGKILL)
+    training.wait_for("ejected", lambda: len(training.changes("eject")) == 1)
+    training.wait_members(3)
+    # The base worker, too: its job has nothing left to do, and the base is asked for again.
+    base = next(m for m in training.members() if m.worker == "w0")
+    os.kill(base.pid, signal.SIGKILL)
+    training.wait_for("ejected", lambda: len(training.changes("eject")) == 2)
+    training.wait_members(3)
+    training.wait_steps()
+    report = training.finish()
+    assert kinds_of(report).count("eject") == 2
+    assert report.steps_discarded <= 2
+    assert len(training.lines_after()) == 1
