@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fallow.core import events as ev
+from fallow.core.invariants import check
+from fallow.core.joining import difference
 from fallow.core.roster import Change, Final, Roster, Worker
 from fallow.model import (
     Abort,
@@ -27,7 +29,6 @@ from fallow.model import (
     Commit,
     Dismiss,
     Exit,
-    FallowError,
     GenerationReport,
     Interrupt,
     Message,
@@ -67,10 +68,6 @@ class _Suspicion:
     high: int
     "newest generation when it arose"
     reason: str
-
-
-class InvalidMembership(AssertionError):
-    """The machine broke one of its own rules; the story of the last events is in the message."""
 
 
 class Membership:
@@ -127,7 +124,7 @@ class Membership:
             self._handlers[type(event)](event)
             self._plan(event.at)
         if self._validate:
-            self.check()
+            check(self.roster, self.story)
         return self._out
 
     def seen(self, worker: str) -> float | None:
@@ -163,7 +160,7 @@ class Membership:
             r.signature, r.layout = event.signature, event.layout
             r.shards, r.global_batch = event.shards, event.global_batch
             r.total_steps = event.total_steps
-        problem = _difference(r, event)
+        problem = difference(r, event)
         if problem:
             worker.phase = WorkerPhase.GONE
             message = f"worker {worker.worker} on node {worker.node} was refused: {problem}"
@@ -628,50 +625,3 @@ class Membership:
 
     def _named(self, workers: list[str]) -> str:
         return ", ".join(f"{w} ({self.roster.workers[w].node})" for w in workers)
-
-    # -- validation -----------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert the invariants that concern one run (I1, I2 of the protocol); raises `InvalidMembership`."""
-        r, change = self.roster, self.roster.change
-        rules = {
-            "generations only grow": r.generation <= r.high,
-            "members are known": all(w in r.workers for w in r.members),
-            "no worker twice": len(set(r.members)) == len(r.members),
-            "an ended run changes nothing": not (r.status.ended and change is not None),
-            "never more members than allowed": r.status.ended or len(r.staying()) <= max(r.max_members, r.min_members),
-        }
-        if change is not None:
-            rules["a change has the newest number"] = change.generation == r.high
-            rules["a change follows the generation it replaces"] = change.committed or change.replaces == r.generation
-            rules["a committed change is the generation"] = not change.committed or r.generation == change.generation
-            rules["nobody joins and leaves at once"] = not set(change.members) & set(change.leavers)
-        broken = [rule for rule, holds in rules.items() if not holds]
-        if broken:
-            story = "\n".join(map(str, self.story))
-            raise InvalidMembership(f"run {r.run}: {'; '.join(broken)}\n{r}\nstory:\n{story}")
-
-
-def _difference(roster: Roster, event: ev.WorkerIsReady) -> str | None:
-    """Why a newcomer cannot join: in words, naming the first difference."""
-    if event.global_batch != roster.global_batch or event.shards != roster.shards:
-        return (
-            f"its global batch is {event.global_batch} in {event.shards} shards, the members' is "
-            f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
-        )
-    if event.signature == roster.signature:
-        return None
-    for mine, theirs in zip(event.layout, roster.layout, strict=False):
-        if mine != theirs:
-            return f"its model differs from the members': it has {mine}, they have {theirs}"
-    return f"its prepared state has {len(event.layout)} tensors, the members' has {len(roster.layout)}"
-
-
-def check_limits(minimum: int, maximum: int) -> None:
-    """Refuse impossible sizes.
-
-    Raises:
-        FallowError: MIN below 1 or above MAX.
-    """
-    if minimum < 1 or maximum < minimum:
-        raise FallowError(f"nodes {minimum}:{maximum}: MIN must be at least 1 and at most MAX", Exit.USAGE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fallow.config import Config
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation, observe, preempted_until
-from fallow.core.planner import Ask, Demand, GiveBack, HarvestRules, Withdraw, harvestable, plan
+from fallow.core.planner import Ask, Demand, GiveBack, HarvestRules, Withdraw, plan
 from fallow.core.sbatch import base_options, harvest_options
 from fallow.core.script import harvest_copy
 from fallow.head.book import Run
@@ -43,8 +43,6 @@ class Harvest:
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
-        self.idle_since: dict[str, float] = {}
-        "node -> Unix time of the first poll that showed it idle, for the hole-to-step figure"
 
     def rules(self) -> HarvestRules:
         h = self._config.harvest
@@ -268,11 +266,6 @@ class Harvest:
     def _horizon_s(self) -> float:
         # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
         return max(30.0, 2.5 * self._config.slurm.poll_interval_s)
-
-    def harvestable(self) -> list[str]:
-        if self.cluster is None:
-            return []
-        return [p.partition for p in harvestable(self.cluster, self.rules())]
 
 
 def _node_seconds(allocation: Allocation) -> float:

@@ -10,7 +10,7 @@ import msgspec
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.core.membership import check_limits
+from fallow.core.joining import check_limits
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.turn import Turn

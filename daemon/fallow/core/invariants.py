@@ -1,0 +1,37 @@
+"""Rules that the membership of a run never breaks; checked after every event in tests and under `fallow local`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fallow.core import events as ev
+from fallow.core.roster import Roster
+
+
+class InvalidMembership(AssertionError):
+    """The machine broke one of its own rules; the story of the last events is in the message."""
+
+
+def check(roster: Roster, story: Iterable[ev.Event]) -> None:
+    """Assert the invariants that concern one run (I1 and I2 of the protocol among them).
+
+    Raises:
+        InvalidMembership: naming the broken rules, the roster and the last events.
+    """
+    r, change = roster, roster.change
+    rules = {
+        "generations only grow": r.generation <= r.high,
+        "members are known": all(w in r.workers for w in r.members),
+        "no worker twice": len(set(r.members)) == len(r.members),
+        "an ended run changes nothing": not (r.status.ended and change is not None),
+        "never more members than allowed": r.status.ended or len(r.staying()) <= max(r.max_members, r.min_members),
+    }
+    if change is not None:
+        rules["a change has the newest number"] = change.generation == r.high
+        rules["a change follows the generation it replaces"] = change.committed or change.replaces == r.generation
+        rules["a committed change is the generation"] = not change.committed or r.generation == change.generation
+        rules["nobody joins and leaves at once"] = not set(change.members) & set(change.leavers)
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        told = "\n".join(map(str, story))
+        raise InvalidMembership(f"run {r.run}: {'; '.join(broken)}\n{r}\nstory:\n{told}")

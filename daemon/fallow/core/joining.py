@@ -1,0 +1,32 @@
+"""Who may join: sizes that make sense, and newcomers whose model is the members'."""
+
+from __future__ import annotations
+
+from fallow.core import events as ev
+from fallow.core.roster import Roster
+from fallow.model import Exit, FallowError
+
+
+def difference(roster: Roster, event: ev.WorkerIsReady) -> str | None:
+    """Why a newcomer cannot join: in words, naming the first difference."""
+    if event.global_batch != roster.global_batch or event.shards != roster.shards:
+        return (
+            f"its global batch is {event.global_batch} in {event.shards} shards, the members' is "
+            f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
+        )
+    if event.signature == roster.signature:
+        return None
+    for mine, theirs in zip(event.layout, roster.layout, strict=False):
+        if mine != theirs:
+            return f"its model differs from the members': it has {mine}, they have {theirs}"
+    return f"its prepared state has {len(event.layout)} tensors, the members' has {len(roster.layout)}"
+
+
+def check_limits(minimum: int, maximum: int) -> None:
+    """Refuse impossible sizes.
+
+    Raises:
+        FallowError: MIN below 1 or above MAX.
+    """
+    if minimum < 1 or maximum < minimum:
+        raise FallowError(f"nodes {minimum}:{maximum}: MIN must be at least 1 and at most MAX", Exit.USAGE)
