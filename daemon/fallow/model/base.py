@@ -1,0 +1,109 @@
+"""What every other type is made of: the bases, exit codes, errors and enums."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+PROTOCOL = 1
+"""Version of the messages below; a peer that says another one is refused."""
+
+ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
+"""Run ids, tokens and worker ids. They become job names, file names and Redis keys."""
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all plain data: immutable, keyword-only, unknown fields refused."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="t", tag=True):
+    """Base of everything that travels over ZeroMQ, tagged by its class name."""
+
+
+class Exit(IntEnum):
+    """Documented exit codes (sysexits.h where one fits)."""
+
+    OK = 0
+    USAGE = 2
+    DATA = 65
+    "bad input: script, dataset, model that does not match"
+    NOINPUT = 66
+    "a file that was named does not exist"
+    UNAVAILABLE = 69
+    "head, Slurm or Redis cannot be reached"
+    SOFTWARE = 70
+    "a bug in Fallow, or the user's script failed where no better code exists"
+    OSERR = 71
+    CANTCREAT = 73
+    "a second head, or a file that cannot be written"
+    IOERR = 74
+    TEMPFAIL = 75
+    "try again: a deadline passed"
+    NOPERM = 77
+    CONFIG = 78
+    "the configuration file is wrong"
+    NO_RESTART = 93
+    "this allocation is done; nothing after `fallow run` may run in it"
+
+
+class FallowError(Exception):
+    """Root of all errors that a person can act on.
+
+    `message` says what failed, on which object and what to do next; `code` is the exit status.
+    """
+
+    def __init__(self, message: str, code: Exit = Exit.SOFTWARE) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class AllocationKind(StrEnum):
+    BASE = "base"
+    HARVEST = "harvest"
+
+
+class AllocationState(StrEnum):
+    UNKNOWN = "unknown"
+    "sbatch failed or timed out: the job may exist; looked up by token until the horizon passes"
+    PENDING = "pending"
+    RUNNING = "running"
+    RELEASING = "releasing"
+    ENDED = "ended"
+    LOST = "lost"
+    "never appeared in Slurm within the horizon"
+
+
+class RunStatus(StrEnum):
+    WAITING = "waiting"
+    "no member yet; waits for the first allocation"
+    TRAINING = "training"
+    SUSPENDED = "suspended"
+    "no member; state is in a durable checkpoint; goes on when a node arrives"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.CANCELLED)
+
+
+class WorkerPhase(StrEnum):
+    STARTING = "starting"
+    "its process runs, READY has not come"
+    READY = "ready"
+    "rehearsed; a warm standby until a generation takes it in"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    "a member that will not be in the next generation"
+    GONE = "gone"
+
+
+class ChangeKind(StrEnum):
+    START = "start"
+    ABSORB = "absorb"
+    RELEASE = "release"
+    EJECT = "eject"
+    MIXED = "mixed"

@@ -1,0 +1,391 @@
+"""What travels over ZeroMQ: between workers and the head, and between agents and the head."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fallow.model.base import Message, Struct
+
+# Worker -> head
+
+
+class WorkerHello(Message, frozen=True, kw_only=True):
+    """First message after every (re)connect; answered by `Welcome` or `Refused`."""
+
+    worker: str
+    protocol: int
+    pid: int
+    version: str
+    torch: str
+    address: str
+    "address on which this worker's process group listens"
+    generation: int = 0
+    "0 while it is not a member"
+    step: int = 0
+
+
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """Rehearsal done. Sent again until the head answers with a `Prepare` or a `BeatAck(ready=True)`."""
+
+    worker: str
+    signature: str
+    "SHA-256 over names, shapes and dtypes of the prepared state"
+    layout: list[str]
+    'one line per tensor, e.g. "model.0.weight float32[64,3]"; used to say what differs'
+    shards: int
+    "shards in one global batch: the most members that can do something useful"
+    global_batch: int
+    total_steps: int | None = None
+
+
+class Vote(Message, frozen=True, kw_only=True):
+    """Answer to `Prepare`: the group of that generation stands (ok) or could not be built."""
+
+    worker: str
+    generation: int
+    ok: bool
+    reason: str = ""
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
+
+    worker: str
+    generation: int
+    "generation it computes in; 0: none"
+    prepared: int
+    "highest generation whose group stands here; 0: none"
+    step: int
+    "finished optimizer steps since the run began"
+    held: bool
+    "stopped at the turn of the loop: its group is broken, it waits for a new generation"
+    epoch: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    "of the whole global batch"
+    total_steps: int | None = None
+    scalars: dict[str, float] = {}
+
+
+class Parts(Struct, frozen=True, kw_only=True):
+    """Where a pause went, in seconds."""
+
+    drain: float = 0.0
+    group: float = 0.0
+    state: float = 0.0
+    data: float = 0.0
+
+
+class Active(Message, frozen=True, kw_only=True):
+    """The worker took part in the first exchange of `generation` and now computes in it."""
+
+    worker: str
+    generation: int
+    first_step: int
+    "the step (0-based) that this generation computes first"
+    pause_s: float
+    "end of the last step in the old generation to start of the first in this one; 0 for a newcomer"
+    parts: Parts
+    bytes_received: int = 0
+    steps_discarded: int = 0
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """Its group broke (a peer's connection was lost): it has stopped at the turn of the loop."""
+
+    worker: str
+    generation: int
+    step: int
+    reason: str
+
+
+class Left(Message, frozen=True, kw_only=True):
+    """The worker switched out of `generation` at a boundary and is ending its process."""
+
+    worker: str
+    generation: int
+    step: int
+
+
+class Checkpointed(Message, frozen=True, kw_only=True):
+    """A durable checkpoint is complete on disk."""
+
+    worker: str
+    step: int
+    path: str
+    digest: str
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """The user's script ended normally on a member."""
+
+    worker: str
+    generation: int
+    steps: int
+    digest: str
+    "SHA-256 over the model's state, names sorted"
+    loss: float | None
+    samples: int
+    "samples consumed by all finished steps of the run"
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The user's script raised, or Fallow refused something it did. The process ends after this."""
+
+    worker: str
+    code: int
+    message: str
+    "what failed, on which object, what to do"
+    traceback: str = ""
+
+
+class KvOp(StrEnum):
+    SET = "set"
+    GET = "get"
+    ADD = "add"
+    CHECK = "check"
+    CAS = "cas"
+
+
+class KvRequest(Message, frozen=True, kw_only=True):
+    """Rendezvous store of one generation, kept in the head's memory. Carries a process group's addresses.
+
+    `GET` waits until all `keys` exist or `timeout_s` has passed. `ADD` adds `amount` to an integer value.
+    `CAS` sets `value` where the key holds `expected` (or is missing and `expected` is empty).
+    """
+
+    id: int
+    generation: int
+    op: KvOp
+    keys: list[str]
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+FromWorker = (
+    WorkerHello | WorkerReady | Vote | Beat | Active | Held | Left | Checkpointed | Finished | Failed | KvRequest
+)
+
+# Head -> worker
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """What a worker must know before the script reaches `prepare`."""
+
+    term: int
+    run: str
+    seed: int
+    max_workers: int
+    "the run's maximum number of workers; the default number of shards"
+    beat_s: float
+    lease_s: float
+    "the worker is ejected when no beat came for this long"
+    head_patience_s: float
+    "a held or ready worker gives up when the head was silent for this long"
+    folder: str
+    "the run's folder on the shared file system (0700)"
+    checkpoint: str | None = None
+    "newest durable checkpoint; loaded by whoever starts a generation in which nobody has the state"
+    epoch: int = 0
+    "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """One place in a generation's rank map; its rank is its position in the list."""
+
+    worker: str
+    address: str
+
+
+class Prepare(Message, frozen=True, kw_only=True):
+    """Build the group of `generation` beside the old one, in the background, then `Vote`.
+
+    `members` is empty when the run is being suspended. `replaces` is the generation it follows.
+    A worker that is in `replaces` but not in `members` votes too and leaves at the switch.
+    """
+
+    term: int
+    generation: int
+    replaces: int
+    members: list[Peer]
+    interrupt: bool
+    "True: `replaces` is broken; abandon its collectives now, stop at the turn of the loop and switch on `Commit`"
+    timeout_s: float
+    checkpoint: str | None = None
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """`generation` is committed (durable). Members agree on the boundary among themselves and switch."""
+
+    term: int
+    generation: int
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """`generation` is burned; train on in the old one (or stay held for the next `Prepare`)."""
+
+    term: int
+    generation: int
+    reason: str
+
+
+class Interrupt(Message, frozen=True, kw_only=True):
+    """A member of `generation` is gone: abandon its collectives and stop at the turn of the loop."""
+
+    term: int
+    generation: int
+    reason: str
+
+
+class BeatAck(Message, frozen=True, kw_only=True):
+    """The head is alive. `ready`: it has this worker's `WorkerReady`."""
+
+    term: int
+    ready: bool = False
+    deadline_in_s: float | None = None
+    "seconds until this worker's node goes away; None: unknown"
+
+
+class SaveCheckpoint(Message, frozen=True, kw_only=True):
+    """Write a durable checkpoint at the next boundary."""
+
+    term: int
+
+
+class Dismiss(Message, frozen=True, kw_only=True):
+    """Not (or no longer) needed: end the process with `code`. Sent to non-members, and to members of an ended run."""
+
+    term: int
+    code: int
+    reason: str
+
+
+class KvReply(Message, frozen=True, kw_only=True):
+    id: int
+    ok: bool
+    values: list[bytes] = []
+    number: int = 0
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The head will not talk to this peer; it prints `message` and ends with `code`."""
+
+    code: int
+    message: str
+
+
+ToWorker = Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckpoint | Dismiss | KvReply | Refused
+
+# Agent <-> head
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """First message of an agent after every (re)connect; answered by `AgentPlan` or `Refused`."""
+
+    agent: str
+    "unique among the agents of a token: the node's name"
+    token: str
+    protocol: int
+    version: str
+    job_id: str
+    "Slurm job id of the allocation (the leader's of a heterogeneous job), or local-PID"
+    node: str
+    "SLURMD_NODENAME, else the host name"
+    slots: int
+    "workers this node runs"
+    pid: int
+    running: list[str] = []
+    "workers already started (the head or the connection came back)"
+
+
+class WorkerKey(Message, frozen=True, kw_only=True):
+    """Public key (Z85) made in memory for one worker; answered by `KeyAccepted`, after which it is started."""
+
+    worker: str
+    public_key: str
+
+
+class WorkerExit(Message, frozen=True, kw_only=True):
+    """A worker's process is gone. Sent until acknowledged by `ExitNoted`."""
+
+    worker: str
+    code: int | None
+    "exit status; None when a signal ended it"
+    signal: int | None
+    tail: str = ""
+    "last lines of its standard error, sanitized"
+
+
+class AgentBeat(Message, frozen=True, kw_only=True):
+    alive: list[str]
+
+
+class Notice(Message, frozen=True, kw_only=True):
+    """The node was warned: SIGTERM at the step (preemption, scancel or time limit)."""
+
+    signal: int
+
+
+class AgentLeft(Message, frozen=True, kw_only=True):
+    """All its workers are gone and the agent is ending."""
+
+    code: int
+
+
+FromAgent = AgentHello | WorkerKey | WorkerExit | AgentBeat | Notice | AgentLeft
+
+
+class AgentPlan(Message, frozen=True, kw_only=True):
+    """Start these workers, in this order."""
+
+    term: int
+    run: str
+    workers: list[str]
+    folder: str
+    beat_s: float
+
+
+class KeyAccepted(Message, frozen=True, kw_only=True):
+    worker: str
+
+
+class ExitNoted(Message, frozen=True, kw_only=True):
+    worker: str
+
+
+class StopWorker(Message, frozen=True, kw_only=True):
+    """Kill one worker now (ejected, or it did not leave by itself)."""
+
+    term: int
+    worker: str
+    reason: str
+
+
+class ShowOutput(Message, frozen=True, kw_only=True):
+    """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
+
+    term: int
+    worker: str | None
+
+
+class AgentEnd(Message, frozen=True, kw_only=True):
+    """End: workers are given `kill_after_s` to exit by themselves, then killed; exit with `code`.
+
+    Code 0 means that the run is finished and the lines after `fallow run` belong to this allocation.
+    """
+
+    term: int
+    code: int
+    reason: str
+    kill_after_s: float = 5.0
+
+
+class AgentBeatAck(Message, frozen=True, kw_only=True):
+    term: int
+
+
+ToAgent = AgentPlan | KeyAccepted | ExitNoted | StopWorker | ShowOutput | AgentEnd | AgentBeatAck | Refused
+
+FromPeer = FromWorker | FromAgent

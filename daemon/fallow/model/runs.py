@@ -1,0 +1,81 @@
+"""Runs, and the files by which a head is found (all 0600 in 0700 folders)."""
+
+from __future__ import annotations
+
+from fallow.model.base import AllocationKind, Struct
+
+
+class HeadFile(Struct, frozen=True, kw_only=True):
+    """`STATE/head.json`: where the head is. Rewritten at every start."""
+
+    protocol: int
+    version: str
+    host: str
+    pid: int
+    term: int
+    endpoint: str
+    "ZeroMQ, tcp://ADDRESS:PORT"
+    public_key: str
+    control: str
+    "path of the control socket on `host`"
+    started_at: float
+
+
+class KeyFile(Struct, frozen=True, kw_only=True):
+    """`STATE/runs/RUN/keys/TOKEN.json`: what an allocation's agents need to reach the head."""
+
+    run: str
+    token: str
+    kind: AllocationKind
+    public_key: str
+    secret_key: str
+    head_file: str
+    "path of head.json, read again when the head does not answer"
+    workers_per_node: int | None = None
+    "None: one per visible GPU, else one"
+
+
+class WorkerSecret(Struct, frozen=True, kw_only=True):
+    """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
+
+    A worker's key exists in this message and in the two processes' memory only.
+    """
+
+    endpoint: str
+    "ZeroMQ endpoint of the head, tcp://ADDRESS:PORT"
+    server_key: str
+    "the head's public key (Z85)"
+    public_key: str
+    secret_key: str
+    head_file: str | None
+    "path of head.json, read again when the head does not answer"
+    address: str
+    "address on which this worker's process groups listen"
+
+
+class RunSpec(Struct, frozen=True, kw_only=True):
+    """What the user asked for; fixed for the life of the run."""
+
+    run: str
+    name: str
+    min_nodes: int
+    max_nodes: int
+    workers_per_node: int | None = None
+    harvest_partitions: list[str] = []
+    "empty: the head's configured ones"
+    script: str = ""
+    "the batch script as submitted"
+    args: list[str] = []
+    sbatch_options: list[str] = []
+    "options of the base submission, in canonical --long=value form, script header included"
+    harvest_options: list[str] = []
+    "the subset that may reach harvest jobs (account, gres, constraint ...)"
+    environment: dict[str, str] = {}
+    cwd: str = ""
+    umask: int = 0o077
+    budget_node_hours: float | None = None
+    min_harvest_minutes: int = 2
+    seed: int = 0
+    local: bool = False
+    "True under `fallow local`: no Slurm"
+    created_at: float = 0.0

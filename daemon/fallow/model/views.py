@@ -1,0 +1,158 @@
+"""Reports and snapshots: the JSON of the command line (DESIGN: outside contract)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from fallow.model.base import AllocationKind, AllocationState, ChangeKind, RunStatus, Struct, WorkerPhase
+from fallow.model.messages import Parts
+
+
+class Quantiles(Struct, frozen=True, kw_only=True):
+    p50: float | None
+    p95: float | None
+    max: float | None = None
+
+
+class PauseReport(Struct, frozen=True, kw_only=True):
+    planned: Quantiles
+    unplanned: Quantiles
+
+
+class SampleReport(Struct, frozen=True, kw_only=True):
+    consumed: int
+    lost: int
+    duplicated: int
+
+
+class GenerationReport(Struct, frozen=True, kw_only=True):
+    generation: int
+    kind: ChangeKind
+    members: list[str]
+    first_step: int | None
+    pause_s: float | None
+    parts: Parts
+    reason: str = ""
+    at: float = 0.0
+
+
+class RunReport(Struct, frozen=True, kw_only=True):
+    """Report of `fallow local`, `fallow demo` and finished runs."""
+
+    run: str
+    status: RunStatus
+    steps: int
+    samples: SampleReport
+    final_digest: str | None
+    final_loss: float | None
+    generations: list[GenerationReport]
+    pause_s: PauseReport
+    steps_discarded: int
+    message: str = ""
+
+
+class EventRecord(Struct, frozen=True, kw_only=True):
+    """One line of the event log. `seq` strictly increases over the life of the state folder."""
+
+    seq: int
+    at: float
+    run: str | None
+    kind: str
+    "e.g. absorb, release, eject, submit, poll, refuse, finish"
+    text: str
+    data: dict[str, Any] = {}
+
+
+class MemberView(Struct, frozen=True, kw_only=True):
+    worker: str
+    node: str
+    token: str
+    allocation: AllocationKind
+    phase: WorkerPhase
+    rank: int | None
+    step: int
+    ends_in_s: float | None
+    last_seen_s: float
+    pid: int = 0
+
+
+class AllocationView(Struct, frozen=True, kw_only=True):
+    token: str
+    kind: AllocationKind
+    state: AllocationState
+    job_id: str | None
+    partition: str
+    nodes: list[str]
+    ends_in_s: float | None
+    reason: str = ""
+
+
+class RunView(Struct, frozen=True, kw_only=True):
+    run: str
+    name: str
+    status: RunStatus
+    min_nodes: int
+    max_nodes: int
+    limit: int
+    "members wanted at most now (grow/shrink move it)"
+    generation: int
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float | None
+    samples_per_s: float
+    members: list[MemberView]
+    allocations: list[AllocationView]
+    change: str | None
+    "a membership change under way, in words"
+    scalars: dict[str, float] = {}
+    message: str = ""
+    created_at: float = 0.0
+    useful: int = 0
+    "members that would have something to do: the limit, or the shards in a step if they are fewer"
+
+
+class NodeOwner(StrEnum):
+    IDLE = "idle"
+    OURS = "ours"
+    OTHERS = "others"
+    PLANNED = "planned"
+    DOWN = "down"
+
+
+class NodeView(Struct, frozen=True, kw_only=True):
+    node: str
+    partitions: list[str]
+    state: str
+    "as Slurm says it"
+    owner: NodeOwner
+    run: str | None = None
+    gpus: int = 0
+    ends_in_s: float | None = None
+
+
+class HeadView(Struct, frozen=True, kw_only=True):
+    version: str
+    host: str
+    pid: int
+    term: int
+    uptime_s: float
+    cluster: str | None
+    slurm_version: str | None
+    slurm_error: str | None
+    poll_age_s: float | None
+    poll_interval_s: float
+    polls: int
+    agents: int
+    workers: int
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """Everything that `status`, `top` and a subscriber see."""
+
+    at: float
+    head: HeadView
+    nodes: list[NodeView]
+    runs: list[RunView]
+    last_event: int

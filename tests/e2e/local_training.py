@@ -1,0 +1,83 @@
+"""A small training in float64 for `test_local.py`, and ways to get it wrong.
+
+It takes about 10 ms per step, so that a schedule has steps to happen at. In float64 the order of a sum moves the
+result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth activation, no kinks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fallow
+
+
+def main() -> None:
+    """Train, and have the main member write what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--samples", type=int, default=250)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--drop-last", action="store_true")
+    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
+    parser.add_argument("--fail-at", type=int, help="raise in this step")
+    parser.add_argument("--odd", help="this worker's model has one more output")
+    parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+
+    if args.early == "return":
+        return
+    if args.early == "raise":
+        raise RuntimeError("the data are not where they were")
+    if args.early == "exit":
+        raise SystemExit(5)
+    run = fallow.init()
+    outputs = 4 if args.odd is not None and os.environ.get("FALLOW_WORKER") == args.odd else 3
+    model = nn.Sequential(
+        nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, outputs)
+    )
+    # No bias before the batch norm: its gradient is nothing but rounding, which AdamW would blow up to full steps.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
+    targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
+    loader = DataLoader(
+        TensorDataset(inputs, targets),
+        batch_size=args.batch_size,
+        shuffle=True,
+        drop_last=args.drop_last,
+        num_workers=args.num_workers,
+    )
+    model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
+    if args.early == "no-loop":
+        return
+    mean = 0.0
+    for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
+        if args.fail_at is not None and run.step == args.fail_at and run.size:
+            raise ValueError(f"sample in step {run.step} is broken")
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        mean = run.mean(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.final_shard:
+            time.sleep(args.pace)
+    if run.is_main and args.result is not None:
+        weights = {name: value.tolist() for name, value in model.state_dict().items()}
+        args.result.write_text(json.dumps({"steps": run.step, "loss": mean, "weights": weights}))
+
+
+if __name__ == "__main__":
+    main()

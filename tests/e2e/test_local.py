@@ -1,0 +1,458 @@
+"""`fallow local` as its users have it: a subprocess with a real head, store, agents and workers, judged by its report.
+
+The undisturbed run to compare with is the same script under plain `python`. Final losses agree to 1e-9 where the
+training computes in float64 (the order of a sum moves the 16th digit, and nothing in those trainings amplifies it) and
+to 1e-5 for the GPT in float32, which has no kinks and runs for 90 steps only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+psutil = pytest.importorskip("psutil")
+
+from fallow.control.client import call  # noqa: E402
+from fallow.model import Exit, FallowError, KeyFile, RunView, Snapshot  # noqa: E402
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "contrib" / "examples"
+TINY = str(HERE / "local_training.py")
+PROBE = str(HERE / "example_probe.py")
+GPT = ["--steps", "90", "--global-batch", "32"]
+DIGITS = ["--epochs", "6"]
+SAMPLES, BATCH = 250, 32
+"""Data set and global batch of the tiny training: the last step of an epoch is a partial one."""
+
+RUN_S = 120.0
+MARK = "FALLOW_TEST_MARK"
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass
+class Done:
+    """A finished `fallow local`."""
+
+    code: int
+    stdout: str
+    stderr: str
+    result: dict[str, Any]
+    "what the script's main member wrote"
+
+    @functools.cached_property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.stdout)
+        return found
+
+    @property
+    def members(self) -> list[list[str]]:
+        return [generation["members"] for generation in self.report["generations"]]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [generation["kind"] for generation in self.report["generations"]]
+
+    def trained(self, steps: int, samples: int) -> Done:
+        """Finished, with every sample used exactly once."""
+        assert self.code == 0, self.stderr
+        assert self.report["status"] == "finished"
+        assert self.report["steps"] == steps
+        assert self.report["samples"] == {"consumed": samples, "lost": 0, "duplicated": 0}
+        assert self.report["message"] == ""
+        firsts = [generation["first_step"] for generation in self.report["generations"]]
+        assert firsts == sorted(firsts)
+        assert firsts[0] == 0
+        return self
+
+
+@dataclass
+class Box:
+    """A folder of its own, and a mark in the environment by which everything that was started is found."""
+
+    folder: Path
+    mark: str
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
+        return {**kept, "TMPDIR": str(self.folder), MARK: self.mark, "OMP_NUM_THREADS": "1"}
+
+    def local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> subprocess.Popen[str]:
+        """Start `fallow local --json`."""
+        words = ["local", "--members", str(members), "--schedule", schedule, "--json", "--", sys.executable, *command]
+        return self.start(sys.executable, "-m", "fallow.cli.main", *words, **environ)
+
+    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            words,
+            cwd=self.folder,
+            env=self.environ | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> Done:
+        stdout, stderr = process.communicate(timeout=RUN_S)
+        written = self.folder / "result.json"
+        return Done(process.returncode, stdout, stderr, json.loads(written.read_text()) if written.exists() else {})
+
+    def tiny(self, *options: str, steps: int = 90, members: int = 2, schedule: str = "", **environ: str) -> Done:
+        """The tiny training under `fallow local`, to its end."""
+        process = self.local(*self.tiny_words(*options, steps=steps), members=members, schedule=schedule, **environ)
+        return self.finish(process)
+
+    def tiny_words(self, *options: str, steps: int = 90) -> list[str]:
+        return [TINY, "--steps", str(steps), "--result", str(self.folder / "result.json"), *options]
+
+    def processes(self) -> list[Any]:
+        """All living processes that carry the mark."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def worker(self, name: str) -> Any:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("FALLOW_WORKER") == name:
+                    return process
+        return None
+
+    def nothing_left(self) -> bool:
+        return not self.processes()
+
+    @property
+    def logs(self) -> str:
+        """What all workers wrote."""
+        return "\n".join(log.read_text() for log in self.folder.glob("fallow-local-*/state/runs/*/logs/*.log"))
+
+    def look(self) -> RunView | None:
+        """The run, as the head sees it now."""
+        for head_file in self.folder.glob("fallow-local-*/state/head.json"):
+            with contextlib.suppress(FallowError):
+                for run in call(head_file, "status", Snapshot).runs:
+                    return run
+        return None
+
+    def until(self, condition: Callable[[RunView], bool]) -> None:
+        def holds() -> bool:
+            view = self.look()
+            return view is not None and condition(view)
+
+        wait(holds)
+
+
+def wait(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Until `condition` holds; fails after `seconds`."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "the wait was in vain"
+        pause.wait(0.05)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    made = Box(tmp_path, f"{tmp_path.name}-{os.getpid()}")
+    yield made
+    try:
+        wait(made.nothing_left, 20.0)
+    finally:
+        for process in made.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for process in made.started:
+            process.communicate(timeout=20)
+
+
+def expected_samples(steps: int) -> int:
+    """Of the tiny training."""
+    per_epoch = -(-SAMPLES // BATCH)
+    return steps // per_epoch * SAMPLES + steps % per_epoch * BATCH
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What a script's main member writes under plain `python`; each command is run once."""
+
+    @functools.cache
+    def run(*words: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("plain")
+        result = folder / "result.json"
+        argv = [word.replace("RESULT", str(result)) for word in words]
+        subprocess.run([sys.executable, *argv], cwd=folder, check=True, timeout=RUN_S, capture_output=True)
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tiny(plain: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    return lambda steps=90: plain(TINY, "--pace", "0", "--steps", str(steps), "--result", "RESULT")
+
+
+def same(done: Done, reference: dict[str, Any]) -> None:
+    """The history of the membership shows nowhere in the result."""
+    assert done.result["steps"] == reference["steps"]
+    assert done.result["loss"] == pytest.approx(reference["loss"], abs=1e-9)
+    assert done.report["final_loss"] == pytest.approx(reference["loss"], abs=1e-9)
+    for name, value in reference["weights"].items():
+        flat = [pytest.approx(row, abs=1e-9) for row in value] if isinstance(value, list) else value
+        assert done.result["weights"][name] == flat, name
+
+
+# ------------------------------------------------------------------------------------------------- the two examples
+
+SCHEDULE = "+2@20,-1@40,-m0@60"
+EXPECTED = [["w0", "w1"], ["w0", "w1", "w2", "w3"], ["w0", "w1", "w2"], ["w1", "w2"]]
+
+CASES = [
+    pytest.param(["gpt_stdlib.py", *GPT], 90 * 32, 1e-5, id="gpt"),
+    pytest.param(["--double", "digits_cnn.py", *DIGITS], 6 * 1500, 1e-9, id="digits"),
+]
+
+
+def probe(words: list[str], result: str) -> list[str]:
+    return [PROBE, result, *(str(EXAMPLES / word) if word.endswith(".py") else word for word in words)]
+
+
+@pytest.mark.parametrize(("words", "samples", "tolerance"), CASES)
+def test_an_example_comes_out_the_same_whoever_computes_it(
+    words: list[str], samples: int, tolerance: float, box: Box, plain: Callable[..., dict[str, Any]]
+) -> None:
+    alone = plain(*probe(words, "RESULT"))
+    result = str(box.folder / "result.json")
+    done = box.finish(box.local(*probe(words, result), schedule=SCHEDULE)).trained(90, samples)
+    assert done.members == EXPECTED
+    assert done.kinds == ["start", "absorb", "release", "release"]
+    for generation, item in zip(done.report["generations"][1:], (20, 40, 60), strict=True):
+        assert generation["first_step"] >= item
+        assert 0 < generation["pause_s"] < 5
+        assert sum(generation["parts"].values()) == pytest.approx(generation["pause_s"], rel=0.2, abs=0.02)
+    assert (alone["steps"], alone["samples"]) == (90, samples)
+    assert done.report["final_loss"] == pytest.approx(alone["loss"], abs=tolerance)
+    assert len(done.report["final_digest"]) == 64
+
+
+@pytest.mark.parametrize(("words", "samples", "tolerance"), CASES)
+def test_an_example_under_torchrun(
+    words: list[str], samples: int, tolerance: float, box: Box, plain: Callable[..., dict[str, Any]]
+) -> None:
+    alone = plain(*probe(words, "RESULT"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = box.finish(box.start(*launcher, *probe(words, str(box.folder / "result.json"))))
+    assert done.code == 0, done.stderr
+    assert (done.result["steps"], done.result["samples"]) == (90, samples)
+    assert done.result["loss"] == pytest.approx(alone["loss"], abs=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny(members=3, schedule="kill:1@20,kill:0@45").trained(90, expected_samples(90))
+    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"], ["w2"]]
+    assert done.kinds == ["start", "eject", "eject"]
+    assert done.report["steps_discarded"] <= 2
+    assert done.report["pause_s"]["unplanned"]["max"] < 5
+    assert "killed by signal 9" in done.report["generations"][1]["reason"]
+    same(done, tiny())
+
+
+def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny(schedule="+1@20,kill:1@20").trained(90, expected_samples(90))
+    assert done.members[0] == ["w0", "w1"]
+    assert done.members[-1] == ["w0", "w2"]
+    same(done, tiny())
+
+
+def test_a_stopped_member_is_ejected_and_wakes_up_to_nothing(box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny(members=3, schedule="stop:1@20,cont:1@50", FALLOW_MEMBERSHIP__LEASE_S="1.5")
+    done.trained(90, expected_samples(90))
+    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"]]
+    assert "silent" in done.report["generations"][1]["reason"]
+    same(done, tiny())
+
+
+def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, tiny: Callable[..., Any]) -> None:
+    """Agent and worker are stopped, so nobody can kill the zombie while it sleeps; woken, both end by themselves."""
+    process = box.local(*box.tiny_words(steps=400), members=3, FALLOW_MEMBERSHIP__LEASE_S="1.5")
+    box.until(lambda view: view.step >= 20)
+    zombie = box.worker("w1")
+    node = [zombie, zombie.parent()]
+    for part in node:
+        part.suspend()
+    box.until(lambda view: [m.worker for m in view.members if m.rank is not None] == ["w0", "w2"])
+    for part in node:
+        part.resume()
+    psutil.wait_procs(node, timeout=30)
+    assert not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in node)
+    done = box.finish(process).trained(400, expected_samples(400))
+    assert done.members == [["w0", "w1", "w2"], ["w0", "w2"]]
+    same(done, tiny(400))
+
+
+@pytest.mark.parametrize("what", ["head-kill", "store-kill"])
+def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny(steps=300, schedule=f"{what}@20,+1@40,-m0@60").trained(300, expected_samples(300))
+    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.report["steps_discarded"] == 0
+    same(done, tiny(300))
+
+
+def test_members_beyond_the_shards_are_standbys_that_take_over(box: Box) -> None:
+    began = time.monotonic()
+    done = box.tiny("--global-batch", "8", members=4, schedule="kill:0@20,kill:1@50").trained(90, 708)
+    assert done.members == [["w0", "w1"], ["w1"], ["w1", "w2"], ["w2"], ["w2", "w3"]]
+    assert time.monotonic() - began < 40, "the schedule waited for standbys to become members"
+
+
+def test_loader_processes(box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny("--num-workers", "2", schedule="+1@20,-m0@40").trained(90, expected_samples(90))
+    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    same(done, tiny())
+
+
+# --------------------------------------------------------------------------------------------- what users get wrong
+
+
+def test_an_exception_in_the_script_ends_the_run_with_its_traceback(box: Box) -> None:
+    done = box.tiny("--fail-at", "10")
+    assert done.code == Exit.SOFTWARE
+    assert (done.report["status"], done.report["steps"]) == ("failed", 10)
+    assert "ValueError: sample in step 10 is broken" in done.report["message"]
+    assert "ValueError: sample in step 10 is broken" in done.stderr.splitlines()[-1]
+    assert "Traceback (most recent call last)" in done.stderr, "the main member's own output is shown"
+    assert 'raise ValueError(f"sample in step' in box.logs
+    assert len(done.members) <= 2, "it was tried again and again"
+    assert box.logs.count("ValueError: sample") <= 2
+
+
+@pytest.mark.parametrize(
+    ("early", "message"),
+    [
+        ("return", "the script ended without reaching run.steps(); call fallow.init(), run.prepare(...) and loop"),
+        ("no-loop", "the script ended without reaching run.steps()"),
+        ("raise", "ended before its training loop: exited with 1 (RuntimeError: the data are not where they were)"),
+        ("exit", "ended before its training loop: exited with 5"),
+    ],
+)
+def test_a_script_that_never_reaches_the_loop(early: str, message: str, box: Box) -> None:
+    done = box.tiny("--early", early, members=1)
+    assert done.code == Exit.SOFTWARE
+    assert done.report["status"] == "failed"
+    assert message in done.report["message"]
+    assert message in done.stderr.splitlines()[-1]
+    assert done.report["generations"] == []
+
+
+def test_a_newcomer_with_another_model_is_refused_and_the_others_finish(box: Box, tiny: Callable[..., Any]) -> None:
+    done = box.tiny("--odd", "w2", schedule="+1@20").trained(90, expected_samples(90))
+    assert done.members == [["w0", "w1"]]
+    (line,) = [line for line in done.stderr.splitlines() if "did not take part" in line]
+    assert "w2" in line
+    assert "it has model.0.4.weight float64[4, 16], they have model.0.4.weight float64[3, 16]" in line
+    same(done, tiny())
+
+
+def test_first_members_that_differ_do_not_start(box: Box) -> None:
+    done = box.tiny("--odd", "w1")
+    assert done.code == Exit.SOFTWARE
+    message = json.loads(done.stdout)["error"]["message"]
+    assert "1 of the first 2 members did not come to run.steps()" in message
+    assert "model.0.4.weight float64[4, 16]" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--samples", "20", "--drop-last"], "20 samples are fewer than the global batch of 32: no step would be left"),
+        (["--global-batch", "30"], "global_batch=30 is not a multiple of the DataLoader's batch_size=4"),
+    ],
+)
+def test_batches_that_do_not_fit(options: list[str], message: str, box: Box) -> None:
+    done = box.tiny(*options, members=1)
+    assert done.code == Exit.SOFTWARE
+    assert message in done.report["message"]
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_drop_last_and_partial_steps(box: Box) -> None:
+    done = box.tiny("--samples", "40", "--drop-last", "--steps", "30", members=2, schedule="kill:1@10")
+    done.trained(30, 30 * BATCH)
+    assert done.members == [["w0", "w1"], ["w0"]]
+
+
+# ------------------------------------------------------------------------------------- what is left, shown and open
+
+
+def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> None:
+    process = box.local(*box.tiny_words(steps=100_000), members=2)
+    box.until(lambda view: view.step >= 10)
+    seen = box.processes()
+    names = [" ".join(one.cmdline()) for one in seen]
+    assert sum("fallow.head" in name for name in names) == 1
+    assert sum("fallow.agent" in name for name in names) == 2
+    secrets = [
+        json.loads(file.read_text(), object_hook=lambda made: made)["secret_key"]
+        for file in box.folder.glob("fallow-local-*/state/runs/*/keys/*.json")
+    ]
+    secrets += [file.read_text().strip() for file in box.folder.glob("fallow-local-*/state/head.key")]
+    assert len(secrets) == 3
+    assert "secret_key" in KeyFile.__struct_fields__
+    for one in seen:
+        shown = "\0".join([*one.cmdline(), *(f"{name}={value}" for name, value in one.environ().items())])
+        assert not [secret for secret in secrets if secret in shown], one.cmdline()
+    worker = box.worker("w0")
+    ours = {name for name in worker.environ() if name.startswith("FALLOW_")} - {MARK}
+    assert ours == {
+        *("FALLOW_WORKER", "FALLOW_RUN", "FALLOW_CHANNEL_FD", "FALLOW_STATE_DIR", "FALLOW_CONFIG"),
+        *("FALLOW_SLURM__CLIENT", "FALLOW_HEAD__ADDRESS", "FALLOW_MEMBERSHIP__BEAT_S"),
+    }
+    listening = {
+        connection.laddr.ip
+        for one in seen
+        for connection in one.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "logs are kept in" in stderr
+    assert "Traceback" not in stderr
+    wait(box.nothing_left, 10.0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_ended_or_killed_it_leaves_no_process(number: signal.Signals, code: int, box: Box) -> None:
+    process = box.local(*box.tiny_words(steps=100_000), members=2)
+    box.until(lambda view: view.step >= 5)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in stderr
+    wait(box.nothing_left, 15.0)
