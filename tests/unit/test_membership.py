@@ -131,6 +131,17 @@ def test_rank_zero_may_leave() -> None:
     assert m.roster.members == ["w1", "w2"]
 
 
+def test_a_member_released_with_a_lower_limit_is_not_replaced_by_a_standby() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.LimitChanged(at=0, limit=3, reason="asked"))
+    join(m, "w3")
+    m.handle(ev.ReleaseWanted(at=0, workers=["w0"], reason="asked", limit=2))
+    finish_change(m)
+    assert m.roster.members == ["w1", "w2"]
+    assert m.roster.history[-1].kind is ChangeKind.RELEASE
+    assert m.roster.standbys() == ["w3"]
+
+
 def test_killed_member_interrupts_the_survivors_at_once() -> None:
     m = started("w0", "w1", "w2")
     out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed by signal 9"))

@@ -120,6 +120,8 @@ class ReleaseWanted(Event):
 
     workers: list[str]
     reason: str
+    limit: int | None = None
+    "members wanted at most from now on, so that no standby takes their place; None: as before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -348,6 +348,9 @@ class Membership:
             self._burn(event.at, "the training is finished")
 
     def _release(self, event: ev.ReleaseWanted) -> None:
+        if event.limit is not None:
+            self.roster.limit = event.limit
+            self._record("limit", f"at most {event.limit} members: {event.reason}")
         for name in event.workers:
             worker = self.roster.workers.get(name)
             if worker is None:

@@ -119,10 +119,9 @@ class Operations:
         if unknown:
             raise FallowError(f"run {found.id}: no such worker: {', '.join(unknown)}", Exit.NOINPUT)
         members = [w for w in workers if w in found.roster.members]
-        turn.apply(found, ev.ReleaseWanted(at=turn.at, workers=workers, reason="released by hand"))
-        if members:
-            limit = max(0, found.roster.limit - len(members))
-            turn.apply(found, ev.LimitChanged(at=turn.at, limit=limit, reason="released by hand"))
+        limit = max(0, found.roster.limit - len(members)) if members else None
+        # One event: between two of them a standby would take the released one's place.
+        turn.apply(found, ev.ReleaseWanted(at=turn.at, workers=workers, reason="released by hand", limit=limit))
 
     def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
         """Give these nodes of the run back."""
