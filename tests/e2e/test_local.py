@@ -1,8 +1,8 @@
 """`fallow local` as its users have it: a subprocess with a real head, store, agents and workers, judged by its report.
 
-The undisturbed run to compare with is the same script under plain `python`. Final losses agree to 1e-9 where the
-training computes in float64 (the order of a sum moves the 16th digit, and nothing in those trainings amplifies it) and
-to 1e-5 for the GPT in float32, which has no kinks and runs for 90 steps only.
+The undisturbed run to compare with is the same script under plain `python`. Another order of a sum moves the last digit
+and training amplifies that slowly: in float64 to about 1e-9 after some hundred steps, and 1e-6 is allowed; in float32
+the GPT, which has no kinks, may be 1e-5 apart after its 90 steps. A lost or repeated sample would show at about 1e-3.
 """
 
 from __future__ import annotations
@@ -216,10 +216,10 @@ def tiny(plain: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
 def same(done: Done, reference: dict[str, Any]) -> None:
     """The history of the membership shows nowhere in the result."""
     assert done.result["steps"] == reference["steps"]
-    assert done.result["loss"] == pytest.approx(reference["loss"], abs=1e-9)
-    assert done.report["final_loss"] == pytest.approx(reference["loss"], abs=1e-9)
+    assert done.result["loss"] == pytest.approx(reference["loss"], abs=1e-6)
+    assert done.report["final_loss"] == pytest.approx(reference["loss"], abs=1e-6)
     for name, value in reference["weights"].items():
-        flat = [pytest.approx(row, abs=1e-9) for row in value] if isinstance(value, list) else value
+        flat = [pytest.approx(row, abs=1e-6) for row in value] if isinstance(value, list) else value
         assert done.result["weights"][name] == flat, name
 
 
@@ -230,7 +230,7 @@ EXPECTED = [["w0", "w1"], ["w0", "w1", "w2", "w3"], ["w0", "w1", "w2"], ["w1", "
 
 CASES = [
     pytest.param(["gpt_stdlib.py", *GPT], 90 * 32, 1e-5, id="gpt"),
-    pytest.param(["--double", "digits_cnn.py", *DIGITS], 6 * 1500, 1e-9, id="digits"),
+    pytest.param(["--double", "digits_cnn.py", *DIGITS], 6 * 1500, 1e-6, id="digits"),
 ]
 
 
