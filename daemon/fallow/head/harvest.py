@@ -130,7 +130,8 @@ class Harvest:
         """Cancel jobs that carry a token of ours which is no longer live (I9, I15: own name and own user only)."""
         for run in turn.book.runs.values():
             for allocation in run.record.allocations.values():
-                if allocation.live or allocation.kind is AllocationKind.BASE:
+                ending = allocation.asked_at is not None and turn.now - allocation.asked_at < CANCEL_AGAIN_S
+                if allocation.live or ending or allocation.kind is AllocationKind.BASE:
                     continue
                 for job in cluster.jobs:
                     if job.name == allocation.token and job.state in ("PENDING", "RUNNING"):
