@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fallow.head.views import quantile
+from fallow.core.quantile import quantile
 from fallow.model import ClusterState, GenerationReport, Quantiles, Struct
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import ceil
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import is_idle
+from fallow.core.quantile import quantile
 from fallow.head.book import Run
 from fallow.model import (
     AllocationState,
@@ -28,14 +28,6 @@ from fallow.model import (
 
 RECENT_PAUSES = 50
 """As many of the last changes decide how early a node is released."""
-
-
-def quantile(values: Iterable[float], q: float) -> float | None:
-    """The smallest value that at least the share `q` of the values do not exceed (nearest rank); None of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return ordered[max(0, ceil(q * len(ordered)) - 1)]
 
 
 def longest_pause(run: Run) -> float:
