@@ -8,11 +8,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 
 # Ordinary users have no sbin on PATH, where the daemons are.
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge redis-server hostname iproute2)
+packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge redis-server hostname iproute2 procps)
 
 missing_commands() {
     local name missing=()
-    for name in slurmctld slurmd sbatch srun squeue scontrol munged redis-server hostname ip; do
+    for name in slurmctld slurmd sbatch srun squeue scontrol munged redis-server hostname ip ps; do
         command -v "$name" >/dev/null || missing+=("$name")
     done
     echo "${missing[*]}"
