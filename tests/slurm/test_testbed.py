@@ -203,14 +203,19 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="fallow-") as place:
         os.chown(place, nobody.pw_uid, nobody.pw_gid)
+        python = _python_for_all(nobody)
+        environ = {
+            "PATH": "/usr/bin:/bin",  # the caller's may lead through folders that are closed to others
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if "packages" in path or "daemon" in path),
+            "FALLOW_STATE_DIR": f"{place}/state",
+            "HOME": place,
+        }
+        probe = [python, "-c", "import fallow.testbed.api, fallow.slurm.cli"]
+        if subprocess.run(probe, env=environ, cwd="/tmp", capture_output=True, check=False, **_as(nobody)).returncode:
+            pytest.skip("this checkout or its environment lies in a folder that is closed to other users")
         done = subprocess.run(
-            [_python_for_all(nobody), "-c", code],
-            env={
-                "PATH": "/usr/bin:/bin",  # the caller's may lead through folders that are closed to others
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if "packages" in path or "daemon" in path),
-                "FALLOW_STATE_DIR": f"{place}/state",
-                "HOME": place,
-            },
+            [python, "-c", code],
+            env=environ,
             cwd="/tmp",
             capture_output=True,
             text=True,
