@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 from slurm_fixtures import make_testbed, slurm_installed, testbed
 
@@ -10,3 +16,17 @@ __all__ = ["make_testbed", "slurm_installed", "testbed"]
 
 # Background jobs of a shell have SIGINT ignored, and their children inherit that: tests of Ctrl-C would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_folder() -> Iterator[None]:
+    """One place for all sockets, short enough for them, of which nothing is left afterwards."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    folder = tempfile.mkdtemp(prefix="ft-", dir="/tmp")
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+    if before is None:
+        del os.environ["XDG_RUNTIME_DIR"]
+    else:
+        os.environ["XDG_RUNTIME_DIR"] = before

@@ -67,6 +67,7 @@ class Job:
             "SLURM_JOB_ID": "5",
             "SLURM_JOB_NUM_NODES": "1",
             "HOME": str(folder),
+            "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"],
         }
         paths = Paths.default(self.environ).create().run("r1").create()
         key = KeyFile(run="r1", token="r1.0", kind=kind, public_key="p", secret_key="s", head_file="/h")
