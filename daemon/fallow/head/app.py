@@ -50,6 +50,7 @@ from fallow.model import (
 from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
 from fallow.store.server import RedisServer
+from fallow.wire.address import own_address, resolve
 from fallow.wire.keys import KeyPair, new_keypair, public_of
 from fallow.wire.router import Router
 
@@ -120,6 +121,7 @@ class Head:
         self._polled_at: float | None = None
         self._polls = 0
         self._last_event = 0
+        self._tick_queued = False
         self._redis: RedisServer | None = None
         self._store: Store
         self._router: Router
@@ -253,7 +255,9 @@ class Head:
     async def _clock(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self._inbox.empty():
+            if not self._tick_queued:
+                # Never more than one, but always one: deadlines count most when the inbox is full.
+                self._tick_queued = True
                 self._inbox.put_nowait(Tick())
 
     async def _poll(self) -> None:
@@ -311,6 +315,7 @@ class Head:
                 case Heard(peer, message):
                     self._peers.hear(turn, peer, message)
                 case Tick():
+                    self._tick_queued = False
                     self._peers.tick(turn)
                 case Polled(cluster):
                     self._take_poll(turn, cluster)
@@ -322,7 +327,9 @@ class Head:
             self._carry_out(turn)
             if answer is not None:
                 answer()
-            self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
+            if isinstance(item, Tick):
+                self._metrics.update(self._book)
+                self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
 
     def _take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
         if isinstance(cluster, FallowError):
@@ -413,7 +420,8 @@ class Head:
         for run_id in turn.ended:
             run = self._book.runs[run_id]
             write_struct(self.paths.run(run_id).report, self.report(run))
-        self._metrics.update(self._book)
+        for key in self._book.take_revoked():
+            self._router.drop(key)
 
     async def _cancel(self, jobs: list[str]) -> None:
         assert self._slurm is not None
@@ -494,6 +502,8 @@ def default_address() -> str:
     Raises:
         FallowError: the host name does not resolve.
     """
-    from fallow.wire.address import resolve
-
-    return resolve(os.uname().nodename)
+    address = own_address()
+    if address is None:
+        address = resolve(os.uname().nodename)
+        log.warning("head.loopback", address=address, advice="other nodes cannot reach it: set address under [head]")
+    return address

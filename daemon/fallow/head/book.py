@@ -92,6 +92,7 @@ class Book:
         self.runs: dict[str, Run] = {}
         self.principals: dict[str, Principal] = {}
         self.term = 0
+        self._revoked: list[str] = []
         self._timing = timing
         self._public_key = public_key
         self._new_id = new_id
@@ -179,7 +180,13 @@ class Book:
         self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
 
     def revoke(self, key: str) -> None:
-        self.principals.pop(key, None)
+        if self.principals.pop(key, None) is not None:
+            self._revoked.append(key)
+
+    def take_revoked(self) -> list[str]:
+        """Keys revoked since the last call; whoever routes messages forgets the way to them."""
+        taken, self._revoked = self._revoked, []
+        return taken
 
     def allowed(self, key: str) -> bool:
         return key in self.principals

@@ -55,10 +55,6 @@ class AsyncSocket:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
 
-    def wake(self) -> None:
-        """End a `readable` from elsewhere in this loop."""
-        self._ready.set()
-
     def close(self) -> None:
         """Close at once; what was not sent yet is lost."""
         if not self.socket.closed:

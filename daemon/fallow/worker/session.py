@@ -406,11 +406,6 @@ class Session:
             reap(old)
         return taken
 
-    def raise_if_ended(self) -> None:
-        """Raise what `Dismiss` or `Refused` asked for."""
-        with self._changed:
-            self._raise_end()
-
     def _raise_end(self) -> None:
         if isinstance(self._end, Dismiss):
             raise Dismissed(self._end)
