@@ -13,12 +13,13 @@ from fallow.core.shards import Duty, duties, mix
 from fallow.model import Active, Checkpointed, FallowError, Left, Parts, Welcome, WorkerReady
 from fallow.worker import checkpoint, rng
 from fallow.worker.capture import backward_seen
+from fallow.worker.control import StepPlan
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.ledger import Done, Fed, Ledger, Start
 from fallow.worker.loader import ElasticLoader, Key
 from fallow.worker.position import Position
 from fallow.worker.prepared import Gate, Prepared, signature_of
-from fallow.worker.reducer import Reducer, StepPlan
+from fallow.worker.reducer import Reducer
 from fallow.worker.session import Prepared as Upcoming
 from fallow.worker.session import Session
 from fallow.worker.switch import exchange, export_state
@@ -74,8 +75,11 @@ class Loop:
         "run.steps calls that the script has begun"
         self.checkpoint_asked = False
         self.on_resize: list[Callable[[], None]] = []
-        self.slots: list[float] = []
-        "run.mean: sums of the step's earlier bodies, by order of the calls in a body"
+        self.slots: list[dict[int, float]] = []
+        "run.mean: weight x value by shard, for each call in a body, in order"
+        self.shards = 1
+        "shards in the step at work"
+        self.shard = 0
         self.weight = 0.0
         self._reducer: Reducer | None = None
         self._loader: ElasticLoader | None = None
@@ -153,8 +157,9 @@ class Loop:
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         crcs = [loader.crc(key) for key in keys]
         mine = self._duties(shards)
-        reducer.begin_step(StepPlan(at.step, samples, sum(crcs)))
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards))
         self.slots = []
+        self.shards = shards
         before = [buffer.detach().clone() for buffer in self.prepared.buffers()]
         for number, (shard, counts) in enumerate(mine):
             if number:
@@ -164,7 +169,8 @@ class Loop:
             first, end = layout.bounds(at.index, shard)
             self.weight = (end - first) / samples if counts else 0.0
             self.final_shard = number == len(mine) - 1
-            reducer.begin_body(self.weight, final=self.final_shard, live=True)
+            self.shard = shard
+            reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
             if counts:
                 reducer.samples += end - first
                 reducer.crc += crcs[shard]
@@ -207,11 +213,10 @@ class Loop:
             parameter.grad = None
 
     def _finish(self, samples: int, steps_in_pass: int, began: float) -> None:
-        at, control = self.position, self._the_reducer.control
-        assert control is not None
+        at = self.position
         self._boundary = time.monotonic()
         self._ledger.add(Done(generation=self.group.generation, step=at.step))
-        at.loss = control.loss if control.loss_weight > 0 else None
+        at.loss = self._the_reducer.loss
         at.finish_step(samples, steps_in_pass)
         took = self._boundary - began
         self._speed = samples / took if not self._speed else 0.9 * self._speed + 0.1 * samples / took
@@ -278,11 +283,11 @@ class Loop:
 
     def _turn(self) -> None:
         """Between two steps: write a checkpoint, change the generation, or neither."""
-        control = self._the_reducer.control
-        finished = control is not None and not self._the_reducer.interrupted
-        if finished and control is not None and control.checkpoint:
+        reducer = self._the_reducer
+        finished = reducer.control is not None and not reducer.interrupted
+        if finished and reducer.checkpoint:
             self._save_checkpoint()
-        planned = finished and control is not None and control.switch == self.group.size
+        planned = finished and reducer.switch == self.group.size
         if planned or self.group.broken is not None:
             self._switch(planned)
 
@@ -417,7 +422,7 @@ class Loop:
         with rng.kept():
             batch = loader.fetch(key, lambda shards: [0])
             rng.seed_everything(mix(self.seed, "body", 0, 0))
-            reducer.begin_body(0.0, final=True, live=False)
+            reducer.begin_body(0, 0.0, final=True, live=False)
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.layout.shards == 1
             self.rehearsing = True
             try:

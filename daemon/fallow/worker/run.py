@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -219,15 +220,25 @@ class Run:
             return self._sum(value / self.size, value)
         slot, self._slot = self._slot, self._slot + 1
         if slot == len(loop.slots):
-            loop.slots.append(0.0)
-        loop.slots[slot] += loop.weight * value
-        return self._sum(loop.slots[slot], value) if self.final_shard else value
+            loop.slots.append({})
+        loop.slots[slot][loop.shard] = loop.weight * value if loop.weight else 0.0
+        return self._sum_shards(loop.slots[slot], value) if self.final_shard else value
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
         loop = self._loop
         if not loop.rehearsing and loop.in_sync and (self.final_shard or not self._gate.in_body):
             self._sum(0.0, 0.0)
+
+    def _sum_shards(self, parts: dict[int, float], otherwise: float) -> float:
+        # A place for each shard and an exact sum: who computed which shard does not show in the last bit.
+        cells = torch.tensor([parts.get(shard, 0.0) for shard in range(self._loop.shards)], dtype=torch.float64)
+        try:
+            self._loop.group.all_reduce(cells)
+            self._loop.group.wait()
+        except Interrupted:
+            return otherwise  # the body is void now; the same shard comes again
+        return math.fsum(cells.tolist())
 
     def _sum(self, part: float, otherwise: float) -> float:
         cell = torch.tensor([part], dtype=torch.float64)

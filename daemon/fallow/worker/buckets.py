@@ -1,0 +1,85 @@
+"""Where gradients wait for their reduction: flat buckets with a place for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fallow.worker.arithmetic import Arithmetic
+
+_FIRST_BYTES = 1 << 20
+_BUCKET_BYTES = 25 << 20
+"""Sizes as in DDP: a small first bucket starts the network early in backward."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One flat tensor that is reduced as a whole."""
+
+    flat: torch.Tensor
+    members: list[int]
+    "indices of its parameters"
+    waiting: int = 0
+    "of them without a gradient in the current backward"
+    launched: bool = False
+
+
+class Buckets:
+    """All buckets of a run: last parameters first, one dtype in each; memory is taken at first use.
+
+    Args:
+        params: parameters that require gradients, in model order; the layout is fixed from here on.
+        arithmetic: says of which type the sums are.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], arithmetic: Arithmetic) -> None:
+        self._params = list(params)
+        self._arithmetic = arithmetic
+        self._place = _layout(self._params)
+        self.all: list[Bucket] = []
+        self.views: dict[int, torch.Tensor] = {}
+        "parameter's index -> its part of a bucket, in the parameter's shape"
+
+    def of(self, index: int) -> Bucket:
+        """The bucket in which a parameter has its place."""
+        return self.all[self._place[index][0]]
+
+    def ensure(self) -> None:
+        """Take memory, if there is none."""
+        if self.all or not self._params:
+            return
+        for number in range(1 + max(number for number, _, _ in self._place)):
+            members = [index for index, place in enumerate(self._place) if place[0] == number]
+            numel = sum(self._place[index][2] for index in members)
+            first = self._params[members[0]]
+            flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
+            self.all.append(Bucket(flat, members))
+            for index in members:
+                _, offset, count = self._place[index]
+                self.views[index] = flat[offset : offset + count].view(self._params[index].shape)
+
+    def forget(self) -> None:
+        """Give the memory up for good: a late peer may still write into it."""
+        self.all = []
+        self.views = {}
+
+
+def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
+    """Per parameter: bucket number, offset and length in elements."""
+    place: dict[int, tuple[int, int, int]] = {}
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+    count = 0
+    for index in reversed(range(len(params))):
+        parameter = params[index]
+        key = (parameter.dtype, parameter.device)
+        number, used = open_bucket.get(key, (-1, 0))
+        cap = _FIRST_BYTES if number == 0 else _BUCKET_BYTES
+        if number < 0 or used * parameter.element_size() >= cap:
+            number, used = count, 0
+            count += 1
+        place[index] = (number, used, parameter.numel())
+        open_bucket[key] = (number, used + parameter.numel())
+    return [place[index] for index in range(len(params))]

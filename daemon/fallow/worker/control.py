@@ -1,0 +1,104 @@
+"""The control exchange: one small float64 vector, summed over the members, that closes each reduction.
+
+It tells everybody the same: whether to switch, whether all did the same work, each shard's loss and each member's pace.
+Values that belong to one shard or one member have a place of their own, into which nobody else adds: so they arrive
+unchanged, and what is computed from them does not depend on who computed which shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fallow.model import FallowError
+
+
+class Head(NamedTuple):
+    """Sums over the members; the order is that of the vector."""
+
+    contributors: float
+    switch: float
+    checkpoint: float
+    step: float
+    round: float
+    samples: float
+    crc: float
+    scalars: float
+    "members that saw the loss of a backward"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every member knows about a step beforehand."""
+
+    step: int
+    "global, 0-based"
+    samples: int
+    crc: int
+    "sum of the CRCs of all its shards"
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a finished exchange told."""
+
+    head: Head
+    paces: list[float]
+    "seconds per shard that each member measured, by rank; 0: not yet"
+    losses: list[float]
+    "weight x loss of each shard in this round"
+    touched: list[bool]
+    "parameters that received a gradient on any member"
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss in this round, None without any; an exact sum, so that the order does not matter."""
+        return math.fsum(self.losses) if self.head.scalars else None
+
+
+def encode(
+    head: Head, size: int, rank: int, pace: float, losses: Sequence[float], touched: Sequence[bool]
+) -> torch.Tensor:
+    """This member's part of the vector; float64 of len(Head) + size + shards + parameters."""
+    paces = [0.0] * size
+    paces[rank] = pace
+    return torch.tensor([*head, *paces, *losses, *touched], dtype=torch.float64)
+
+
+def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
+    """The inverse of `encode`, of the sum over the members."""
+    values: list[float] = vector.tolist()
+    first = len(Head._fields)
+    second = first + size
+    third = second + shards
+    return Control(
+        Head(*values[:first]), values[first:second], values[second:third], [value > 0 for value in values[third:]]
+    )
+
+
+def check(got: Head, plan: StepPlan, size: int, rounds: int) -> None:
+    """Compare the sums with what the plan says.
+
+    Raises:
+        FallowError: the members did not do the same work.
+    """
+    first = rounds == 0
+    wanted = {
+        "members": (got.contributors, size),
+        "step": (got.step, size * plan.step),
+        "backward of the step": (got.round, size * rounds),
+        "samples": (got.samples, plan.samples if first else 0),
+        "checksum of the samples": (got.crc, plan.crc if first else 0),
+    }
+    for what, (seen, planned) in wanted.items():
+        if seen != planned:
+            raise FallowError(
+                f"step {plan.step}: the members' sum of {what} is {seen:.0f}, the plan says {planned}: they did "
+                "not do the same work; every member's final body must make the same number of backward calls, "
+                "and the dataset must be the same on every node",
+            )
