@@ -36,8 +36,8 @@ lint: setup  ## ruff, mypy, direction of the layers
 test: lint  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner"
 	@$(BIN)/pytest -m "not soak and not gpu" $(ARGS)
 
-bench: setup  ## measured figures, e.g. make bench ARGS="--json"
-	@$(BIN)/python contrib/bench/pause.py $(ARGS)
+bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --json"
+	@$(BIN)/fallow bench $(ARGS)
 
 soak: setup  ## the long tests
 	@$(BIN)/pytest -m soak $(ARGS)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.schedule import Action, parse_schedule
+from fallow.local.driver import name_of
 from fallow.model import Exit, FallowError
 
 
@@ -54,3 +55,17 @@ def test_nonsense_is_parsed_or_refused(text: str) -> None:
         parse_schedule(text, 4)
     except FallowError:
         return
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "train.py", "--lr", "1"], "train"),
+        (["python", "-m", "pkg.train"], "pkg.train"),
+        (["/opt/bin/train"], "train"),
+        (["python", "-u", "my train.py"], "my-train"),
+        (["python", "-"], "python"),
+    ],
+)
+def test_a_local_run_is_named_after_its_script(command: list[str], name: str) -> None:
+    assert name_of(command) == name

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "fallow.cli.doctor:doctor",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
+    "bench": "fallow.cli.bench:bench",
     "completion": "fallow.cli.completion:completion",
 }
 """Name -> module and object. Modules are imported when their command is used: a shell prompt should not wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -84,6 +85,8 @@ class Driver:
         self._due = list(self.schedule)
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
+        self.happened: list[tuple[Item, float]] = []
+        "items that were carried out, and when they began (time.monotonic)"
         self._settle_until = 0.0
         self.absent = 0
         "workers that ended or were refused before they could become members"
@@ -113,7 +116,7 @@ class Driver:
     async def _create(self) -> None:
         spec = RunSpec(
             run="",
-            name=Path(self.command[0] if len(self.command) < 2 else self.command[1]).stem or "local",
+            name=name_of(self.command),
             min_nodes=self.members,
             max_nodes=self.max_members,
             workers_per_node=1,
@@ -196,6 +199,7 @@ class Driver:
         return (calm and full and alive) or time.monotonic() > self._settle_until
 
     async def _do(self, item: Item, view: RunView) -> None:
+        self.happened.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
                 await self._call("grow", run=self._run, by=item.count)
@@ -272,6 +276,13 @@ def _in_phase(view: RunView, phase: WorkerPhase) -> list[MemberView]:
 
 def _by_arrival(view: RunView) -> list[MemberView]:
     return sorted(view.members, key=lambda m: int(m.worker[1:]))
+
+
+def name_of(command: Sequence[str]) -> str:
+    """A run's name from its argv: the script or module, without what an id may not hold."""
+    words = [word for word in command[1:] if not word.startswith("-")] or list(command[:1])
+    stem = Path(words[0]).stem if words[0].endswith(".py") else Path(words[0]).name
+    return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-") or "local"
 
 
 def peak(members: int, schedule: Sequence[Item]) -> int:

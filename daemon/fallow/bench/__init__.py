@@ -1,0 +1,1 @@
+"""Measured figures, side by side with peers: what `fallow bench` runs."""

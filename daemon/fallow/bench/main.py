@@ -1,0 +1,83 @@
+"""Entry of `fallow bench`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from fallow.bench.rows import Row, Settings
+from fallow.model import Exit, FallowError
+
+BENCHES: dict[str, str] = {
+    "pause": "planned changes of the membership",
+    "recovery": "SIGKILL of a member",
+}
+"""Name (and module) -> what it measures."""
+
+
+def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
+    """Measure one after the other; progress goes to standard error, the figures to standard output.
+
+    Args:
+        names: of `BENCHES`; empty: all of them.
+        settings: worlds and models.
+        json: print one JSON list instead of a table.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    found: list[Row] = []
+    wanted = list(names) or list(BENCHES)
+    with console.status("bench") as status:
+        for number, name in enumerate(wanted, start=1):
+            head = f"[{number}/{len(wanted)}] "
+
+            def progress(text: str, head: str = head) -> None:
+                status.update(head + text)
+                if not console.is_terminal:
+                    sys.stderr.write(f"bench: {head}{text}\n")
+
+            found += importlib.import_module(f"fallow.bench.{name}").run(settings, progress)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+    else:
+        show(found)
+    return Exit.OK
+
+
+def show(found: Sequence[Row]) -> None:
+    """A table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("what", "members", "params", "p50", "p95", "n", "peer", "ratio", box=None, pad_edge=False)
+    for row in found:
+        table.add_row(
+            row.name,
+            "-" if row.members is None else str(row.members),
+            "-" if row.params is None else f"{row.params / 1e6:g} M",
+            f"{row.ours.p50:.3f} {row.unit}",
+            f"{row.ours.p95:.3f} {row.unit}",
+            str(row.ours.n),
+            "-" if row.peer is None else f"{row.peer.name} {row.peer.p50:.3f} {row.unit}",
+            "-" if row.ratio is None else f"{row.ratio:.3g}",
+        )
+    console = Console()
+    console.print(table)
+    for row in found:
+        if row.note:
+            console.print(f"{row.name}, {row.members or '-'} members: {row.note}", style="dim", soft_wrap=True)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse unknown names before anything is started.
+
+    Raises:
+        FallowError: a name that is not in `BENCHES`.
+    """
+    for name in names:
+        if name not in BENCHES:
+            raise FallowError(f"bench {name!r}: unknown; there are {', '.join(BENCHES)}", Exit.USAGE)

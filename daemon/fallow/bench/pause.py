@@ -1,0 +1,82 @@
+"""How long does training stand still when the membership changes as planned?
+
+A pause is from the end of the last step in the old generation to the start of the first one in the new, on the member
+that waited longest. Members come and go in turn: the youngest and the oldest leave alternately, so that rank 0 changes
+hands, too. Head, store, agents and workers are real; the groups are gloo over loopback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fallow.bench import rows, session
+from fallow.bench.rows import Progress, Row, Settings
+from fallow.core.quantile import quantile
+from fallow.core.schedule import Item, parse_schedule
+from fallow.model import ChangeKind, GenerationReport
+
+PARTS = ("drain", "group", "state", "data")
+FIRST_STEP = 6
+SPACING = 3
+"""Steps between two changes. A change that comes late delays those after it."""
+
+CHANGES = 32
+
+
+def run(settings: Settings, progress: Progress) -> list[Row]:
+    """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
+    found: list[Row] = []
+    for params in settings.params:
+        for members in settings.members:
+            progress(f"pause: {members} members, {params / 1e6:g} M parameters")
+            found += measure(members, params, settings.n or CHANGES)
+    return found
+
+
+def measure(members: int, params: int, changes: int) -> list[Row]:
+    """One run with that many planned changes around `members` members."""
+    steps = FIRST_STEP + 6 * changes + 10
+    with session.folder() as scratch:
+        done = session.train(scratch, params, steps, members, schedule(members, changes), most=members + 1)
+    generations = [g for g in done.report.generations if g.kind is not ChangeKind.START and g.pause_s is not None]
+    wanted = {
+        "planned pause": set(ChangeKind),
+        "planned pause, absorb": {ChangeKind.ABSORB},
+        "planned pause, release": {ChangeKind.RELEASE},
+    }
+    found = []
+    for name, kinds in wanted.items():
+        some = [generation for generation in generations if generation.kind in kinds]
+        if some:
+            found.append(_row(name, some, members, params))
+    return found
+
+
+def schedule(members: int, changes: int) -> tuple[Item, ...]:
+    """One comes, one goes: the youngest and the oldest in turn."""
+    words = []
+    there = list(range(members))
+    born = members
+    for number in range(changes):
+        step = FIRST_STEP + SPACING * number
+        if number % 2 == 0:
+            there.append(born)
+            born += 1
+            words.append(f"+1@{step}")
+        elif number % 4 == 1:
+            there.pop()
+            words.append(f"-1@{step}")
+        else:
+            words.append(f"-m{there.pop(0)}@{step}")
+    return parse_schedule(",".join(words), members)
+
+
+def _row(name: str, changes: Sequence[GenerationReport], members: int, params: int) -> Row:
+    pauses = [change.pause_s or 0.0 for change in changes]
+    words = [f"max {max(pauses):.3f}"]
+    for part in PARTS:
+        values = [getattr(change.parts, part) for change in changes]
+        words.append(f"{part} {quantile(values, 0.5):.3f}/{quantile(values, 0.95):.3f}")
+    return Row(
+        name=name, members=members, params=params, unit="s", ours=rows.ours(pauses), note="p50/p95: " + ", ".join(words)
+    )

@@ -1,0 +1,73 @@
+"""Starts the benchmarks' training under a private head on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from fallow.core.schedule import Action, Item
+from fallow.local.driver import Driver
+from fallow.model import Exit, FallowError, RunReport, RunStatus
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out of one training."""
+
+    report: RunReport
+    kills: list[float]
+    "CLOCK_MONOTONIC of each SIGKILL that the schedule sent, in seconds"
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A private scratch folder, removed at the end."""
+    path = Path(tempfile.mkdtemp(prefix="fallow-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def train(
+    scratch: Path,
+    params: int,
+    steps: int,
+    members: int,
+    schedule: Sequence[Item] = (),
+    *,
+    most: int,
+    options: Sequence[str] = (),
+) -> Trained:
+    """One run of `fallow.bench.training` with as many shards as there are members at most.
+
+    Args:
+        scratch: empty folder; takes the head's state.
+        params: of the model.
+        steps: optimizer steps.
+        members: workers at the start.
+        schedule: what happens to the membership.
+        most: members at most, and shards in a step.
+        options: further words for the training.
+
+    Raises:
+        FallowError: it did not finish, or samples were lost or repeated: then no figure is worth anything.
+    """
+    command = [sys.executable, "-m", "fallow.bench.training", "--params", str(params), "--steps", str(steps)]
+    command += ["--global-batch", str(most), *options]
+    driver = Driver(scratch, command, members, schedule, max_members=most, output=sys.stderr.fileno())
+    report = asyncio.run(driver.train())
+    samples = report.samples
+    if report.status is not RunStatus.FINISHED or samples.lost or samples.duplicated:
+        raise FallowError(
+            f"the measured training is {report.status} with {samples.lost} samples lost and {samples.duplicated} "
+            f"repeated: {report.message or 'no reason known'}",
+            Exit.SOFTWARE,
+        )
+    return Trained(report=report, kills=[at for item, at in driver.happened if item.action is Action.KILL])

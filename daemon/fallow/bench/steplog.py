@@ -1,0 +1,70 @@
+"""Finished steps as the training itself saw them: one small file per process, one clock for all of a machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Finished(NamedTuple):
+    """One process finished one optimizer step."""
+
+    process: str
+    step: int
+    generation: int
+    at: float
+    "seconds of CLOCK_MONOTONIC, which all processes of a machine share"
+
+
+class StepLog:
+    """Writes one process's file.
+
+    Args:
+        folder: exists; shared by all processes of the run.
+        process: a name of its own.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(folder / f"{process}.steps", flags, 0o600)
+
+    def finished(self, step: int, generation: int) -> None:
+        """Note that `step` (0-based) is finished now."""
+        os.write(self._descriptor, f"{step} {generation} {time.monotonic():.6f}\n".encode())
+
+
+def read(folder: Path) -> list[Finished]:
+    """All finished steps of all processes, by time. A torn last line is left out."""
+    found: list[Finished] = []
+    for path in folder.glob("*.steps"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) == 3 and "." in words[2]:
+                found.append(Finished(path.stem, int(words[0]), int(words[1]), float(words[2])))
+    return sorted(found, key=lambda done: done.at)
+
+
+def progress(done: list[Finished]) -> list[tuple[int, float]]:
+    """(step, when it was first finished by anybody), for each step that went beyond all before it, by time."""
+    highest, times = -1, []
+    for one in done:
+        if one.step > highest:
+            highest = one.step
+            times.append((one.step, one.at))
+    return times
+
+
+def standstills(done: list[Finished], since: float, until: float) -> list[float]:
+    """Time in [since, until) by which progress fell behind, per gap: gap between two new steps minus the usual one.
+
+    The usual gap is the median of all in the run; only gaps of more than twice that are counted.
+    """
+    times = [at for _, at in progress(done)]
+    gaps = [(later - earlier, later) for earlier, later in pairwise(times)]
+    if not gaps:
+        return []
+    usual = sorted(gap for gap, _ in gaps)[len(gaps) // 2]
+    return [gap - usual for gap, at in gaps if since <= at < until and gap > 2 * usual]

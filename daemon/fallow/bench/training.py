@@ -1,0 +1,51 @@
+"""The script that benchmarks start, under Fallow (`python -m fallow.bench.training --params 10000000 ...`)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+
+import fallow
+from fallow.bench import workload
+from fallow.bench.steplog import StepLog
+
+
+def main() -> None:
+    """Train; each process notes its finished steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--global-batch", type=int, required=True, help="samples, which is shards, of a step")
+    parser.add_argument("--log", type=Path, help="folder for finished steps")
+    parser.add_argument("--checkpoint-every", type=int, help="ask for a durable checkpoint every so many steps")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    args = parser.parse_args()
+    model, optimizer = workload.make(args.params)
+    loader = DataLoader(workload.Text(), batch_size=1)
+    run = fallow.init()
+    model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
+    log = StepLog(args.log, os.environ.get("FALLOW_WORKER", str(os.getpid()))) if args.log is not None else None
+    for tokens, targets in run.steps(loader, max_steps=args.steps):
+        began = time.monotonic()
+        loss = workload.loss_of(model, tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        # None in a void body, and in a final one that a lost member interrupted.
+        acting = next(model.parameters()).grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        if not acting:
+            continue
+        if args.pace:
+            time.sleep(max(0.0, began + args.pace - time.monotonic()))
+        if args.checkpoint_every and run.step % args.checkpoint_every == 0:
+            run.checkpoint()
+        if log is not None:
+            log.finished(run.step, run.generation)
+
+
+if __name__ == "__main__":
+    main()

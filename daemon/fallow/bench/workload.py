@@ -1,0 +1,76 @@
+"""The training that benchmarks run: a GPT of about so many parameters on made-up text, with AdamW.
+
+Context and batch are small, so that a step is short beside the state: what is measured is elasticity, and on a machine
+with few cores anything else would only make all figures wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+VOCABULARY = 256
+CONTEXT = 16
+LAYERS = 6
+_SAMPLES = 1 << 20
+
+
+class GPT(nn.Module):
+    """Six pre-norm blocks; `width` a multiple of 16.
+
+    Args:
+        width: of the residual stream.
+        dropout: as usual; 0 by default.
+    """
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True, bias=True
+        )
+        self.blocks = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64[batch, CONTEXT] -> logits float[batch, CONTEXT, VOCABULARY]."""
+        x = self.token(tokens) + self.place.weight
+        logits: torch.Tensor = self.head(self.blocks(x, mask=self.mask, is_causal=True))
+        return logits
+
+
+def parameters(width: int) -> int:
+    """Number of parameters of `GPT(width)`."""
+    block = 12 * width * width + 13 * width
+    return LAYERS * block + 2 * width + 2 * VOCABULARY * width + VOCABULARY + CONTEXT * width
+
+
+def width_for(wanted: float) -> int:
+    """Width (a multiple of 16) whose number of parameters comes nearest."""
+    return min(range(16, 4096, 16), key=lambda width: abs(parameters(width) - wanted))
+
+
+class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of a periodic text, with the next byte as target; a pure function of the index."""
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        window = (torch.arange(CONTEXT + 1) * (1 + index % 7) + index) % VOCABULARY
+        return window[:-1], window[1:]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of one batch."""
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def make(params: int) -> tuple[GPT, torch.optim.AdamW]:
+    """Model and optimizer of about `params` parameters, the same in every process."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = GPT(width_for(params))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)

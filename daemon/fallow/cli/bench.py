@@ -1,0 +1,53 @@
+"""`fallow bench`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import click
+
+from fallow.cli.common import json_option
+from fallow.model import Exit, FallowError
+
+
+@click.command(short_help="Measure, side by side with peers.")
+@click.option("--members", default="4", show_default=True, metavar="N,...", help="Worlds to measure.")
+@click.option("--params", default="10", show_default=True, metavar="M,...", help="Models, in millions of parameters.")
+@click.option("--n", type=click.IntRange(min=2), help="Measurements per row, about.")
+@json_option
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def bench(names: tuple[str, ...], members: str, params: str, n: int | None, as_json: bool) -> int:
+    """Measure NAMEs (default: all) on this machine; nothing else should run on it.
+
+    \b
+    pause         planned changes of the membership
+    recovery      SIGKILL of a member
+    steady        a step, against DDP
+    reproducible  a step of the reproducible mode, against the fast one
+    state         the state's way to a newcomer, against a checkpoint
+    checkpoint    training with durable checkpoints, against training without
+    shares        members of unequal speed
+    torchrun      absorb, release and kill under torchrun's elastic agent
+    torchft       join and kill under torchft, where it is installed
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise FallowError("fallow bench trains; run: pip install 'fallow[torch]'", Exit.UNAVAILABLE)
+    from fallow.bench.main import check_names, main
+    from fallow.bench.rows import Settings
+
+    check_names(names)
+    worlds = [int(number) for number in _numbers(members, "--members", least=2)]
+    sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01)]
+    return int(main(names, Settings(members=worlds, params=sizes, n=n), json=as_json))
+
+
+def _numbers(text: str, option: str, least: float) -> list[float]:
+    if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", text):
+        raise FallowError(f"{option} {text!r}: numbers with commas between them, such as 2,4", Exit.USAGE)
+    found = [float(word) for word in text.split(",")]
+    if option == "--members" and any(number != int(number) for number in found):
+        raise FallowError(f"{option} {text!r}: whole numbers", Exit.USAGE)
+    if min(found) < least:
+        raise FallowError(f"{option} {text!r}: at least {least:g}", Exit.USAGE)
+    return found

@@ -1,0 +1,67 @@
+"""Benchmarks' own arithmetic, on hand-made observations, and what a careless user types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fallow.bench import pause, recovery, steplog
+from fallow.bench.main import BENCHES, check_names
+from fallow.bench.steplog import Finished
+from fallow.cli.main import invoke
+from fallow.core.schedule import Action
+from fallow.model import FallowError
+
+
+def done(process: str, step: int, generation: int, at: float) -> Finished:
+    return Finished(process, step, generation, at)
+
+
+def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_generation() -> None:
+    finished = [done(w, s, 1, s + 0.1) for s in range(3) for w in ("w0", "w1")]
+    # Killed at 2.5; w1 still ends step 3 of the old generation, which is no recovery.
+    finished += [done("w1", 3, 1, 2.6), done("w0", 3, 2, 2.8), done("w1", 4, 2, 2.9), done("w0", 4, 2, 3.0)]
+    assert recovery.recoveries(finished, [2.5]) == [pytest.approx(0.4)]
+
+
+def test_standstill_is_what_progress_fell_behind() -> None:
+    finished = [done("a", step, 1, float(step)) for step in range(10)]
+    finished += [done("b", step, 2, 12.0 + step) for step in range(7, 20)]  # steps 7 to 9 were done again
+    # Step 10 was due at 10 and came at 22.
+    assert steplog.standstills(finished, 0.0, 100.0) == [pytest.approx(12.0)]
+    assert steplog.progress(finished)[10] == (10, 22.0)
+
+
+def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
+    log = steplog.StepLog(tmp_path, "w0")
+    log.finished(0, 1)
+    log.finished(1, 1)
+    path = tmp_path / "w0.steps"
+    path.write_bytes(path.read_bytes() + b"2 1")
+    assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("w0", 0, 1), ("w0", 1, 1)]
+
+
+@pytest.mark.parametrize("members", [2, 4, 8])
+def test_schedules_keep_the_world(members: int) -> None:
+    there = members
+    for item in pause.schedule(members, 32):
+        there += 1 if item.action is Action.ADD else -1
+        assert members <= there <= members + 1
+    kills = [item.member for item in recovery.schedule(members, 20) if item.action is Action.KILL]
+    assert len(kills) == len(set(kills)) == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nothing"], ["--members", "two"], ["--members", "1"], ["--members", "2.5"], ["--params", "0"], ["--n", "1"]],
+)
+def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["bench", *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    check_names(list(BENCHES))
+    with pytest.raises(FallowError, match="there are pause"):
+        check_names(["pause", "puase"])
