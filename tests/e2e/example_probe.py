@@ -42,7 +42,7 @@ def main() -> None:
         TensorDataset.__init__ = in_double  # type: ignore[method-assign]
     runpy.run_path(script, run_name="__main__")
     (run,) = runs
-    position = run._loop.position
+    position = run._place.position
     if run.is_main:
         found = {"steps": position.step, "samples": position.samples, "loss": position.loss}
         Path(result).write_text(json.dumps(found))

@@ -203,7 +203,7 @@ def test_schedulers_scaler_and_averages_act_once_per_step() -> None:
     assert int(average.n_averaged) == 2
     assert "step" not in schedule.state_dict()
     assert isinstance(schedule, torch.optim.lr_scheduler.ExponentialLR)
-    loss = run._loop.position.loss
+    loss = run._place.position.loss
     assert loss is not None
     assert loss < 8.0, "the scale is taken out of the reported loss"
 
@@ -332,7 +332,7 @@ def test_mean_and_loss_are_the_steps_own() -> None:
     x = points(30).tensors[0]
     wanted = [float(x[:16].mean()), float(x[16:].mean())]
     assert got == pytest.approx(wanted)
-    assert run._loop.position.loss == pytest.approx(wanted[1])
+    assert run._place.position.loss == pytest.approx(wanted[1])
 
 
 def test_max_steps_ends_a_call_and_the_next_one_goes_on_with_new_data() -> None:

@@ -15,9 +15,11 @@ from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
 from fallow.worker import checkpoint, fixed, process, state
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.loader import ElasticLoader, check_loader
-from fallow.worker.loop import Loop, SwitchedOut
+from fallow.worker.loop import Loop
+from fallow.worker.member import Member
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.session import Channel, Dismissed, Session
+from fallow.worker.turn import SwitchedOut
 
 _DELIVERY_S = 5.0
 """How long the end of a process waits for the head to have heard of it."""
@@ -46,7 +48,9 @@ class Run:
         self._prepared = Prepared(self._gate)
         self._seed = welcome.seed if welcome is not None else 0
         self._max_workers = welcome.max_workers if welcome is not None else (group.size if group else 1)
-        self._loop = Loop(self._prepared, self._gate, self._seed, session, welcome, group)
+        self._member = Member(self._prepared, self._gate, self._seed, session, welcome, group)
+        self._place = self._member.place
+        self._loop = Loop(self._member)
         self._slot = 0
         self._released = False
 
@@ -67,7 +71,7 @@ class Run:
         Raises:
             FallowError: an object cannot be prepared; the text says what to write instead.
         """
-        if self._loop.calls:
+        if self._place.calls:
             raise FallowError("prepare everything before the first run.steps: members must agree on the state")
         done = [self._prepare_one(thing, global_batch) for thing in objects]
         return done[0] if len(done) == 1 else tuple(done)
@@ -116,31 +120,7 @@ class Run:
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        loop = self._loop
-        number = loop.loops
-        loop.loops += 1
-        loop.epochs_in_loop = n
-        if loop.joined and number < loop.position.loop:
-            return  # the members are past this loop
-        epoch = loop.position.loop_epoch if loop.joined else self._epoch_hint()
-        while epoch < n:
-            loop.epoch_entered = (number, epoch)
-            if loop.in_sync and loop.joined:
-                loop.position.begin_epoch(epoch)
-            yield epoch
-            if loop.wrong_epoch:
-                loop.wrong_epoch = False
-                if loop.position.loop != number:
-                    break
-                epoch = loop.position.loop_epoch
-                loop.calls = loop.position.loop_call
-                continue
-            epoch += 1
-            loop.position.begin_epoch(epoch)
-        else:
-            loop.position.finish_loop()
-        loop.epoch_entered = None
-        loop.epochs_in_loop = 1
+        return self._place.epochs(n, self._epoch_hint)
 
     def _epoch_hint(self) -> int:
         welcome = self._welcome
@@ -155,27 +135,27 @@ class Run:
     @property
     def rank(self) -> int:
         """Place of this member in the current generation, 0-based."""
-        return self._loop.group.rank
+        return self._member.group.rank
 
     @property
     def size(self) -> int:
         """Members of the current generation."""
-        return self._loop.group.size
+        return self._member.group.size
 
     @property
     def generation(self) -> int:
         """Number of the current membership; 0 in a fixed world and before the first one."""
-        return self._loop.group.generation
+        return self._member.group.generation
 
     @property
     def step(self) -> int:
         """Finished optimizer steps since the run began: in a body, the number (0-based) of the step at work."""
-        return self._loop.position.step
+        return self._place.position.step
 
     @property
     def epoch(self) -> int:
         """Current epoch, 0-based."""
-        return self._loop.epoch
+        return self._place.epoch
 
     @property
     def deadline(self) -> float | None:
@@ -185,12 +165,12 @@ class Run:
     @property
     def is_main(self) -> bool:
         """True on the one member that should print and write files."""
-        return self._loop.group.rank == 0 and (self._loop.joined or self._session is None)
+        return self._member.group.rank == 0 and (self._place.joined or self._session is None)
 
     @property
     def final_shard(self) -> bool:
         """True in the last body of a step on this member: gradients are there after backward, steps act."""
-        return self._loop.final_shard
+        return self._loop.step.final_shard
 
     @property
     def seed(self) -> int:
@@ -212,30 +192,29 @@ class Run:
         In a void body: this member's part so far. In the final body (all members must call it there): the sum of
         weight x value over all shards of the step. Outside `steps`: the plain mean over the members.
         """
-        loop = self._loop
+        step = self._loop.step
         value = float(x)
-        if loop.rehearsing or not loop.in_sync:
+        if step.rehearsing or not self._place.in_sync:
             return value
         if not self._gate.in_body:
             return self._sum(value / self.size, value)
         slot, self._slot = self._slot, self._slot + 1
-        if slot == len(loop.slots):
-            loop.slots.append({})
-        loop.slots[slot][loop.shard] = loop.weight * value if loop.weight else 0.0
-        return self._sum_shards(loop.slots[slot], value) if self.final_shard else value
+        if slot == len(step.slots):
+            step.slots.append({})
+        step.slots[slot][step.shard] = step.weight * value if step.weight else 0.0
+        return self._sum_shards(step.slots[slot], value) if self.final_shard else value
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
-        loop = self._loop
-        if not loop.rehearsing and loop.in_sync and (self.final_shard or not self._gate.in_body):
+        if not self._loop.step.rehearsing and self._place.in_sync and (self.final_shard or not self._gate.in_body):
             self._sum(0.0, 0.0)
 
     def _sum_shards(self, parts: dict[int, float], otherwise: float) -> float:
         # A place for each shard and an exact sum: who computed which shard does not show in the last bit.
-        cells = torch.tensor([parts.get(shard, 0.0) for shard in range(self._loop.shards)], dtype=torch.float64)
+        cells = torch.tensor([parts.get(shard, 0.0) for shard in range(self._loop.step.shards)], dtype=torch.float64)
         try:
-            self._loop.group.all_reduce(cells)
-            self._loop.group.wait()
+            self._member.group.all_reduce(cells)
+            self._member.group.wait()
         except Interrupted:
             return otherwise  # the body is void now; the same shard comes again
         return math.fsum(cells.tolist())
@@ -243,30 +222,30 @@ class Run:
     def _sum(self, part: float, otherwise: float) -> float:
         cell = torch.tensor([part], dtype=torch.float64)
         try:
-            self._loop.group.all_reduce(cell)
-            self._loop.group.wait()
+            self._member.group.all_reduce(cell)
+            self._member.group.wait()
         except Interrupted:
             return otherwise  # the body is void now; the same shard comes again
         return float(cell)
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint at the end of this step. Without a head there is no folder: nothing happens."""
-        if not self._loop.rehearsing:
-            self._loop.checkpoint_asked = True
+        if not self._loop.step.rehearsing:
+            self._member.checkpoint_asked = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Decorator: call this after each change of the membership, before the next step."""
-        self._loop.on_resize.append(callback)
+        self._member.on_resize.append(callback)
         return callback
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _finished(self) -> None:
-        loop, session = self._loop, self._session
-        loop.finish()
-        if session is None or self._released or not loop.joined:
+        session = self._session
+        self._member.ledger.flush()
+        if session is None or self._released or not self._place.joined:
             return
-        at = loop.position
+        at = self._place.position
         session.deliver(
             Finished(
                 worker=session.worker,
@@ -293,7 +272,7 @@ class Run:
         """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
         if self._session is not None:
             return True
-        group = self._loop.group
+        group = self._member.group
         if group.broken is None:
             group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
         return group.abandoned

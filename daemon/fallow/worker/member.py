@@ -1,0 +1,97 @@
+"""What one worker has of a run: shared by the step, the turn and the rehearsal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fallow.core.shards import Duty, duties
+from fallow.model import Welcome
+from fallow.worker.group import Group
+from fallow.worker.ledger import Ledger
+from fallow.worker.loader import ElasticLoader
+from fallow.worker.place import Place
+from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.reducer import Reducer
+from fallow.worker.session import Session
+
+
+class Member:
+    """One worker's share of a run.
+
+    Args:
+        prepared: the objects of `run.prepare`.
+        gate: what prepared objects ask before they act.
+        seed: the run's seed.
+        session: the conversation with the head; None in a fixed world.
+        welcome: what the head said; None in a fixed world.
+        group: the fixed world's group, or None under a head.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        gate: Gate,
+        seed: int,
+        session: Session | None,
+        welcome: Welcome | None,
+        group: Group | None,
+    ) -> None:
+        self.prepared = prepared
+        self.gate = gate
+        self.seed = seed
+        self.session = session
+        self.welcome = welcome
+        self.group = group or Group(0, 0, 1, None)
+        self.place = Place(in_sync=session is None)
+        self.loader: ElasticLoader | None = None
+        "of the run.steps call at work"
+        self.checkpoint_asked = False
+        self.on_resize: list[Callable[[], None]] = []
+        self.boundary = time.monotonic()
+        "when the last step ended"
+        self.discarded = 0
+        "steps that were begun and thrown away since the last change of the membership was reported"
+        self._reducer: Reducer | None = None
+        path = Path(welcome.folder) / "ledger" / f"{session.worker}.ledger" if session and welcome else None
+        self.ledger = Ledger(path)
+
+    @property
+    def reducer(self) -> Reducer:
+        """Made at first use, when everything is prepared."""
+        if self._reducer is None:
+            self._reducer = Reducer(self.prepared.parameters(), self.prepared.buffers())
+            self._reducer.flags = self._flags
+            self._reducer.before_control = self.ledger.flush
+        return self._reducer
+
+    def _flags(self) -> tuple[bool, bool]:
+        if self.session is None:
+            return False, self.checkpoint_asked
+        return self.session.switch_committed, self.checkpoint_asked or self.session.checkpoint_wanted
+
+    def duties(self, shards: int) -> list[Duty]:
+        """What this member computes in a step of so many shards."""
+        return duties(shards, self.group.rank, self.group.size)
+
+    def shards(self, shards: int) -> list[int]:
+        """The shards of `duties`, for the loader."""
+        return [duty.shard for duty in self.duties(shards)]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Copies of all buffers, for `restore`."""
+        return [buffer.detach().clone() for buffer in self.prepared.buffers()]
+
+    def restore(self, buffers: list[torch.Tensor]) -> None:
+        """Put copied buffers back."""
+        with torch.no_grad():
+            for buffer, value in zip(self.prepared.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+
+    def drop_gradients(self) -> None:
+        """Forget what a void step has left behind."""
+        for _, parameter in self.prepared.parameters():
+            parameter.grad = None

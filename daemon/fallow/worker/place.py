@@ -1,0 +1,80 @@
+"""Where the script is: which `run.epochs` and `run.steps` it has begun, beside where the members are (`Position`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fallow.worker.position import Position
+
+
+class Place:
+    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members.
+
+    Args:
+        in_sync: the script is where the position says; True from the start in a fixed world.
+    """
+
+    def __init__(self, *, in_sync: bool) -> None:
+        self.position = Position()
+        "of the run, replaced at each change of the membership"
+        self.joined = False
+        "this worker has taken part in a first exchange"
+        self.in_sync = in_sync
+        "the script has reached the place that `position` names"
+        self.wrong_epoch = False
+        "`epochs` handed out another epoch than the members are in"
+        self.epoch_entered: tuple[int, int] | None = None
+        "(number of the run.epochs loop, epoch) that the script is in"
+        self.epochs_in_loop = 1
+        "epochs of the run.epochs loop that the script is in"
+        self.loops = 0
+        "run.epochs loops that the script has begun"
+        self.calls = 0
+        "run.steps calls that the script has begun"
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of run.epochs if the script is in such a loop, else passes over the data."""
+        return self.epoch_entered[1] if self.epoch_entered is not None else self.position.data_epoch
+
+    def epochs(self, n: int, hint: Callable[[], int]) -> Iterator[int]:
+        """As `range(n)`, but a newcomer begins at the members' epoch, of which the head gives a `hint`."""
+        number = self.loops
+        self.loops += 1
+        self.epochs_in_loop = n
+        if self.joined and number < self.position.loop:
+            return  # the members are past this loop
+        epoch = self.position.loop_epoch if self.joined else hint()
+        while epoch < n:
+            self.epoch_entered = (number, epoch)
+            if self.in_sync and self.joined:
+                self.position.begin_epoch(epoch)
+            yield epoch
+            if self.wrong_epoch:
+                self.wrong_epoch = False
+                if self.position.loop != number:
+                    break
+                epoch = self.position.loop_epoch
+                self.calls = self.position.loop_call
+                continue
+            epoch += 1
+            self.position.begin_epoch(epoch)
+        else:
+            self.position.finish_loop()
+        self.epoch_entered = None
+        self.epochs_in_loop = 1
+
+    def begin_call(self) -> int:
+        """Count one run.steps call of the script; returns its number."""
+        self.calls += 1
+        return self.calls - 1
+
+    def meet(self, call: int) -> int:
+        """Just joined, inside the call of that number: returns the call's number among the members'."""
+        at = self.position
+        if self.epoch_entered is None:
+            return call
+        # Inside run.epochs: the members' numbering counts from the epoch's first call.
+        self.wrong_epoch = self.epoch_entered != (at.loop, at.loop_epoch)
+        self.calls = at.loop_call + 1
+        return at.loop_call

@@ -1,0 +1,180 @@
+"""One step: a body per shard of this member, the last of them final."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fallow.core.shards import mix
+from fallow.model import FallowError
+from fallow.worker import rng
+from fallow.worker.control import StepPlan
+from fallow.worker.ledger import Done, Fed
+from fallow.worker.loader import ElasticLoader, Key
+from fallow.worker.member import Member
+
+
+class Step:
+    """Runs steps, and knows of the body at work.
+
+    Args:
+        member: this worker.
+        on_batch: called when a body's batch is here, before the body.
+    """
+
+    def __init__(self, member: Member, on_batch: Callable[[], None]) -> None:
+        self._member = member
+        self._on_batch = on_batch
+        self.final_shard = False
+        self.rehearsing = False
+        self.shards = 1
+        "shards in the step at work"
+        self.shard = 0
+        self.weight = 0.0
+        self.slots: list[dict[int, float]] = []
+        "run.mean: weight x value by shard, for each call in a body, in order"
+        self._speed = 0.0
+
+    def run(self, loader: ElasticLoader) -> Iterator[Any]:
+        """The bodies of one step; it is finished and counted, or void if the group broke."""
+        member, reducer, gate = self._member, self._member.reducer, self._member.gate
+        at, layout = member.place.position, loader.layout
+        began = time.monotonic()
+        samples, shards = layout.samples_in(at.index), layout.shards_in(at.index)
+        keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
+        crcs = [loader.crc(key) for key in keys]
+        mine = member.duties(shards)
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards))
+        self.slots = []
+        self.shards = shards
+        before = member.buffers()
+        for number, (shard, counts) in enumerate(mine):
+            if number:
+                member.restore(before)
+            batch = loader.fetch(keys[shard], member.shards)
+            rng.seed_everything(mix(member.seed, "body", at.step, shard))
+            first, end = layout.bounds(at.index, shard)
+            self.weight = (end - first) / samples if counts else 0.0
+            self.final_shard = number == len(mine) - 1
+            self.shard = shard
+            reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
+            if counts:
+                reducer.samples += end - first
+                reducer.crc += crcs[shard]
+                member.ledger.add(
+                    Fed(
+                        generation=member.group.generation,
+                        epoch=at.data_epoch,
+                        step=at.step,
+                        shard=shard,
+                        n=end - first,
+                        total=samples,
+                        crc=crcs[shard],
+                    )
+                )
+            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
+            self._on_batch()
+            try:
+                yield batch
+            except GeneratorExit:
+                if self.final_shard and reducer.rounds and not reducer.interrupted:
+                    self._finish(samples, layout.steps, began)
+                raise
+            del batch
+            if member.group.broken is not None and not self.final_shard:
+                break
+            if shard == 0 and not self.final_shard:
+                reducer.keep_buffers()
+        else:
+            if not reducer.rounds:
+                self._reduce_without_backward()
+        gate.in_body = False
+        gate.open = True
+        if reducer.rounds and not reducer.interrupted:
+            self._finish(samples, layout.steps, began)
+            return
+        member.discarded += 1
+        member.ledger.drop_fed()
+        member.restore(before)
+        member.drop_gradients()
+
+    def rehearse(self, loader: ElasticLoader) -> Iterator[Any]:
+        """One body with a real batch whose results are thrown away: compiles, starts loader processes."""
+        member, gate = self._member, self._member.gate
+        before = member.buffers()
+        at = member.place.position
+        key = Key(at.data_epoch, at.index, 0)
+        with rng.kept():
+            batch = loader.fetch(key, lambda shards: [0])
+            rng.seed_everything(mix(member.seed, "body", 0, 0))
+            member.reducer.begin_body(0, 0.0, final=True, live=False)
+            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.layout.shards == 1
+            self.rehearsing = True
+            try:
+                yield batch
+            finally:
+                self.rehearsing = False
+                gate.in_body = False
+            del batch
+        member.restore(before)
+        member.drop_gradients()
+        member.checkpoint_asked = False
+
+    def _finish(self, samples: int, steps_in_pass: int, began: float) -> None:
+        member = self._member
+        at = member.place.position
+        member.boundary = time.monotonic()
+        member.ledger.add(Done(generation=member.group.generation, step=at.step))
+        at.loss = member.reducer.loss
+        at.finish_step(samples, steps_in_pass)
+        took = member.boundary - began
+        self._speed = samples / took if not self._speed else 0.9 * self._speed + 0.1 * samples / took
+        if member.session is not None:
+            progress = member.session.progress
+            progress.step, progress.loss, progress.samples_per_s = at.step, at.loss, self._speed
+            progress.epoch = member.place.epoch
+
+    def _reduce_without_backward(self) -> None:
+        """The final body ended without a backward: contribute what there is, and do the step that others do."""
+        reducer, prepared = self._member.reducer, self._member.prepared
+        reducer.before_backward()
+        reducer.finish_round()
+        if not reducer.rounds or not reducer.used:
+            return
+        self._member.gate.open = True
+        scaler = prepared.scaler
+        for optimizer in prepared.optimizers:
+            if scaler is not None:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+
+    def before_backward(self) -> None:
+        """An outermost backward begins."""
+        gate = self._member.gate
+        if not gate.in_body:
+            return
+        if gate.stepped:
+            raise FallowError(
+                "a backward after an optimizer's step in the same body would see other weights on a member with one "
+                "shard than on one with several; write one run.steps loop per phase, or step once at the end"
+            )
+        self._member.reducer.before_backward()
+
+    def after_backward(self, root: Any) -> None:
+        """An outermost backward has returned; `root`: what it was called on."""
+        gate, reducer = self._member.gate, self._member.reducer
+        if not gate.in_body:
+            return
+        if isinstance(root, torch.Tensor) and root.numel() == 1:
+            scaler = self._member.prepared.scaler
+            scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+            reducer.add_loss(float(root.detach()) / scale)
+        reducer.after_backward()
+        gate.open = self.final_shard and reducer.rounds > 0 and not reducer.interrupted

@@ -1,0 +1,167 @@
+"""Turns: what happens between two steps, where alone the membership changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fallow.model import Active, Checkpointed, FallowError, Left, Parts
+from fallow.worker import checkpoint
+from fallow.worker.group import Group, Interrupted
+from fallow.worker.ledger import Start
+from fallow.worker.loader import Key
+from fallow.worker.member import Member
+from fallow.worker.session import Prepared as Upcoming
+from fallow.worker.switch import exchange, export_state
+
+
+class SwitchedOut(Exception):
+    """This worker is not in the new generation. Turned into `fallow.Released` by the public API."""
+
+
+class Turn:
+    """Checkpoints and changes of the generation of one member."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._arrival: _Arrival | None = None
+
+    def take(self) -> None:
+        """Between two steps: write a checkpoint, change the generation, or neither."""
+        member, reducer = self._member, self._member.reducer
+        finished = reducer.control is not None and not reducer.interrupted
+        if finished and reducer.checkpoint:
+            self._save_checkpoint()
+        planned = finished and reducer.switch == member.group.size
+        if planned or member.group.broken is not None:
+            self._switch(planned)
+
+    def join(self) -> None:
+        """Take part in the first generation of this worker."""
+        member = self._member
+        if member.session is not None:
+            member.boundary = time.monotonic()
+            self._switch(planned=True)
+            return
+        try:
+            self._enter(member.group, None, Parts())
+        except Interrupted as error:
+            raise FallowError(
+                f"the first exchange between the ranks failed: {error}; see the other ranks' output"
+            ) from None
+
+    def _save_checkpoint(self) -> None:
+        member = self._member
+        member.checkpoint_asked = False
+        if member.session is None or member.welcome is None:
+            return
+        member.session.checkpoint_done()
+        if member.group.rank != 0:
+            return
+        at = member.place.position
+        folder = Path(member.welcome.folder) / "checkpoints"
+        tree = export_state(member.prepared, at)
+        path, digest = checkpoint.save(folder, member.group.generation, at.step, at.loop_epoch, tree)
+        member.session.send(Checkpointed(worker=member.session.worker, step=at.step, path=str(path), digest=digest))
+
+    def _switch(self, planned: bool) -> None:
+        """Go over to the next committed generation, as often as it takes until one stands."""
+        member, session = self._member, self._member.session
+        if session is None:
+            raise FallowError(
+                f"the connection to another rank is lost ({member.group.broken}); a fixed world cannot go on: "
+                "start it again, or run it under `fallow run`"
+            )
+        reached = time.monotonic()
+        if not planned:
+            session.hold(member.group.generation, member.group.broken or "interrupted")
+        while True:
+            upcoming = session.await_commit()
+            taken = time.monotonic()
+            if upcoming.group is None:
+                self._leave(upcoming)
+            else:
+                parts = Parts(drain=reached - member.boundary, group=taken - reached)
+                try:
+                    self._enter(upcoming.group, upcoming.prepare.checkpoint, parts)
+                    return
+                except Interrupted as error:
+                    session.hold(upcoming.prepare.generation, str(error))
+
+    def _enter(self, group: Group, newest: str | None, parts: Parts) -> None:
+        """First exchange of a generation, after which this worker computes in it."""
+        member, place = self._member, self._member.place
+        if newest is None and member.welcome is not None:
+            newest = member.welcome.checkpoint
+        newcomer = not place.joined
+        done = exchange(group, member.prepared, place.position, has_state=place.joined, newest=newest)
+        member.group = group
+        place.position = done.position
+        place.joined = True
+        member.reducer.attach(group)
+        at = place.position
+        member.ledger.add(Start(generation=group.generation, first_step=at.step))
+        member.ledger.flush()
+        if member.loader is not None:
+            member.loader.replan(Key(at.data_epoch, at.index, 0), member.shards)
+        if member.session is not None:
+            member.session.progress.step = at.step
+            self._arrival = _Arrival(
+                newcomer,
+                at.step,
+                done.received,
+                Parts(
+                    drain=parts.drain,
+                    group=parts.group + done.group_s,
+                    state=done.state_s,
+                ),
+                time.monotonic(),
+            )
+        for callback in member.on_resize:
+            callback()
+
+    def report_arrival(self) -> None:
+        """Tell the head that this worker computes in the new generation, once its first batch is here."""
+        arrival, self._arrival = self._arrival, None
+        member, session = self._member, self._member.session
+        if arrival is None or session is None:
+            return
+        now = time.monotonic()
+        old = arrival.parts
+        parts = Parts(drain=old.drain, group=old.group, state=old.state, data=now - arrival.entered)
+        pause = 0.0 if arrival.newcomer else now - member.boundary
+        session.send(
+            Active(
+                worker=session.worker,
+                generation=member.group.generation,
+                first_step=arrival.step,
+                pause_s=pause,
+                parts=parts,
+                bytes_received=arrival.received,
+                steps_discarded=member.discarded,
+            )
+        )
+        member.discarded = 0
+        session.progress.held = False
+        session.progress.generation = member.group.generation
+
+    def _leave(self, upcoming: Upcoming) -> None:
+        member, session = self._member, self._member.session
+        assert session is not None
+        if not upcoming.prepare.members:
+            self._save_checkpoint()
+        member.ledger.flush()
+        step = member.place.position.step
+        session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)
+        raise SwitchedOut
+
+
+class _Arrival:
+    """A switch that has not been reported yet."""
+
+    def __init__(self, newcomer: bool, step: int, received: int, parts: Parts, entered: float) -> None:
+        self.newcomer = newcomer
+        self.step = step
+        self.received = received
+        self.parts = parts
+        self.entered = entered
