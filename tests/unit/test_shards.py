@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 
 from fallow.core.audit import Done, Fed, Record, Start, audit
 from fallow.core.shards import duties, make_layout, mix, shard_crc
+from fallow.core.shares import divide
 from fallow.model import FallowError
+
+PACES = st.floats(0, 1e3, allow_nan=False)
+"""Seconds per shard; 0: not measured."""
 
 
 @st.composite
@@ -18,15 +22,16 @@ def layouts(draw: st.DrawFn):
     return make_layout(draw(st.integers(least, least + 300)), batch, batch * shards, drop_last)
 
 
-@given(layouts(), st.lists(st.integers(1, 12), min_size=1, max_size=50))
-def test_every_sample_exactly_once_for_any_membership_history(layout, sizes) -> None:
+@given(layouts(), st.lists(st.lists(PACES, min_size=1, max_size=12), min_size=1, max_size=50))
+def test_every_sample_exactly_once_for_any_membership_and_speeds(layout, history) -> None:
     used: list[int] = []
     for step in range(layout.steps):
-        size = sizes[step % len(sizes)]
+        paces = history[step % len(history)]
         shards = layout.shards_in(step)
+        shares = divide(shards, paces)
         in_step = 0
-        for rank in range(size):
-            mine = duties(shards, rank, size)
+        for rank in range(len(paces)):
+            mine = duties(shares, rank)
             assert mine, "every member has a body"
             for duty in mine:
                 assert 0 <= duty.shard < shards
@@ -40,14 +45,14 @@ def test_every_sample_exactly_once_for_any_membership_history(layout, sizes) -> 
     assert sorted(used) == list(range(wanted))
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_blocks_are_even_and_contiguous_and_rank_0_has_shard_0(shards, size) -> None:
-    counts = [sum(duty.counts for duty in duties(shards, rank, size)) for rank in range(size)]
-    assert sum(counts) == shards
-    assert max(counts) - min(counts) <= 1
-    assert duties(shards, 0, size)[0] == (0, True)
+@given(st.integers(1, 40), st.lists(PACES, min_size=1, max_size=40))
+def test_blocks_are_contiguous_and_rank_0_has_shard_0(shards, paces) -> None:
+    shares, size = divide(shards, paces), len(paces)
+    counts = [sum(duty.counts for duty in duties(shares, rank)) for rank in range(size)]
+    assert counts == shares
+    assert duties(shares, 0)[0] == (0, True)
     if shards >= size:
-        assert [d.shard for r in range(size) for d in duties(shards, r, size)] == list(range(shards))
+        assert [d.shard for r in range(size) for d in duties(shares, r)] == list(range(shards))
 
 
 @pytest.mark.parametrize(

@@ -81,17 +81,20 @@ class Duty(NamedTuple):
     counts: bool
 
 
-def duties(shards: int, rank: int, size: int) -> list[Duty]:
-    """Shards of a step that `rank` of `size` computes, in order: an even, contiguous block, at least one body.
+def duties(shares: Sequence[int], rank: int) -> list[Duty]:
+    """Shards of a step that `rank` computes, in order: a contiguous block, at least one body.
 
-    Where there are fewer shards than members, the members beyond compute a copy that counts nothing, so that every
-    member takes part in the reduction.
+    Args:
+        shares: shards of each member, by rank; the first member has one or more. A member with none computes a copy
+            that counts nothing, so that every member takes part in the reduction.
+        rank: whose duties.
     """
-    if not 0 <= rank < size or shards < 1:
-        raise ValueError(f"duties of rank {rank} of {size} in a step of {shards} shards")
-    if shards < size:
-        return [Duty(rank % shards, rank < shards)]
-    return [Duty(shard, True) for shard in range(rank * shards // size, (rank + 1) * shards // size)]
+    if not 0 <= rank < len(shares) or shares[0] < 1:
+        raise ValueError(f"duties of rank {rank} in a step divided {list(shares)}")
+    if not shares[rank]:
+        return [Duty(rank % sum(shares), False)]
+    first = sum(shares[:rank])
+    return [Duty(shard, True) for shard in range(first, first + shares[rank])]
 
 
 def mix(*parts: int | str) -> int:

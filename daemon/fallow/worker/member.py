@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fallow.core.shards import Duty, duties
+from fallow.core.shares import divide
 from fallow.model import Welcome
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
@@ -75,7 +76,7 @@ class Member:
 
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""
-        return duties(shards, self.group.rank, self.group.size)
+        return duties(divide(shards, [0.0] * self.group.size), self.group.rank)
 
     def shards(self, shards: int) -> list[int]:
         """The shards of `duties`, for the loader."""

@@ -1,0 +1,109 @@
+"""Shards in proportion to speed: optimal, at least one each, and steady under noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.shares import EVERY, GAIN, Division, divide, filled, step_time
+
+PACE = st.floats(0.01, 100)
+
+
+def all_divisions(shards: int, size: int) -> list[list[int]]:
+    """Every way to give `size` members at least one of `shards` shards each."""
+    cuts = itertools.combinations(range(1, shards), size - 1)
+    return [[b - a for a, b in itertools.pairwise((0, *cut, shards))] for cut in cuts]
+
+
+@given(st.integers(1, 60), st.lists(PACE | st.just(0.0), min_size=1, max_size=20))
+def test_all_shards_are_given_out_and_nobody_is_left_out(shards, paces) -> None:
+    shares = divide(shards, paces)
+    assert sum(shares) == shards
+    assert len(shares) == len(paces)
+    assert min(shares) >= (1 if shards >= len(paces) else 0)
+    assert shares[0] >= 1
+
+
+@given(st.lists(PACE, min_size=1, max_size=4), st.integers(0, 8))
+def test_no_other_division_is_done_sooner(paces, more) -> None:
+    shards = len(paces) + more
+    best = min(step_time(shares, paces) for shares in all_divisions(shards, len(paces)))
+    assert step_time(divide(shards, paces), paces) == best
+
+
+@given(st.integers(1, 60), st.lists(PACE, min_size=1, max_size=20))
+def test_a_slower_member_never_has_more(shards, paces) -> None:
+    shares = divide(shards, paces)
+    if shards < len(paces):
+        return
+    for one, two in itertools.permutations(range(len(paces)), 2):
+        if paces[one] > paces[two]:
+            assert shares[one] <= shares[two]
+
+
+@given(st.integers(1, 60), st.integers(1, 20), PACE)
+def test_equal_members_have_equal_shares(shards, size, pace) -> None:
+    shares = divide(shards, [pace] * size)
+    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares, reverse=True), "ties go to the lower rank"
+
+
+def test_one_member_three_times_slower() -> None:
+    assert divide(20, [1, 3, 1, 1]) == [6, 2, 6, 6]
+    assert divide(4, [1, 3, 1, 1]) == [1, 1, 1, 1]
+    assert divide(3, [1, 3, 1, 1]) == [1, 1, 1, 0]
+
+
+def test_an_unknown_pace_is_the_median_of_the_known() -> None:
+    assert filled([0.0, 1.0, 4.0, 2.0]) == [2.0, 1.0, 4.0, 2.0]
+    assert filled([0.0, 0.0]) == [1.0, 1.0]
+    assert divide(20, [1, 3, 0, 1]) == [6, 2, 6, 6]
+
+
+@given(st.integers(1, 60), st.lists(PACE | st.just(0.0), min_size=1, max_size=12), st.data())
+def test_small_noise_never_makes_it_flap(shards, paces, data) -> None:
+    """Speeds that stay the same, measured to within 1.5 %: at most one change away from even, no second one."""
+    wobble = st.floats(0.985, 1.015)
+    noisy = st.tuples(*[wobble for _ in paces]).map(lambda by: [p * q for p, q in zip(filled(paces), by, strict=True)])
+    division = Division.start(shards, data.draw(noisy))
+    changes = int(division != Division((1.0,) * len(paces)))
+    for step in range(0, 10 * EVERY, EVERY):
+        division, before = division.revised(shards, data.draw(noisy), step), division
+        changes += division != before
+    assert changes <= 1
+
+
+@given(st.integers(1, 60), st.lists(PACE, min_size=1, max_size=12))
+def test_what_is_kept_is_within_the_gain_of_the_best(shards, paces) -> None:
+    best = step_time(divide(shards, paces), paces)
+    for division in (Division.start(shards, paces), Division((1.0,) * len(paces)).revised(shards, paces, 5)):
+        assert step_time(division.shares(shards), paces) * (1 - GAIN) <= best * (1 + 1e-12)
+
+
+def test_divisions_are_some_steps_apart() -> None:
+    even = Division.start(20, [0.0] * 4)
+    assert even.shares(20) == [5, 5, 5, 5]
+    slow = even.revised(20, [1, 3, 1, 1], 4)
+    assert slow.shares(20) == [6, 2, 6, 6]
+    assert slow.revised(20, [1, 1, 1, 1], 4 + EVERY - 1) == slow
+    assert slow.revised(20, [1, 1, 1, 1], 4 + EVERY).shares(20) == [5, 5, 5, 5]
+
+
+def test_a_partial_step_is_cut_by_the_same_paces() -> None:
+    division = Division.start(20, [1, 3, 1, 1])
+    assert division.shares(20) == [6, 2, 6, 6]
+    assert division.shares(10) == [3, 1, 3, 3]
+    assert division.shares(2) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("shards", [20, 64])
+def test_throughput_is_near_the_sum_of_the_speeds(slower, shards) -> None:
+    paces = [1.0, 1.0, 1.0, slower]
+    ideal = shards / math.fsum(1 / pace for pace in paces)
+    assert ideal / step_time(Division.start(shards, paces).shares(shards), paces) >= 0.9
