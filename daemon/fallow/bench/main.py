@@ -14,6 +14,7 @@ from fallow.model import Exit, FallowError
 BENCHES: dict[str, str] = {
     "pause": "planned changes of the membership",
     "recovery": "SIGKILL of a member",
+    "steady": "our step beside DistributedDataParallel's, with an unchanged membership",
 }
 """Name (and module) -> what it measures."""
 

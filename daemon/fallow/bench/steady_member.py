@@ -1,0 +1,190 @@
+"""The script that `fallow.bench.steady` starts on each member: our loop and DDP's, in turn, in the same processes.
+
+Three arms train equal models on equal shards: ours, DDP, and DDP once more, whose difference tells how much of a
+difference means nothing. An arm runs a block of a few steps while the others rest; the order of the arms rotates. The
+first step of each block is not counted: what happens between blocks would weigh on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import fallow
+from fallow.bench import workload
+
+ARMS = ("ours", "ddp", "ddp again")
+BATCH = 8
+_MLP_IN = 256
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One block of one arm: seconds per step, by rank. CPU time is that of all threads of the member's process."""
+
+    arm: str
+    wall: list[float]
+    cpu: list[float]
+
+
+class Vectors(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Made-up rows for the MLP; a pure function of the index."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.linspace(0, index % 11, _MLP_IN), torch.tensor(index % 10)
+
+
+def mlp(params: int) -> nn.Module:
+    """Five equal hidden layers and about `params` parameters."""
+    width = max(8, int((params / 4) ** 0.5) - 40)
+    layers: list[nn.Module] = [nn.Linear(_MLP_IN, width), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def model_and_data(kind: str, params: int) -> tuple[nn.Module, Dataset[Any], Callable[..., torch.Tensor]]:
+    """Model, its data, and its loss of (model, inputs, targets)."""
+    if kind == "gpt":
+        return workload.make(params)[0], workload.Text(), workload.loss_of
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return mlp(params), Vectors(), lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+
+
+class Arm:
+    """Something that trains: `steps(n)` does n optimizer steps and yields after each."""
+
+    def __init__(self, name: str, steps: Callable[[int], Iterator[None]]) -> None:
+        self.name = name
+        self.steps = steps
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Seconds and CPU seconds per step, of `steps` steps after the first."""
+        running = self.steps(steps + 1)
+        next(running)
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            next(running)
+        taken = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+        for _ in running:
+            raise AssertionError("one step too many")
+        return taken
+
+
+def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The end of a usual body."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main() -> None:
+    """Train and write the blocks' figures, as JSON, on the main member."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("gpt", "mlp"), required=True)
+    parser.add_argument("--params", type=int, required=True)
+    parser.add_argument("--members", type=int, required=True)
+    parser.add_argument("--shards", type=int, required=True, help="of a step, on each member")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--block", type=int, required=True, help="measured steps in a block")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="file for the figures; its folder is shared")
+    args = parser.parse_args()
+    model, data, loss_of = model_and_data(args.model, args.params)
+    run = fallow.init()
+    arms = [Arm(ARMS[0], _ours(run, copy.deepcopy(model), data, loss_of, args))]
+    for _ in arms[0].steps(2):
+        pass
+    store = FileStore(str(args.out.with_suffix(".store")), args.members)
+    dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
+    arms += [Arm(name, _ddp(run, copy.deepcopy(model), data, loss_of, args)) for name in ARMS[1:]]
+    for arm in arms:
+        arm.block(3)
+    blocks: list[Block] = []
+    for number in range(args.rounds):
+        turn = number % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            dist.barrier()
+            mine = torch.tensor(arm.block(args.block), dtype=torch.float64)
+            every = [torch.empty_like(mine) for _ in range(args.members)]
+            dist.all_gather(every, mine)
+            blocks.append(Block(arm.name, [float(row[0]) for row in every], [float(row[1]) for row in every]))
+    if run.is_main:
+        partial = args.out.with_suffix(".part")
+        partial.write_bytes(msgspec.json.encode(blocks))
+        os.replace(partial, args.out)
+    dist.destroy_process_group()
+
+
+def _ours(
+    run: Any, model: nn.Module, data: Dataset[Any], loss_of: Callable[..., torch.Tensor], args: argparse.Namespace
+) -> Callable[[int], Iterator[None]]:
+    if args.compile:
+        model.compile()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(data, BATCH), global_batch=BATCH * args.members * args.shards
+    )
+
+    def steps(count: int) -> Iterator[None]:
+        for inputs, targets in run.steps(loader, max_steps=count):
+            loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            clip_and_step(model, optimizer)
+            if run.final_shard:
+                yield
+
+    return steps
+
+
+def _ddp(
+    run: Any, model: nn.Module, data: Dataset[Any], loss_of: Callable[..., torch.Tensor], args: argparse.Namespace
+) -> Callable[[int], Iterator[None]]:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if args.compile:
+        wrapped.compile()
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+    sampler: Any = DistributedSampler(data, args.members, run.rank, shuffle=False)
+    loader = DataLoader(data, BATCH, sampler=sampler)
+    batches = _endless(loader)
+    last = args.shards - 1
+
+    def steps(count: int) -> Iterator[None]:
+        for _ in range(count):
+            for shard in range(args.shards):
+                inputs, targets = next(batches)
+                if shard < last:
+                    with wrapped.no_sync():
+                        (loss_of(wrapped, inputs, targets) / args.shards).backward()
+                    continue
+                loss = loss_of(wrapped, inputs, targets)
+                (loss / args.shards if last else loss).backward()
+                clip_and_step(wrapped, optimizer)
+            yield
+
+    return steps
+
+
+def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+if __name__ == "__main__":
+    main()
