@@ -29,7 +29,8 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     finished = [done("a", step, 1, float(step)) for step in range(10)]
     finished += [done("b", step, 2, 12.0 + step) for step in range(7, 20)]  # steps 7 to 9 were done again
     # Step 10 was due at 10 and came at 22.
-    assert steplog.standstills(finished, 0.0, 100.0) == [pytest.approx(12.0)]
+    assert steplog.standstill(finished, 9.5, 30.0) == pytest.approx(12.0)
+    assert steplog.standstill(finished, 0.0, 9.5) == pytest.approx(0.0)
     assert steplog.progress(finished)[10] == (10, 22.0)
 
 

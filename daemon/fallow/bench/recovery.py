@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fallow.bench import rows, session, steplog
 from fallow.bench.rows import Progress, Row, Settings
 from fallow.bench.steplog import Finished
-from fallow.core.schedule import Item, parse_schedule
+from fallow.core.schedule import Action, Item, parse_schedule
 
 KILLS = 20
 FIRST_STEP = 6
@@ -38,11 +38,10 @@ def measure(members: int, params: int, kills: int) -> Row:
             scratch / "run", params, steps, members, schedule(members, kills), most=members, options=["--log", str(log)]
         )
         finished = steplog.read(log)
-    times = recoveries(finished, done.kills)
+    killed = [at for item, at in done.happened if item.action is Action.KILL]
+    times = recoveries(finished, killed)
     discarded = done.report.steps_discarded
-    note = (
-        f"max {max(times):.3f}; steps done again: {discarded} in {len(done.kills)} kills; samples lost, repeated: 0, 0"
-    )
+    note = f"max {max(times):.3f}; steps done again: {discarded} in {len(killed)} kills; samples lost, repeated: 0, 0"
     return Row(name="recovery", members=members, params=params, unit="s", ours=rows.ours(times), note=note)
 
 

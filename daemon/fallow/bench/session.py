@@ -8,21 +8,21 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from fallow.core.schedule import Action, Item
+from fallow.core.schedule import Item
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 
 
-class Trained(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Trained:
     """What came out of one training."""
 
     report: RunReport
-    kills: list[float]
-    "CLOCK_MONOTONIC of each SIGKILL that the schedule sent, in seconds"
+    happened: list[tuple[Item, float]]
+    "items of the schedule and when they began, in seconds of CLOCK_MONOTONIC"
 
 
 @contextlib.contextmanager
@@ -70,4 +70,4 @@ def train(
             f"repeated: {report.message or 'no reason known'}",
             Exit.SOFTWARE,
         )
-    return Trained(report=report, kills=[at for item, at in driver.happened if item.action is Action.KILL])
+    return Trained(report=report, happened=driver.happened)

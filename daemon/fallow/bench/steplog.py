@@ -57,14 +57,17 @@ def progress(done: list[Finished]) -> list[tuple[int, float]]:
     return times
 
 
-def standstills(done: list[Finished], since: float, until: float) -> list[float]:
-    """Time in [since, until) by which progress fell behind, per gap: gap between two new steps minus the usual one.
+def usual_gap(done: list[Finished]) -> float:
+    """Median time between two new steps, in seconds."""
+    gaps = sorted(later - earlier for (_, earlier), (_, later) in pairwise(progress(done)))
+    return gaps[len(gaps) // 2]
 
-    The usual gap is the median of all in the run; only gaps of more than twice that are counted.
+
+def standstill(done: list[Finished], since: float, until: float) -> float:
+    """How long progress stood still in [since, until): the longest gap between two new steps, minus the usual one.
+
+    A step that is done again is no progress, so what a restart loses counts, too. Gaps are those that end in the time
+    span.
     """
-    times = [at for _, at in progress(done)]
-    gaps = [(later - earlier, later) for earlier, later in pairwise(times)]
-    if not gaps:
-        return []
-    usual = sorted(gap for gap, _ in gaps)[len(gaps) // 2]
-    return [gap - usual for gap, at in gaps if since <= at < until and gap > 2 * usual]
+    gaps = [later - earlier for (_, earlier), (_, later) in pairwise(progress(done)) if since <= later < until]
+    return max(0.0, max(gaps) - usual_gap(done)) if gaps else 0.0

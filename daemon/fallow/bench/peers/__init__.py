@@ -1,0 +1,1 @@
+"""The same training under other elastic runtimes, started as their documentation says."""
