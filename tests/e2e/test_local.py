@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 from fallow.control.client import call  # noqa: E402
@@ -31,6 +31,7 @@ from fallow.model import Exit, FallowError, KeyFile, RunView, Snapshot  # noqa: 
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "contrib" / "examples"
+GAN = str(HERE / "gan_training.py")
 TINY = str(HERE / "local_training.py")
 PROBE = str(HERE / "example_probe.py")
 GPT = ["--steps", "90", "--global-batch", "32"]
@@ -279,6 +280,16 @@ def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) ->
     assert done.report["pause_s"]["unplanned"]["max"] < 5
     assert "killed by signal 9" in done.report["generations"][1]["reason"]
     same(done, tiny())
+
+
+def test_a_gan_comes_out_the_same_whoever_computes_it(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    alone = plain(GAN, "--pace", "0", "--result", "RESULT")
+    command = [GAN, "--result", str(box.folder / "result.json")]
+    done = box.finish(box.local(*command, schedule="+2@10,kill:1@20,-m0@30")).trained(40, 592)
+    assert done.kinds == ["start", "absorb", "eject", "release"]
+    for name, rows in alone["weights"].items():
+        ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (done.result["weights"][name], rows))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
 def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., Any]) -> None:

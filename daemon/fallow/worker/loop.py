@@ -75,6 +75,8 @@ class Loop:
         total *= self._member.place.epochs_in_loop
         session.progress.total_steps = total
         layout = self._member.prepared.layout()
+        if self.step.phases.asked:
+            layout.append(f"phases {', '.join(self.step.phases.asked)}")
         session.announce(
             WorkerReady(
                 worker=session.worker,

@@ -30,8 +30,29 @@ class Position(msgspec.Struct, kw_only=True):
     "its current epoch"
     loop_call: int = 0
     "number of the first run.steps call in that epoch"
+    phase: int = 0
+    "finished phases of the step in progress"
+    phases: list[str] | None = None
+    "names of the phases in this call; None: its first body is not over"
     loss: float | None = None
     "mean loss of the last finished step"
+
+    @property
+    def progress(self) -> int:
+        """Grows with every finished phase: whoever has the larger one is ahead."""
+        return (self.step << 8) + self.phase
+
+    def finish_phase(self, loss: float | None) -> bool:
+        """Count one finished phase (a step without phases is one); returns True if the step is complete with it."""
+        if self.phase == 0:
+            self.loss = loss
+        elif loss is not None:
+            self.loss = (self.loss or 0.0) + loss
+        self.phase += 1
+        if self.phase < len(self.phases or ()):
+            return False
+        self.phase = 0
+        return True
 
     def finish_step(self, samples: int, steps_in_pass: int) -> None:
         """Count one finished step of `samples` samples."""
@@ -51,6 +72,7 @@ class Position(msgspec.Struct, kw_only=True):
             self.data_epoch += 1
         self.call += 1
         self.passes = self.call_steps = 0
+        self.phase, self.phases = 0, None
 
     def begin_epoch(self, epoch: int) -> None:
         """Enter an epoch of the current run.epochs loop."""

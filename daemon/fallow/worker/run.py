@@ -172,6 +172,29 @@ class Run:
         """True in the last body of a step on this member: gradients are there after backward, steps act."""
         return self._loop.step.final_shard
 
+    def phase(self, name: str) -> bool:
+        """For steps in which one part has to see the optimizer steps of the part before it, as in a GAN.
+
+            for real in run.steps(loader):
+                if run.phase("discriminator"):
+                    ...; loss.backward(); opt_d.step(); opt_d.zero_grad()
+                if run.phase("generator"):
+                    ...; loss.backward(); opt_g.step(); opt_g.zero_grad()
+
+        All shards of a step go through the first phase, then through the next one, with the same batches. Code outside
+        the `if`s runs once in each phase, from the same random numbers; `run.final_shard` and `run.mean` are per phase.
+
+        Args:
+            name: of the phase; every body asks for the same names in the same order.
+
+        Returns:
+            True if the body at work has to do this phase.
+
+        Raises:
+            FallowError: outside a body, out of order, or a backward is outside of the phases.
+        """
+        return self._loop.step.phases.ask(name)
+
     @property
     def seed(self) -> int:
         """The run's seed: the same on all members and for the life of the run."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fallow.core.shards import mix
 from fallow.model import FallowError
@@ -15,6 +16,7 @@ from fallow.worker.control import StepPlan
 from fallow.worker.ledger import Done, Fed
 from fallow.worker.loader import ElasticLoader, Key
 from fallow.worker.member import Member
+from fallow.worker.phases import Phases
 
 
 class Step:
@@ -36,13 +38,20 @@ class Step:
         self.weight = 0.0
         self.slots: list[dict[int, float]] = []
         "run.mean: weight x value by shard, for each call in a body, in order"
+        self.phases = Phases(member.gate, member.seed)
+        self._batches: dict[int, Any] = {}
+        "shard -> its batch, as long as another phase of the step needs it"
+        self._fed: tuple[int, int] | None = None
+        "(generation, step) whose samples are in the ledger"
+        self._began = 0.0
         self._speed = 0.0
 
     def run(self, loader: ElasticLoader) -> Iterator[Any]:
-        """The bodies of one step; it is finished and counted, or void if the group broke."""
+        """The bodies of one step, or of one of its phases; it is finished and counted, or void if the group broke."""
         member, reducer, gate = self._member, self._member.reducer, self._member.gate
         at, layout = member.place.position, loader.layout
-        began = time.monotonic()
+        if at.phase == 0:
+            self._began = time.monotonic()
         samples, shards = layout.samples_in(at.index), layout.shards_in(at.index)
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         crcs = [loader.crc(key) for key in keys]
@@ -51,10 +60,14 @@ class Step:
         self.slots = []
         self.shards = shards
         before = member.buffers()
+        feeding = self._fed != (member.group.generation, at.step)
+        if feeding:
+            self._batches.clear()  # of another step, or of another generation's share of this one
+        self._fed = member.group.generation, at.step
         for number, (shard, counts) in enumerate(mine):
             if number:
                 member.restore(before)
-            batch = loader.fetch(keys[shard], member.shards)
+            batch = self._batch(loader, keys[shard])
             rng.seed_everything(mix(member.seed, "body", at.step, shard))
             first, end = layout.bounds(at.index, shard)
             self.weight = (end - first) / samples if counts else 0.0
@@ -64,6 +77,7 @@ class Step:
             if counts:
                 reducer.samples += end - first
                 reducer.crc += crcs[shard]
+            if counts and feeding:
                 member.ledger.add(
                     Fed(
                         generation=member.group.generation,
@@ -76,14 +90,16 @@ class Step:
                     )
                 )
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
+            self.phases.begin_body(at, shard)
             self._on_batch()
             try:
                 yield batch
             except GeneratorExit:
                 if self.final_shard and reducer.rounds and not reducer.interrupted:
-                    self._finish(samples, layout.steps, began)
+                    self._finish(samples, layout.steps)
                 raise
             del batch
+            self.phases.end_body()
             if member.group.broken is not None and not self.final_shard:
                 break
             if shard == 0 and not self.final_shard:
@@ -94,8 +110,9 @@ class Step:
         gate.in_body = False
         gate.open = True
         if reducer.rounds and not reducer.interrupted:
-            self._finish(samples, layout.steps, began)
+            self._finish(samples, layout.steps)
             return
+        self._fed = None
         member.discarded += 1
         member.ledger.drop_fed()
         member.restore(before)
@@ -112,6 +129,7 @@ class Step:
             rng.seed_everything(mix(member.seed, "body", 0, 0))
             member.reducer.begin_body(0, 0.0, final=True, live=False)
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.layout.shards == 1
+            self.phases.begin_body(at, 0, rehearsal=True)
             self.rehearsing = True
             try:
                 yield batch
@@ -123,14 +141,27 @@ class Step:
         member.drop_gradients()
         member.checkpoint_asked = False
 
-    def _finish(self, samples: int, steps_in_pass: int, began: float) -> None:
+    def _batch(self, loader: ElasticLoader, key: Key) -> Any:
+        """The shard's batch; where another phase comes, the body gets a copy of its own to work on."""
+        at = self._member.place.position
+        batch = self._batches.pop(key.shard, None)
+        if batch is None:
+            batch = loader.fetch(key, self._member.shards)
+        if at.phases is not None and at.phase + 1 >= len(at.phases):
+            return batch
+        self._batches[key.shard] = batch
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+    def _finish(self, samples: int, steps_in_pass: int) -> None:
         member = self._member
         at = member.place.position
         member.boundary = time.monotonic()
+        if not at.finish_phase(member.reducer.loss):
+            return
+        self._batches.clear()
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
-        at.loss = member.reducer.loss
         at.finish_step(samples, steps_in_pass)
-        took = member.boundary - began
+        took = member.boundary - self._began
         self._speed = samples / took if not self._speed else 0.9 * self._speed + 0.1 * samples / took
         if member.session is not None:
             progress = member.session.progress
@@ -163,8 +194,10 @@ class Step:
         if gate.stepped:
             raise FallowError(
                 "a backward after an optimizer's step in the same body would see other weights on a member with one "
-                "shard than on one with several; write one run.steps loop per phase, or step once at the end"
+                "shard than on one with several; put each part with a step of its own under `if run.phase(name):`, "
+                "or write one run.steps loop per phase, or step once at the end"
             )
+        self.phases.before_backward()
         self._member.reducer.before_backward()
 
     def after_backward(self, root: Any) -> None:

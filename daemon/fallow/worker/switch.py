@@ -60,7 +60,7 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
     """
     started = time.monotonic()
     total = state.checksum_of(prepared.weights()) if has_state else 0
-    mine = torch.tensor([group.generation, int(has_state), position.step, total], dtype=torch.int64)
+    mine = torch.tensor([group.generation, int(has_state), position.progress, total], dtype=torch.int64)
     gathered = group.all_gather(mine)
     group.wait()
     met = time.monotonic()
@@ -80,7 +80,7 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
 
 
 def _donors(generation: int, views: list[list[int]]) -> list[int]:
-    """Ranks with the most finished steps; empty if nobody has state."""
+    """Ranks with the most finished steps and phases; empty if nobody has state."""
     for rank, view in enumerate(views):
         if view[0] != generation:
             raise FallowError(f"rank {rank} is in generation {view[0]}, not {generation}: a stale process answered")
@@ -92,7 +92,7 @@ def _donors(generation: int, views: list[list[int]]) -> list[int]:
     if len({views[rank][3] for rank in donors}) > 1:
         sums = ", ".join(f"rank {rank}: {views[rank][3]:x}" for rank in donors)
         raise FallowError(
-            f"generation {generation}: members at step {most} hold different weights ({sums}); the script changes "
+            f"generation {generation}: members at step {most >> 8} hold different weights ({sums}); the script changes "
             "weights outside the prepared optimizers, or the nodes compute differently (processor, torch version)"
         )
     return donors

@@ -29,7 +29,7 @@ class Turn:
     def take(self) -> None:
         """Between two steps: write a checkpoint, change the generation, or neither."""
         member, reducer = self._member, self._member.reducer
-        finished = reducer.control is not None and not reducer.interrupted
+        finished = reducer.control is not None and not reducer.interrupted and member.place.position.phase == 0
         if finished and reducer.checkpoint:
             self._save_checkpoint()
         planned = finished and reducer.switch == member.group.size
