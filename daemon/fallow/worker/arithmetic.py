@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 
 class Arithmetic(Protocol):
-    """What the reducer asks when a gradient arrives and when the step's sum is handed out."""
+    """What the reducer asks when a gradient arrives and when the step's sum is handed out.
+
+    `number` counts the backwards of a body from 0: each has sums of its own.
+    """
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type in which gradients of `dtype` are summed, over shards and over members."""
 
-    def add(self, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool) -> None:
-        """Add weight x grad to `place`, the parameter's part of its bucket; `first`: overwrite what is there."""
+    def begin_step(self, phase: int) -> None:
+        """A step, or that phase of it, begins, or begins again."""
 
-    def result(self, index: int, place: torch.Tensor) -> torch.Tensor:
-        """The parameter's gradient, given its summed part of the bucket; in the parameter's own type."""
+    def add(
+        self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
+    ) -> None:
+        """Add weight x grad to `place`, the parameter's part of its bucket; `first`: overwrite what is there.
+
+        It may be put off until `settle`; `grad` belongs to the arithmetic.
+        """
+
+    def settle(self) -> None:
+        """Everything that was added is in its place when this returns."""
+
+    def extent(self, number: int, count: int) -> torch.Tensor | None:
+        """What the members must tell each other beside the sums, for `count` parameters: reduced with MAX."""
+
+    def judge(self, number: int, extent: torch.Tensor) -> bool:
+        """Given all members' extent: True if the sums are good; False: the step must be done again, by all."""
+
+    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients by parameter's index, given their summed parts of the buckets; in the types of `like`, by index."""
+
+    def end_step(self) -> None:
+        """The step, or its phase, is finished on all members."""
+
+    def forget(self) -> None:
+        """The step begins anew in another group: drop what only the members of the old one may have learned."""
+
+    def export(self) -> dict[str, Any]:
+        """Replicated state that a newcomer needs before its first gradient, as plain values."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over an exported state."""
 
 
 class Floating:
@@ -27,13 +60,42 @@ class Floating:
         """The gradients' own."""
         return dtype
 
-    def add(self, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool) -> None:
+    def begin_step(self, phase: int) -> None:
+        """Nothing."""
+
+    def add(
+        self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
+    ) -> None:
         """In place, one pass over the memory."""
         if first:
             torch.mul(grad, weight, out=place)
         else:
             place.add_(grad, alpha=weight)
 
-    def result(self, index: int, place: torch.Tensor) -> torch.Tensor:
-        """The place itself: no copy."""
-        return place
+    def settle(self) -> None:
+        """Nothing is put off."""
+
+    def extent(self, number: int, count: int) -> torch.Tensor | None:
+        """Nothing."""
+        return None
+
+    def judge(self, number: int, extent: torch.Tensor) -> bool:
+        """Never asked."""
+        return True
+
+    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The places themselves: no copy."""
+        return dict(places)
+
+    def end_step(self) -> None:
+        """Nothing."""
+
+    def forget(self) -> None:
+        """Nothing."""
+
+    def export(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""

@@ -29,6 +29,8 @@ class Head(NamedTuple):
     crc: float
     scalars: float
     "members that saw the loss of a backward"
+    more: float
+    "members with gradients of further backwards, beyond this round's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class StepPlan:
     crc: int
     "sum of the CRCs of all its shards"
     shards: int
+    phase: int = 0
+    "which part of the step, see run.phase"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,22 @@ class Control:
     paces: list[float]
     "seconds per shard that each member measured, by rank; 0: not yet"
     losses: list[float]
-    "weight x loss of each shard in this round"
+    "weight x loss of each shard, in this round and those before it in the step"
     touched: list[bool]
     "parameters that received a gradient on any member"
 
     @property
     def loss(self) -> float | None:
-        """Mean loss in this round, None without any; an exact sum, so that the order does not matter."""
-        return math.fsum(self.losses) if self.head.scalars else None
+        """Mean loss so far in the step, None without any."""
+        return exact_sum(self.losses) if self.head.scalars else None
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """Sum that does not depend on the order; NaN where infinities of both signs meet, as in floating point."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values) if any(math.isnan(v) or math.isinf(v) for v in values) else math.inf
 
 
 def encode(

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp, Store
 
 from fallow.model import Exit, FallowError
 
@@ -63,6 +63,14 @@ class Group:
         """Launch a sum over the ranks, in place; complete after `wait`."""
         if self._pg is not None:
             self._launch(lambda pg: pg.allreduce([tensor]), tensor)
+
+    def all_max(self, tensor: torch.Tensor) -> None:
+        """Launch a maximum over the ranks, in place; complete after `wait`."""
+        if self._pg is None:
+            return
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MAX)
+        self._launch(lambda pg: pg.allreduce([tensor], options), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Launch a copy of `root`'s values to all, in place; complete after `wait`."""

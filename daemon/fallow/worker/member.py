@@ -64,7 +64,8 @@ class Member:
     def reducer(self) -> Reducer:
         """Made at first use, when everything is prepared."""
         if self._reducer is None:
-            self._reducer = Reducer(self.prepared.parameters(), self.prepared.buffers())
+            prepared = self.prepared
+            self._reducer = Reducer(prepared.parameters(), prepared.buffers(), prepared.arithmetic)
             self._reducer.flags = self._flags
             self._reducer.before_control = self.ledger.flush
         return self._reducer

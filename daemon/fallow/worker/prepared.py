@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fallow.model import Exit, FallowError
+from fallow.worker.arithmetic import Arithmetic, Floating
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step; in a void body they do nothing."""
@@ -37,6 +38,8 @@ class Prepared:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.others: list[Any] = []
         self.scaler: torch.amp.GradScaler | None = None
+        self.arithmetic: Arithmetic = Floating()
+        "how the run's gradients are added up"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -124,6 +127,7 @@ class Prepared:
             "models": [_module_tensors(module) for module in self.modules],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
+            "arithmetic": self.arithmetic.export(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -144,6 +148,7 @@ class Prepared:
                 optimizer.load_state_dict(saved)
             for thing, saved in zip(self.others, state["others"], strict=True):
                 thing.load_state_dict(saved)
+            self.arithmetic.load(state["arithmetic"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise FallowError(
                 f"the run's state does not fit what this script prepared: {error}; "

@@ -3,6 +3,9 @@
 Each parameter has a place in a flat bucket. A hook adds weight x gradient there and takes the gradient away, so a void
 body leaves None behind. In the final body buckets are reduced in a fixed order, each as soon as it is full, so that the
 network works while backward goes on; then a small float64 vector, the control exchange, closes the round.
+
+With several backwards in a body each has sums of its own: the first backward of the final body reduces the first
+backwards of all bodies, the second the second ones. So what a backward returns does not depend on the membership.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Reducer:
         self._params = [parameter for _, parameter in named]
         self._buffers = list(buffers)
         self._arithmetic = arithmetic or Floating()
-        self._buckets = Buckets(self._params, self._arithmetic)
+        self._sets = [Buckets(self._params, self._arithmetic)]
+        "by number of the backward in a body"
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
         self._handles = [
@@ -50,8 +54,13 @@ class Reducer:
         self._final = False
         self._shard = 0
         self._weight = 0.0
-        self._touched = [False] * len(self._params)
+        self._number = 0
+        "backwards finished in this body: which of the sets is at work"
+        self._touched = [[False] * len(self._params)]
+        "by number of the backward: parameters with something in their place"
         self._fired = [False] * len(self._params)
+        self._left: dict[int, torch.Tensor] = {}
+        "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
         self._kept_buffers: list[torch.Tensor] | None = None
         self._next = 0
@@ -68,6 +77,9 @@ class Reducer:
         self.used = False
         "some member had a gradient in this step"
         self.interrupted = False
+        "the step is void: the group broke, or the arithmetic wants it again"
+        self.again = False
+        "the step must be done again by all members, though the group stands"
         self.pace = 0.0
         "seconds per shard of this member, told to all"
         self._losses: dict[int, float] = {}
@@ -84,18 +96,23 @@ class Reducer:
         """Reduce over another generation's group from now on."""
         if self._group.broken is not None:
             self._forget()  # a late peer may still write into them
+        self._arithmetic.forget()
         self._group = group
 
     def begin_step(self, plan: StepPlan) -> None:
         """Start a step; contributions of an interrupted one are dropped."""
+        if not (self.interrupted and (plan.step, plan.phase) == (self._plan.step, self._plan.phase)):
+            self._left = {}
         self._plan = plan
-        self._touched = [False] * len(self._params)
-        self._carried = {}
+        self._number = 0
+        self._touched = [[False] * len(self._params) for _ in self._sets]
+        self._carried = dict(self._left)
+        self._arithmetic.begin_step(plan.phase)
         self._kept_buffers = None
         self.rounds = 0
         self.control = None
         self.used = False
-        self.interrupted = False
+        self.interrupted = self.again = False
         self.loss = None
         self.switch, self.checkpoint = 0, False
         self._losses = {}
@@ -111,6 +128,7 @@ class Reducer:
             live: False in a rehearsal: gradients are dropped.
         """
         self._shard = shard
+        self._number = 0
         self._weight = weight
         self._final = final
         self._live = live
@@ -126,6 +144,9 @@ class Reducer:
 
     def before_backward(self) -> None:
         """Put gradients aside that are there already: of the round before, or left by the user on purpose."""
+        while len(self._sets) <= self._number:
+            self._sets.append(Buckets(self._params, self._arithmetic))
+            self._touched.append([False] * len(self._params))
         self._buckets.ensure()
         for index, parameter in enumerate(self._params):
             if parameter.grad is not None:
@@ -133,9 +154,9 @@ class Reducer:
                     carried = self._carried.get(index)
                     grad = parameter.grad.detach()
                     self._carried[index] = grad.clone() if carried is None else carried + grad
+                    if not self.rounds:
+                        self._left[index] = self._carried[index]
                 parameter.grad = None
-        if self._final and self.rounds:
-            self._touched = [False] * len(self._params)
         self._fired = [False] * len(self._params)
         for bucket in self._buckets.all:
             bucket.waiting = len(bucket.members)
@@ -144,8 +165,14 @@ class Reducer:
 
     def after_backward(self) -> None:
         """The end of an outermost backward: in the final body the round is completed here."""
+        self._arithmetic.settle()
         if self._final and self._live:
             self.finish_round()
+        self.next_backward()
+
+    def next_backward(self) -> None:
+        """What follows belongs to the body's next backward."""
+        self._number += 1
 
     def finish_round(self) -> None:
         """Reduce what is left, exchange control, give out gradients. After an interrupt gradients are None."""
@@ -157,9 +184,29 @@ class Reducer:
             self.interrupted = True
         for parameter in self._params:
             parameter.grad = None
-        self._forget()
+        if not self.again:
+            self._forget()
+
+    def finish_step(self) -> None:
+        """All rounds of the step are done, on all members.
+
+        Raises:
+            FallowError: a body had more backwards than the final ones, so their gradients are in no sum.
+        """
+        assert self.control is not None
+        if self.control.head.more:
+            raise FallowError(
+                f"step {self._plan.step}: a body made more than {self.rounds} backward calls, as many as the final "
+                "bodies made; every body must make the same number of them (add the losses up, or use 0 * loss)",
+                Exit.DATA,
+            )
+        self._arithmetic.end_step()
 
     # ---------------------------------------------------------------------------------------------- reduction
+
+    @property
+    def _buckets(self) -> Buckets:
+        return self._sets[self._number]
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -182,9 +229,10 @@ class Reducer:
                     "call torch.utils.checkpoint with use_reentrant=False",
                     Exit.DATA,
                 )
-            place, first = self._buckets.views[index], not self._touched[index]
-            self._arithmetic.add(index, place, grad.detach(), self._weight, first=first)
-            self._touched[index] = True
+            touched = self._touched[self._number]
+            place = self._buckets.views[index]
+            self._arithmetic.add(self._number, index, place, grad.detach(), self._weight, first=not touched[index])
+            touched[index] = True
             if self._final and not self._fired[index]:
                 self._fired[index] = True
                 bucket.waiting -= 1
@@ -193,17 +241,18 @@ class Reducer:
         return hook
 
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
-        buckets = self._buckets.all
+        buckets, touched = self._buckets.all, self._touched[self._number]
         try:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
                 if bucket.waiting and not all_of_them:
                     return
                 for index in bucket.members:
-                    if not self._touched[index]:
+                    if not touched[index]:
                         self._buckets.views[index].zero_()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
+                self._arithmetic.settle()
                 self._group.all_reduce(bucket.flat)
                 bucket.launched = True
                 self._next += 1
@@ -228,14 +277,23 @@ class Reducer:
             samples=float(self.samples) if first else 0.0,
             crc=float(self.crc) if first else 0.0,
             scalars=float(bool(self._losses)),
+            more=float(any(any(touched) for touched in self._touched[self._number + 1 :])),
         )
         losses = [self._losses.get(shard, 0.0) for shard in range(plan.shards)]
-        vector = ctl.encode(head, group.size, group.rank, self.pace, losses, self._touched)
+        vector = ctl.encode(head, group.size, group.rank, self.pace, losses, self._touched[self._number])
         group.all_reduce(vector)
+        extent = self._arithmetic.extent(self._number, len(self._params))
+        if extent is not None:
+            group.all_max(extent)
         group.wait()
         if buffers is not None:
             _scatter_bytes(buffers, self._buffers)
-        return ctl.decode(vector, group.size, plan.shards)
+        control = ctl.decode(vector, group.size, plan.shards)
+        ctl.check(control.head, plan, group.size, self.rounds)
+        if extent is not None and not self._arithmetic.judge(self._number, extent):
+            self.again = True
+            raise Interrupted("the sums are not good")
+        return control
 
     def _launch_buffers(self) -> torch.Tensor | None:
         # Rank 0 always has shard 0. Bytes, because a copy is exact for every dtype.
@@ -248,29 +306,27 @@ class Reducer:
         return flat
 
     def _give_out(self, control: Control) -> None:
-        ctl.check(control.head, self._plan, self._group.size, self.rounds)
         self.control = control
         self.switch = max(self.switch, int(control.head.switch))
         self.checkpoint = self.checkpoint or control.head.checkpoint > 0
         self.rounds += 1
-        if control.loss is not None:
-            self.loss = (self.loss or 0.0) + control.loss
-        self._losses = {}
+        self.loss = control.loss  # of all rounds so far
+        touched = [index for index, any_of_them in enumerate(control.touched) if any_of_them]
+        self.used = self.used or bool(touched)
         with torch.no_grad():
+            results = self._arithmetic.results({index: self._buckets.views[index] for index in touched}, self._params)
             for index, parameter in enumerate(self._params):
                 carried = self._carried.get(index)
-                if control.touched[index]:
-                    self.used = True
-                    parameter.grad = self._arithmetic.result(index, self._buckets.views[index])
-                    if carried is not None:
-                        parameter.grad.add_(carried)
-                else:
-                    parameter.grad = carried
+                result = results.get(index)
+                if result is not None and carried is not None:
+                    result.add_(carried)
+                parameter.grad = carried if result is None else result
         self._carried = {}
 
     def _forget(self) -> None:
-        self._buckets.forget()
-        self._touched = [False] * len(self._params)
+        for buckets in self._sets:
+            buckets.forget()
+        self._touched = [[False] * len(self._params) for _ in self._sets]
 
 
 def _gather_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

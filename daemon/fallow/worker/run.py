@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
 from fallow.worker import checkpoint, fixed, process, state
+from fallow.worker.control import exact_sum
+from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.loader import ElasticLoader, check_loader
 from fallow.worker.loop import Loop
@@ -56,13 +57,17 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ preparing
 
-    def prepare(self, *objects: Any, global_batch: int | None = None) -> Any:
+    def prepare(self, *objects: Any, global_batch: int | None = None, reproducible: bool = False) -> Any:
         """Take over models, optimizers, loaders, schedulers, scalers and whatever else has a state.
 
         Args:
             objects: modules, optimizers, DataLoaders, and objects with state_dict and load_state_dict.
             global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
                 times the run's maximum number of workers (or the fixed world's size).
+            reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed as
+                integers (see `fallow.worker.exact.Exact`), at up to 1.3 times the step time and 12 bytes per
+                parameter instead of 4. A step whose gradients outgrow their scale is done again, most often the
+                first one. All calls of a script must say the same.
 
         Returns:
             The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
@@ -73,6 +78,8 @@ class Run:
         """
         if self._place.calls:
             raise FallowError("prepare everything before the first run.steps: members must agree on the state")
+        if reproducible and not isinstance(self._prepared.arithmetic, Exact):
+            self._prepared.arithmetic = Exact()
         done = [self._prepare_one(thing, global_batch) for thing in objects]
         return done[0] if len(done) == 1 else tuple(done)
 
@@ -240,7 +247,7 @@ class Run:
             self._member.group.wait()
         except Interrupted:
             return otherwise  # the body is void now; the same shard comes again
-        return math.fsum(cells.tolist())
+        return exact_sum(cells.tolist())
 
     def _sum(self, part: float, otherwise: float) -> float:
         cell = torch.tensor([part], dtype=torch.float64)

@@ -56,7 +56,7 @@ class Step:
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         crcs = [loader.crc(key) for key in keys]
         mine = member.duties(shards)
-        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards))
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards, at.phase))
         self.slots = []
         self.shards = shards
         before = member.buffers()
@@ -113,7 +113,10 @@ class Step:
             self._finish(samples, layout.steps)
             return
         self._fed = None
-        member.discarded += 1
+        if reducer.again:
+            loader.replan(keys[0], member.shards)  # its batches are used up
+        else:
+            member.discarded += 1
         member.ledger.drop_fed()
         member.restore(before)
         member.drop_gradients()
@@ -154,6 +157,7 @@ class Step:
 
     def _finish(self, samples: int, steps_in_pass: int) -> None:
         member = self._member
+        member.reducer.finish_step()
         at = member.place.position
         member.boundary = time.monotonic()
         if not at.finish_phase(member.reducer.loss):
@@ -173,7 +177,11 @@ class Step:
         reducer, prepared = self._member.reducer, self._member.prepared
         reducer.before_backward()
         reducer.finish_round()
-        if not reducer.rounds or not reducer.used:
+        while not reducer.interrupted and reducer.control is not None and reducer.control.head.more:
+            reducer.next_backward()
+            reducer.before_backward()
+            reducer.finish_round()
+        if reducer.interrupted or not reducer.used:
             return
         self._member.gate.open = True
         scaler = prepared.scaler

@@ -1,0 +1,297 @@
+"""Sums of gradients that do not depend on who computed which shard: integers under power-of-two scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fallow.model import Exit, FallowError
+
+BITS = 62
+"""A place holds less than 2^BITS in steady use; the bit above it is for a gradient that arrives in two parts."""
+GROWTH = 6
+"""A gradient may grow by this power of two over its reference before the step is done again with another scale."""
+DECLINE = 8
+"""It may fall by this power of two below its reference."""
+
+_NOTHING, _NOT_FINITE = -1 << 20, 1 << 20
+"""Exponents of a parameter without a nonzero gradient, and of one with an infinity or NaN."""
+_LEAST = -940
+"""Smaller exponents count as this one, so that scales stay float64 numbers."""
+_GUESS = -6
+"""Reference of a parameter that had no gradient yet."""
+_ATTEMPTS = 8
+
+_CHUNK = 1 << 17
+"""Elements converted at a time: the scratch stays in the processor's second-level cache."""
+_CHUNK_CUDA = 1 << 23
+_SMALL = 1 << 14
+"""Gradients below this size are converted together, since calls would cost more than the work."""
+
+
+class Exact:
+    """Sums in int64, which do not depend on order or grouping.
+
+    The gradient g of shard i, with the weight w = n_i / N, is added as the integer trunc(w x g x 2^s). The scale 2^s
+    belongs to the parameter (and to the phase and the number of the backward in the body); s = 62 - GROWTH - e, where
+    the reference exponent e follows the largest magnitude of any shard's gradient, which all members learn with each
+    sum: replicated state, equal for every membership. A step whose gradients left the window [e - DECLINE, e + GROWTH]
+    is void and done again by all members, with the exponent they have (most often the first step, where references are
+    guesses).
+
+    Accuracy, for n shards and G, the largest magnitude among all shards' gradients of the parameter:
+
+        |result - sum(w_i g_i)|  <=  n U + 2^-52 sum|w_i g_i| + half a unit in the last place of the parameter's type,
+        U <= 2^-47 G  (2^-55 G while G stays what it was)
+
+    Summation in float32 may err by n 2^-24 sum|w_i g_i|. So this is at least as accurate for all elements with
+    sum|w_i g_i| >= 2^-22 G (2^-30 G while G stays), and by far more accurate for the large ones. For float64 parameters
+    the same bound says: as accurate as a float64 sum in the parameter's largest elements, absolutely in the others.
+
+    A parameter for which some shard had an infinity or a NaN gets NaN in every element, on all members, so that
+    GradScaler skips the step; its reference stays.
+    """
+
+    def __init__(self) -> None:
+        self._reference: dict[tuple[int, int], dict[int, int]] = {}
+        "(phase, number of the backward) -> parameter's index -> exponent"
+        self._phase = 0
+        self._trial: dict[tuple[int, int], int] = {}
+        "exponents that this step is tried with, because the reference did not fit"
+        self._largest: dict[tuple[int, int], int] = {}
+        "exponents of this step's gradients, over all members, in the sums that are complete"
+        self._attempts = 0
+        self.repeated = 0
+        "finished steps that were done again because a scale did not fit"
+        self._clear()
+        self._scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._grads: dict[int, torch.Tensor] = {}
+        "handed out; the same memory in every step"
+        self._number = 0
+        self._spoilt: set[int] = set()
+        "parameters that are not finite in the sum that was judged last"
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """int64. Raises FallowError for complex gradients."""
+        if not dtype.is_floating_point:
+            raise FallowError(
+                f"a parameter is of type {str(dtype).removeprefix('torch.')}; reproducible=True takes real numbers: "
+                "hold it as a real parameter and use torch.view_as_complex in forward",
+                Exit.DATA,
+            )
+        return torch.int64
+
+    def begin_step(self, phase: int) -> None:
+        """Start from the references, or, in a repetition, from what the attempt before taught."""
+        self._phase = phase
+        self._clear()
+
+    def _clear(self) -> None:
+        self._largest = {}
+        self._peaks: list[tuple[int, int, tuple[torch.Tensor, ...]]] = []
+        self._waiting: list[tuple[int, int, torch.Tensor, torch.Tensor, float, bool]] = []
+        self._elements = 0
+
+    def _exponent(self, number: int, index: int) -> int:
+        tried = self._trial.get((number, index))
+        if tried is not None:
+            return tried
+        return self._reference.get((self._phase, number), {}).get(index, _GUESS)
+
+    def _shift(self, number: int, index: int) -> int:
+        return BITS - GROWTH - self._exponent(number, index)
+
+    # ------------------------------------------------------------------------------------------------- adding
+
+    def add(
+        self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
+    ) -> None:
+        """Add trunc(weight x grad x scale), in float64 up to the integer; a weight of 0 leaves no trace."""
+        if not weight or not grad.numel():
+            if first:
+                place.zero_()
+            return
+        flat, into = grad.reshape(-1), place.view(-1)
+        size = flat.numel()
+        if size < _SMALL:
+            self._waiting.append((number, index, into, flat, weight, first))
+            self._elements += size
+            if self._elements >= _CHUNK:
+                self.settle()
+            return
+        self._peaks.append((number, index, torch.aminmax(flat)))
+        factor = weight * 2.0 ** self._shift(number, index)
+        floats, integers = self._room(flat.device)
+        for start in range(0, size, floats.numel()):
+            part = flat[start : start + floats.numel()]
+            target = into[start : start + part.numel()]
+            wide = floats[: part.numel()]
+            wide.copy_(part).mul_(factor)
+            if first:
+                target.copy_(wide)
+            else:
+                target.add_(integers[: part.numel()].copy_(wide))
+
+    def settle(self) -> None:
+        """Convert the small gradients that wait, all at once."""
+        waiting, self._waiting, self._elements = self._waiting, [], 0
+        devices = {flat.device for _, _, _, flat, _, _ in waiting}
+        for device in devices:
+            self._convert([entry for entry in waiting if entry[3].device == device], device)
+
+    def _convert(self, waiting: list[tuple[int, int, torch.Tensor, torch.Tensor, float, bool]], device: Any) -> None:
+        floats, integers = self._room(device)
+        wide, whole, used = [], [], 0
+        for _, _, _, flat, _, _ in waiting:
+            wide.append(floats[used : used + flat.numel()])
+            whole.append(integers[used : used + flat.numel()])
+            used += flat.numel()
+        torch._foreach_copy_(wide, [entry[3] for entry in waiting])
+        norms = torch._foreach_norm(wide, math.inf)
+        for (number, index, *_), norm in zip(waiting, norms, strict=True):
+            self._peaks.append((number, index, (norm,)))
+        torch._foreach_mul_(wide, [entry[4] * 2.0 ** self._shift(entry[0], entry[1]) for entry in waiting])
+        torch._foreach_copy_(whole, wide)
+        fresh = [(entry[2], part) for entry, part in zip(waiting, whole, strict=True) if entry[5]]
+        more = [(entry[2], part) for entry, part in zip(waiting, whole, strict=True) if not entry[5]]
+        # In this order: a parameter may be in both.
+        if fresh:
+            torch._foreach_copy_([place for place, _ in fresh], [part for _, part in fresh])
+        for place, part in more:
+            place.add_(part)
+
+    def _room(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._scratch:
+            # The small ones may exceed the chunk by less than one of them.
+            size = _CHUNK + _SMALL if device.type == "cpu" else _CHUNK_CUDA
+            self._scratch[device] = (
+                torch.empty(size, dtype=torch.float64, device=device),
+                torch.empty(size, dtype=torch.int64, device=device),
+            )
+        return self._scratch[device]
+
+    # ------------------------------------------------------------------------------------------------- judging
+
+    def extent(self, number: int, count: int) -> torch.Tensor | None:
+        """Per parameter the exponent of this member's largest gradient in the sum of that number; int32."""
+        self.settle()
+        mine = [entry for entry in self._peaks if entry[0] == number]
+        self._peaks = [entry for entry in self._peaks if entry[0] != number]
+        found = [_NOTHING] * count
+        values = _values([tensor for _, _, tensors in mine for tensor in tensors])
+        for _, index, tensors in mine:
+            for _ in tensors:
+                found[index] = max(found[index], _exponent_of(next(values)))
+        return torch.tensor(found, dtype=torch.int32)
+
+    def judge(self, number: int, extent: torch.Tensor) -> bool:
+        """Compare what there was with what the scales are made for."""
+        good = True
+        self._number, self._spoilt = number, set()
+        for index, found in enumerate(extent.tolist()):
+            if found == _NOTHING:
+                continue
+            if found == _NOT_FINITE:
+                self._spoilt.add(index)
+                continue
+            used = self._exponent(number, index)
+            self._largest[number, index] = found
+            if not used - DECLINE <= found <= used + GROWTH:
+                good = False
+                self._trial[number, index] = found
+        if not good:
+            self._attempts += 1
+            if self._attempts > _ATTEMPTS:
+                raise FallowError(
+                    f"the scale of a gradient did not settle in {_ATTEMPTS} attempts at one step: the same shard gave "
+                    "other gradients each time; with reproducible=True a body must depend on its batch, the state "
+                    "and torch's, numpy's and random's own generators only",
+                    Exit.DATA,
+                )
+        return good
+
+    # ------------------------------------------------------------------------------------------------- results
+
+    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients from the sum that was judged last, in memory of their own."""
+        small = []
+        for index, place in places.items():
+            grad = self._grads.get(index)
+            if grad is None:
+                grad = torch.empty(place.shape, dtype=like[index].dtype, device=place.device)
+                self._grads[index] = grad
+            if index in self._spoilt:
+                grad.fill_(math.nan)
+            elif grad.numel() < _SMALL and _direct(grad.dtype, self._shift(self._number, index)):
+                small.append(index)
+            else:
+                self._write(grad.view(-1), place.view(-1), self._shift(self._number, index))
+        if small:
+            grads = [self._grads[index] for index in small]
+            torch._foreach_copy_(grads, [places[index] for index in small])
+            torch._foreach_mul_(grads, [2.0 ** -self._shift(self._number, index) for index in small])
+        return {index: self._grads[index] for index in places}
+
+    def _write(self, grad: torch.Tensor, place: torch.Tensor, shift: int) -> None:
+        floats, _ = self._room(grad.device)
+        direct = _direct(grad.dtype, shift)
+        for start in range(0, grad.numel(), floats.numel()):
+            target = grad[start : start + floats.numel()]
+            source = place[start : start + floats.numel()]
+            if direct:
+                target.copy_(source).mul_(2.0**-shift)
+            else:
+                target.copy_(floats[: source.numel()].copy_(source).mul_(2.0**-shift))
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    def end_step(self) -> None:
+        """Let the references follow: up at once, down by one power of two per step unless the step was repeated."""
+        for (number, index), found in self._largest.items():
+            references = self._reference.setdefault((self._phase, number), {})
+            known = references.get(index)
+            fits = known is not None and (number, index) not in self._trial
+            references[index] = max(found, (known or 0) - 1) if fits else found
+        self.repeated += bool(self._attempts)
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the references of the last finished step."""
+        self._trial = {}
+        self._attempts = 0
+        self._clear()
+
+    def export(self) -> dict[str, Any]:
+        """References in order."""
+        return {
+            "references": [[*key, sorted(known.items())] for key, known in sorted(self._reference.items())],
+            "repeated": self.repeated,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over an exported state."""
+        self.forget()
+        self._reference = {(phase, number): dict(known) for phase, number, known in state["references"]}
+        self.repeated = int(state["repeated"])
+
+
+def _values(tensors: Sequence[torch.Tensor]) -> Any:
+    """The tensors' single numbers; one transfer, if they are not in this processor's memory."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return iter([float(tensor) for tensor in tensors])
+    return iter(torch.stack([tensor.double() for tensor in tensors]).tolist())
+
+
+def _exponent_of(value: float) -> int:
+    """The least e with |value| < 2^e, at least `_LEAST`."""
+    if not math.isfinite(value):
+        return _NOT_FINITE
+    return max(math.frexp(value)[1], _LEAST) if value else _NOTHING
+
+
+def _direct(dtype: torch.dtype, shift: int) -> bool:
+    """The integer and 2^-shift are both normal numbers of the type, so that one rounding does it."""
+    return dtype == torch.float64 or (dtype == torch.float32 and -64 <= shift <= 126)
