@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.bench import pause, recovery, steplog
+from fallow.bench import checkpoint, pause, recovery, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
@@ -66,3 +66,12 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     check_names(list(BENCHES))
     with pytest.raises(FallowError, match="there are pause"):
         check_names(["pause", "puase"])
+
+
+def test_a_checkpoints_hold_up_is_what_its_block_took_longer_than_those_beside_it() -> None:
+    at, finished = 0.0, []
+    for step in range(9 * checkpoint.BLOCK):
+        at += 0.1 + 0.5 * (step == 5 * checkpoint.BLOCK + 2)
+        finished.append(done("w0", step, 1, at))
+    assert checkpoint.holdups(finished, 1) == [pytest.approx(0.5)]
+    assert checkpoint.holdups(finished, 3) == [pytest.approx(0.0), pytest.approx(-0.0)]

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import torch
 from torch.utils.data import DataLoader
 
 import fallow
@@ -21,7 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True, help="samples, which is shards, of a step")
     parser.add_argument("--log", type=Path, help="folder for finished steps")
-    parser.add_argument("--checkpoint-every", type=int, help="ask for a durable checkpoint every so many steps")
+    parser.add_argument("--checkpoint-blocks", type=int, help="steps in a block, see fallow.bench.checkpoint")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
     args = parser.parse_args()
     model, optimizer = workload.make(args.params)
@@ -41,8 +42,12 @@ def main() -> None:
             continue
         if args.pace:
             time.sleep(max(0.0, began + args.pace - time.monotonic()))
-        if args.checkpoint_every and run.step % args.checkpoint_every == 0:
-            run.checkpoint()
+        if args.checkpoint_blocks and run.step % args.checkpoint_blocks == 0:
+            arm = run.step // args.checkpoint_blocks % 4
+            if arm == 1:
+                run.checkpoint()
+            elif arm == 3 and run.is_main:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.log / "state.pt")
         if log is not None:
             log.finished(run.step, run.generation)
 
