@@ -23,6 +23,9 @@ from fallow.model import FallowError
 
 ROUNDS = 3
 RESTART_S = 180.0
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With the rendezvous' own store, agents of torch 2.13 wait 60 s for keys in vain after a newcomer, and end."""
+
 SPACING = 12
 """Steps between two changes in our run."""
 
@@ -104,11 +107,11 @@ def peer(members: int, params: int, rounds: int, progress: Progress) -> tuple[di
             after = members + (kind != "release")
             with session.folder() as log, World("torchrun", log) as world:
                 argv = _command(log, params, members, members + 1)
-                agents = [world.start(argv) for _ in range(before)]
+                agents = [world.start(argv, **ENVIRONMENT) for _ in range(before)]
                 world.settled(before, 0.0, 10, RESTART_S)
                 began = time.monotonic()
                 if kind == "absorb":
-                    world.start(argv)
+                    world.start(argv, **ENVIRONMENT)
                 elif kind == "kill":
                     kill_worker(agents[-1])
                 else:
@@ -128,5 +131,6 @@ def _command(log: Path, params: int, least: int, most: int) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={least}:{most}", "--nproc-per-node=1"]
-    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", "--max-restarts=100"]
+    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench"]
+    agent += ["--local-addr=127.0.0.1", "--max-restarts=100"]
     return [*agent, torchrun_training.__file__, "--params", str(params), "--notes", str(log)]

@@ -45,8 +45,8 @@ class World:
             psutil.wait_procs(family, timeout=10)
             process.wait(10)
 
-    def start(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
-        """One more process; its output goes to the log folder."""
+    def start(self, argv: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """One more process, with these variables beside our own; its output goes to the log folder."""
         with (self._log / f"output-{len(self.processes)}.txt").open("wb") as output:
             process = subprocess.Popen(
                 list(argv),
@@ -54,7 +54,7 @@ class World:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
         self.processes.append(process)
         return process
