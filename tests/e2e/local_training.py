@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
+    parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
+    parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--fail-at", type=int, help="raise in this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
@@ -62,10 +64,13 @@ def main() -> None:
     model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
     if args.early == "no-loop":
         return
+    slow, factor, *span = (args.slow or "-:1:0:0").split(":")
+    slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
     mean = 0.0
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
         if args.fail_at is not None and run.step == args.fail_at and run.size:
             raise ValueError(f"sample in step {run.step} is broken")
+        time.sleep(args.shard_s * (float(factor) if run.step in slow_in else 1.0))
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         mean = run.mean(loss)

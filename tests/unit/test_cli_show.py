@@ -56,6 +56,8 @@ MEMBER = MemberView(
     step=5,
     ends_in_s=3661.0,
     last_seen_s=0.25,
+    shards=6,
+    pace_s=0.01234,
 )
 JOB = AllocationView(
     token="r1.0",
@@ -133,7 +135,7 @@ def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:
     assert invoke(["status", "r1"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert shlex.split("r1.w0 n1 base member 0 5 01:01:01 0.2s") in shown
+    assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
     assert head == [("status", {"run": "r1"})]
 

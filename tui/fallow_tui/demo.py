@@ -232,6 +232,7 @@ class DemoCluster:
                 step=int(run.step),
                 ends_in_s=node.until - self.at,
                 last_seen_s=0.4,
+                shards=2 if node.phase is WorkerPhase.MEMBER else 0,
             )
             for number, node in enumerate(run.nodes)
         ]

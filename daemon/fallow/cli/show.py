@@ -148,7 +148,7 @@ def show_run(run: RunView) -> None:
     if run.members:
         click.echo()
         show_table(
-            ["WORKER", "NODE", "KIND", "PHASE", "RANK", "STEP", "LEFT", "SEEN"],
+            ["WORKER", "NODE", "KIND", "PHASE", "RANK", "STEP", "SHARDS", "S/SHARD", "LEFT", "SEEN"],
             [_member_row(member) for member in run.members],
         )
     if run.allocations:
@@ -179,6 +179,8 @@ def _member_row(member: MemberView) -> list[str]:
         member.phase.value,
         "-" if member.rank is None else str(member.rank),
         str(member.step),
+        str(member.shards) if member.shards else "-",
+        number(member.pace_s) if member.pace_s else "-",
         duration(member.ends_in_s),
         f"{member.last_seen_s:.1f}s",
     ]

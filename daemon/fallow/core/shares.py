@@ -55,18 +55,16 @@ def step_time(shares: Sequence[int], paces: Sequence[float]) -> float:
 
 
 class Division(NamedTuple):
-    """The division in force: the paces it was made from, so that steps of any number of shards can be cut by it."""
+    """The division in force: the paces it was made from, so that steps of any number of shards can be cut by it.
+
+    A generation begins with `Division(paces that its members bring along)`. No member's past plays a part in that: a
+    newcomer has none, and after a kill survivors may differ by one step.
+    """
 
     paces: tuple[float, ...]
-    "by rank"
+    "by rank; 0: not measured"
     since: int | None = None
     "first step of it; None: from the generation's start"
-
-    @staticmethod
-    def start(shards: int, paces: Sequence[float]) -> Division:
-        """A generation's first division, from what its members bring along; even unless uneven is better by `GAIN`."""
-        even = Division((1.0,) * len(paces))
-        return Division(tuple(paces)) if even._worse(shards, paces) else even
 
     def shares(self, shards: int) -> list[int]:
         """Shards of each member, by rank, in a step of so many."""

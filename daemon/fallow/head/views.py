@@ -73,17 +73,21 @@ def _member_view(run: Run, worker: str, at: float, now: float) -> MemberView:
     r = run.roster
     known = r.workers[worker]
     allocation = run.allocation_of(worker)
+    member = worker in r.members
+    beat = run.beats.get(worker) if member else None
     return MemberView(
         worker=worker,
         node=known.node,
         token=known.token,
         allocation=allocation.kind,
         phase=known.phase,
-        rank=r.members.index(worker) if worker in r.members else None,
+        rank=r.members.index(worker) if member else None,
         step=known.step,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
         last_seen_s=max(0.0, at - (run.machine.seen(worker) or at)),
         pid=known.pid,
+        shards=0 if beat is None else beat.shards,
+        pace_s=0.0 if beat is None else beat.pace_s,
     )
 
 

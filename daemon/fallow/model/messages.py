@@ -63,6 +63,10 @@ class Beat(Message, frozen=True, kw_only=True):
     loss: float | None = None
     samples_per_s: float = 0.0
     "of the whole global batch"
+    shards: int = 0
+    "of a full step that it computes"
+    pace_s: float = 0.0
+    "seconds per shard that it measured; 0: not known yet"
     total_steps: int | None = None
     scalars: dict[str, float] = {}
 

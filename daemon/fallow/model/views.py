@@ -75,6 +75,10 @@ class MemberView(Struct, frozen=True, kw_only=True):
     ends_in_s: float | None
     last_seen_s: float
     pid: int = 0
+    shards: int = 0
+    "of a full step that it computes"
+    pace_s: float = 0.0
+    "seconds per shard; 0: not known yet"
 
 
 class AllocationView(Struct, frozen=True, kw_only=True):

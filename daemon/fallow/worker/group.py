@@ -41,6 +41,8 @@ class Group:
         self._pending = 0
         self._broken: str | None = None
         self._kept: list[Any] = []
+        self.waited_s = 0.0
+        "seconds that `wait` has taken, all calls together"
 
     @property
     def broken(self) -> str | None:
@@ -110,7 +112,9 @@ class Group:
             Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
         """
         with self._changed:
+            began = time.monotonic()
             done = self._changed.wait_for(lambda: self._pending == 0 or self._broken is not None, timeout_s)
+            self.waited_s += time.monotonic() - began
             if not done:
                 self._broken = f"no answer from a peer within {timeout_s:g} s"
             if self._broken is not None:

@@ -8,6 +8,7 @@ of plan those that are still wanted are used and the others thrown away.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +55,8 @@ class ElasticLoader:
         self._seed = seed
         self._cached: dict[int, list[int]] = {}
         self._prefetch: _Prefetcher | None = None
+        self.load_s = 0.0
+        "seconds of work in the last batch that `fetch` gave, wherever it was done"
         assert source.batch_size is not None
         self.layout: Layout = make_layout(len(self.order(0)), source.batch_size, global_batch, source.drop_last)
 
@@ -92,11 +95,14 @@ class ElasticLoader:
         if self.source.num_workers:
             if self._prefetch is None:
                 self._prefetch = _Prefetcher(self, key, duties)
-            return self._prefetch.take(key)
+            self.load_s, batch = self._prefetch.take(key)
+            return batch
+        began = time.monotonic()
         rng.seed_everything(self.data_seed(key))
         batch = self.source.collate_fn(_samples(self.dataset, self.indices(key)))
         if self.source.pin_memory and torch.cuda.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+        self.load_s = time.monotonic() - began
         return batch
 
     def data_seed(self, key: Key) -> int:
@@ -155,6 +161,7 @@ def _samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 class _Tagged(NamedTuple):
     key: tuple[int, ...]
+    began: float
     samples: list[Any]
 
 
@@ -166,12 +173,14 @@ class _TaggedDataset(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, tagged: list[Any]) -> _Tagged:
         (seed, key), *indices = tagged
+        began = time.monotonic()
         rng.seed_everything(seed)
-        return _Tagged(key, _samples(self.dataset, indices))
+        return _Tagged(key, began, _samples(self.dataset, indices))
 
 
-def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], Any]:
-    return tagged.key, user(tagged.samples)
+def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], float, Any]:
+    batch = user(tagged.samples)
+    return tagged.key, time.monotonic() - tagged.began, batch
 
 
 class _Feed:
@@ -214,7 +223,7 @@ class _Prefetcher:
         self._duties = duties
         self._at = at
         self._layout = loader.layout
-        self._ready: dict[Key, Any] = {}
+        self._ready: dict[Key, tuple[float, Any]] = {}
         inner: DataLoader[Any] = DataLoader(
             _TaggedDataset(loader.dataset),
             batch_sampler=self._feed,
@@ -234,12 +243,12 @@ class _Prefetcher:
         self._ready = {key: batch for key, batch in self._ready.items() if self._wanted(key)}
         self._feed.flying |= self._ready.keys()
 
-    def take(self, key: Key) -> Any:
+    def take(self, key: Key) -> tuple[float, Any]:
         while key not in self._ready:
-            raw, batch = next(self._batches)
+            raw, load_s, batch = next(self._batches)
             arrived = Key(*raw)
             if self._wanted(arrived) or arrived == key:
-                self._ready[arrived] = batch
+                self._ready[arrived] = load_s, batch
             else:
                 self._feed.flying.discard(arrived)
         self._feed.flying.discard(key)

@@ -42,6 +42,7 @@ class Loop:
                     self._turn.report_arrival()
                     return  # the members are past this call
                 place.in_sync = True
+                member.replan()  # this loader may have missed changes while another one was at work
                 while self._wants_more(epochs, max_steps):
                     yield from step.run(loader)
                     self._turn.take()

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from fallow.core.shards import Duty, duties
-from fallow.core.shares import divide
+from fallow.core.shares import Division
 from fallow.model import Welcome
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
-from fallow.worker.loader import ElasticLoader
+from fallow.worker.loader import ElasticLoader, Key
+from fallow.worker.pace import Pace
 from fallow.worker.place import Place
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
@@ -48,6 +49,9 @@ class Member:
         self.welcome = welcome
         self.group = group or Group(0, 0, 1, None)
         self.place = Place(in_sync=session is None)
+        self.pace = Pace()
+        self.division = Division((0.0,) * self.group.size)
+        "of a step's shards among the members: the same on all of them"
         self.loader: ElasticLoader | None = None
         "of the run.steps call at work"
         self.checkpoint_asked = False
@@ -77,11 +81,19 @@ class Member:
 
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""
-        return duties(divide(shards, [0.0] * self.group.size), self.group.rank)
+        return duties(self.division.shares(shards), self.group.rank)
 
     def shards(self, shards: int) -> list[int]:
         """The shards of `duties`, for the loader."""
         return [duty.shard for duty in self.duties(shards)]
+
+    def replan(self) -> None:
+        """Tell the loader at work, and those who look on, what this member will compute from here on."""
+        if self.loader is not None:
+            at = self.place.position
+            self.loader.replan(Key(at.data_epoch, at.index, 0), self.shards)
+            if self.session is not None:
+                self.session.progress.shards = self.division.shares(self.loader.layout.shards)[self.group.rank]
 
     def buffers(self) -> list[torch.Tensor]:
         """Copies of all buffers, for `restore`."""

@@ -71,6 +71,8 @@ class Progress:
     held: bool = False
     loss: float | None = None
     samples_per_s: float = 0.0
+    shards: int = 0
+    pace_s: float = 0.0
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
 
@@ -205,6 +207,8 @@ class Session:
                 epoch=now.epoch,
                 loss=now.loss,
                 samples_per_s=now.samples_per_s,
+                shards=now.shards,
+                pace_s=now.pace_s,
                 total_steps=now.total_steps,
                 scalars=now.scalars,
             )

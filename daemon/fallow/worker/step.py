@@ -56,6 +56,8 @@ class Step:
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         crcs = [loader.crc(key) for key in keys]
         mine = member.duties(shards)
+        pace = member.pace
+        pace.begin_phase(member.group, first=at.phase == 0)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards, at.phase))
         self.slots = []
         self.shards = shards
@@ -67,9 +69,10 @@ class Step:
         for number, (shard, counts) in enumerate(mine):
             if number:
                 member.restore(before)
+            first, end = layout.bounds(at.index, shard)
+            pace.begin_body(whole=end - first == layout.batch_size)
             batch = self._batch(loader, keys[shard])
             rng.seed_everything(mix(member.seed, "body", at.step, shard))
-            first, end = layout.bounds(at.index, shard)
             self.weight = (end - first) / samples if counts else 0.0
             self.final_shard = number == len(mine) - 1
             self.shard = shard
@@ -92,6 +95,7 @@ class Step:
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
             self.phases.begin_body(at, shard)
             self._on_batch()
+            pace.restart()
             try:
                 yield batch
             except GeneratorExit:
@@ -100,6 +104,8 @@ class Step:
                 raise
             del batch
             self.phases.end_body()
+            if not reducer.rounds:
+                pace.lap()
             if member.group.broken is not None and not self.final_shard:
                 break
             if shard == 0 and not self.final_shard:
@@ -150,6 +156,7 @@ class Step:
         batch = self._batches.pop(key.shard, None)
         if batch is None:
             batch = loader.fetch(key, self._member.shards)
+            self._member.pace.loaded(loader.load_s, loader.source.num_workers)
         if at.phases is not None and at.phase + 1 >= len(at.phases):
             return batch
         self._batches[key.shard] = batch
@@ -163,6 +170,8 @@ class Step:
         if not at.finish_phase(member.reducer.loss):
             return
         self._batches.clear()
+        member.pace.finish_step()
+        member.reducer.pace = member.pace.value
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
         at.finish_step(samples, steps_in_pass)
         took = member.boundary - self._began
@@ -170,6 +179,7 @@ class Step:
         if member.session is not None:
             progress = member.session.progress
             progress.step, progress.loss, progress.samples_per_s = at.step, at.loss, self._speed
+            progress.pace_s = member.pace.value
             progress.epoch = member.place.epoch
 
     def _reduce_without_backward(self) -> None:
@@ -217,5 +227,8 @@ class Step:
             scaler = self._member.prepared.scaler
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
             reducer.add_loss(float(root.detach()) / scale)
+        # The loss's value was waited for above, so an accelerator's work on it is done, too.
+        self._member.pace.lap()
         reducer.after_backward()
+        self._member.pace.restart()
         gate.open = self.final_shard and reducer.rounds > 0 and not reducer.interrupted

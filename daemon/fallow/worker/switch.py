@@ -29,6 +29,8 @@ class Exchanged:
     "bytes of state that this process received"
     group_s: float
     state_s: float
+    paces: list[float]
+    "seconds per shard that the members bring along, by rank; 0: not measured"
 
 
 def export_state(prepared: Prepared, position: Position) -> dict[str, object]:
@@ -44,7 +46,9 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
     return msgspec.convert(tree["position"], Position)
 
 
-def exchange(group: Group, prepared: Prepared, position: Position, *, has_state: bool, newest: str | None) -> Exchanged:
+def exchange(
+    group: Group, prepared: Prepared, position: Position, *, has_state: bool, newest: str | None, pace: float
+) -> Exchanged:
     """Compare all members' states in a new group and bring everybody to the newest one.
 
     Args:
@@ -53,6 +57,7 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
         position: this member's position.
         has_state: it has trained (or received state) before.
         newest: path of the newest checkpoint, used by rank 0 if nobody has the state.
+        pace: this member's seconds per shard; 0: not measured.
 
     Raises:
         Interrupted: the group broke; nothing was changed here.
@@ -60,7 +65,8 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
     """
     started = time.monotonic()
     total = state.checksum_of(prepared.weights()) if has_state else 0
-    mine = torch.tensor([group.generation, int(has_state), position.progress, total], dtype=torch.int64)
+    words = [group.generation, int(has_state), position.progress, total, round(pace * 1e9)]
+    mine = torch.tensor(words, dtype=torch.int64)
     gathered = group.all_gather(mine)
     group.wait()
     met = time.monotonic()
@@ -76,7 +82,8 @@ def exchange(group: Group, prepared: Prepared, position: Position, *, has_state:
         tree, received = _transfer(group, donors[:_DONORS], prepared, position, receivers)
         if tree is not None:
             position = load_state(prepared, tree)
-    return Exchanged(position, received, met - started, time.monotonic() - met)
+    paces = [view[4] / 1e9 for view in views]
+    return Exchanged(position, received, met - started, time.monotonic() - met, paces)
 
 
 def _donors(generation: int, views: list[list[int]]) -> list[int]:

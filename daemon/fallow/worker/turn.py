@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from fallow.core.shares import Division
 from fallow.model import Active, Checkpointed, FallowError, Left, Parts
 from fallow.worker import checkpoint
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.ledger import Start
-from fallow.worker.loader import Key
 from fallow.worker.member import Member
 from fallow.worker.session import Prepared as Upcoming
 from fallow.worker.switch import exchange, export_state
@@ -35,6 +35,8 @@ class Turn:
         planned = finished and reducer.switch == member.group.size
         if planned or member.group.broken is not None:
             self._switch(planned)
+        elif finished:
+            self._divide()
 
     def join(self) -> None:
         """Take part in the first generation of this worker."""
@@ -49,6 +51,16 @@ class Turn:
             raise FallowError(
                 f"the first exchange between the ranks failed: {error}; see the other ranks' output"
             ) from None
+
+    def _divide(self) -> None:
+        """Divide the shards anew if the members' paces, which all have just been told, make it worth while."""
+        member, control = self._member, self._member.reducer.control
+        assert member.loader is not None
+        assert control is not None
+        old = member.division
+        member.division = old.revised(member.loader.layout.shards, control.paces, member.place.position.step)
+        if member.division is not old:
+            member.replan()
 
     def _save_checkpoint(self) -> None:
         member = self._member
@@ -94,16 +106,18 @@ class Turn:
         if newest is None and member.welcome is not None:
             newest = member.welcome.checkpoint
         newcomer = not place.joined
-        done = exchange(group, member.prepared, place.position, has_state=place.joined, newest=newest)
+        done = exchange(
+            group, member.prepared, place.position, has_state=place.joined, newest=newest, pace=member.pace.value
+        )
         member.group = group
+        member.division = Division(tuple(done.paces))
         place.position = done.position
         place.joined = True
         member.reducer.attach(group)
         at = place.position
         member.ledger.add(Start(generation=group.generation, first_step=at.step))
         member.ledger.flush()
-        if member.loader is not None:
-            member.loader.replan(Key(at.data_epoch, at.index, 0), member.shards)
+        member.replan()
         if member.session is not None:
             member.session.progress.step = at.step
             self._arrival = _Arrival(

@@ -17,7 +17,7 @@ from fallow_tui.view import View
 from fallow_tui.widgets.events import EventLog
 from fallow_tui.widgets.header import HeaderBar
 
-COLUMNS = ("RANK", "WORKER", "NODE", "ALLOCATION", "PHASE", "STEP", "GOES IN", "SEEN")
+COLUMNS = ("RANK", "WORKER", "NODE", "ALLOCATION", "PHASE", "STEP", "SHARDS", "GOES IN", "SEEN")
 
 
 class MemberTable(DataTable[Text]):
@@ -60,6 +60,7 @@ class MemberTable(DataTable[Text]):
                 Text(str(member.allocation)),
                 Text(str(member.phase), PHASES[member.phase]),
                 Text(str(member.step)),
+                Text(str(member.shards) if member.shards else "-"),
                 Text(duration(left), WARN if left is not None and left < 60 else ""),
                 Text(duration(member.last_seen_s + since), MUTED),
             )
