@@ -15,6 +15,8 @@ BENCHES: dict[str, str] = {
     "pause": "planned changes of the membership",
     "recovery": "SIGKILL of a member",
     "steady": "our step beside DistributedDataParallel's, with an unchanged membership",
+    "reproducible": "a step of the reproducible mode, against the fast one",
+    "state": "the state's way to a newcomer, against a checkpoint",
     "checkpoint": "training held up by durable checkpoints, against torch.save",
     "torchrun": "absorb, release and kill, against torchrun's elastic agent",
     "torchft": "absorb and kill, against torchft, where it is installed",

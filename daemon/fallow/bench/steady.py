@@ -86,6 +86,7 @@ def measure(
     rounds: int = _ROUNDS,
     block: int = BLOCK,
     compiled: bool = False,
+    reproducible: bool = False,
 ) -> Figures:
     """Train under a private head and compare.
 
@@ -97,6 +98,7 @@ def measure(
         rounds: pairs of blocks.
         block: measured steps in a block.
         compiled: both with torch.compile.
+        reproducible: ours with `prepare(reproducible=True)`.
 
     Raises:
         FallowError: the training did not finish.
@@ -106,6 +108,7 @@ def measure(
         command = [sys.executable, "-m", "fallow.bench.steady_member", "--out", str(out)]
         command += ["--model", model, "--params", str(params), "--members", str(members), "--shards", str(shards)]
         command += ["--rounds", str(rounds), "--block", str(block), *(["--compile"] if compiled else [])]
+        command += ["--reproducible"] if reproducible else []
         driver = Driver(scratch, command, members, output=sys.stderr.fileno())
         report = asyncio.run(driver.train())
         if report.status is not RunStatus.FINISHED or not out.exists():

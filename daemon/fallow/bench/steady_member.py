@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--block", type=int, required=True, help="measured steps in a block")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="file for the figures; its folder is shared")
     args = parser.parse_args()
     model, data, loss_of = model_and_data(args.model, args.params)
@@ -140,7 +141,11 @@ def _ours(
         model.compile()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer, loader = run.prepare(
-        model, optimizer, DataLoader(data, BATCH), global_batch=BATCH * args.members * args.shards
+        model,
+        optimizer,
+        DataLoader(data, BATCH),
+        global_batch=BATCH * args.members * args.shards,
+        reproducible=args.reproducible,
     )
 
     def steps(count: int) -> Iterator[None]:
