@@ -18,6 +18,7 @@ BENCHES: dict[str, str] = {
     "reproducible": "a step of the reproducible mode, against the fast one",
     "state": "the state's way to a newcomer, against a checkpoint",
     "checkpoint": "training held up by durable checkpoints, against torch.save",
+    "shares": "one member slower than the others, against the sum of the speeds",
     "torchrun": "absorb, release and kill, against torchrun's elastic agent",
     "torchft": "absorb and kill, against torchft, where it is installed",
 }

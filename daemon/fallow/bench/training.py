@@ -24,14 +24,20 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="folder for finished steps")
     parser.add_argument("--checkpoint-blocks", type=int, help="steps in a block, see fallow.bench.checkpoint")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes besides its computing")
+    parser.add_argument("--slow", help="the worker whose shards take --slow-factor as long")
+    parser.add_argument("--slow-factor", type=float, default=1.0)
     args = parser.parse_args()
     model, optimizer = workload.make(args.params)
     loader = DataLoader(workload.Text(), batch_size=1)
     run = fallow.init()
     model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
+    shard_s = args.shard_s * (args.slow_factor if os.environ.get("FALLOW_WORKER") == args.slow else 1.0)
     log = StepLog(args.log, os.environ.get("FALLOW_WORKER", str(os.getpid()))) if args.log is not None else None
     for tokens, targets in run.steps(loader, max_steps=args.steps):
         began = time.monotonic()
+        if shard_s:
+            time.sleep(shard_s)
         loss = workload.loss_of(model, tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         # None in a void body, and in a final one that a lost member interrupted.
