@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fallow.model import FallowError
 from fallow.worker import checkpoint
 from fallow.worker.position import Position
-from fallow.worker.state import checksum, checksum_of, decode, digest, encode, flatten, stream_size, unflatten
+from fallow.worker.state import decode, digest, encode, fingerprint, room, tensors_in
 
 TREE = {
     "plain": [None, True, 1, -(2**70), 2.5, math.inf, "ü", b"\x00\xff"],
@@ -31,10 +33,11 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 def round_trip(value):
     encoded, tensors = encode(value, "test")
-    size = stream_size(encoded.tensors)
-    cut = size // 128 * 64
-    flat = torch.cat([flatten(tensors, 0, cut), flatten(tensors, cut, size)])
-    return decode(encoded, unflatten(flat, encoded.tensors))
+    places = room(encoded.tensors)
+    for place, tensor in zip(places, tensors, strict=True):
+        assert place.data_ptr() % 64 == 0
+        place.copy_(tensor)
+    return decode(encoded, places)
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -71,15 +74,41 @@ def test_an_unknown_type_is_refused_by_name(value) -> None:
         encode({"inner": value}, "EMA")
 
 
-def test_checksums_see_single_bits_and_exchanged_values() -> None:
+def test_the_fingerprint_depends_on_order_and_on_where_one_tensor_ends() -> None:
     one = [torch.arange(9.0), torch.zeros(3)]
-    assert checksum_of(one) == checksum_of([t.clone() for t in one])
-    changed = [one[0].clone(), torch.zeros(3)]
-    changed[0].view(torch.uint8)[5] ^= 1
-    assert checksum_of(changed) != checksum_of(one)
-    assert checksum_of([one[1], one[0]]) != checksum_of(one)
-    flat = flatten(one, 0, 128)
-    assert checksum(flat) == int(flat.view(torch.int64).sum())
+    assert fingerprint(one) == fingerprint([t.clone() for t in one])
+    assert fingerprint([one[1], one[0]]) != fingerprint(one)
+    assert fingerprint([torch.arange(8.0), torch.tensor([8.0, 0, 0, 0])]) != fingerprint(one)
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    assert fingerprint([transposed]) == fingerprint([transposed.contiguous()])
+
+
+@given(st.integers(0, 5000 * 4 - 1), st.integers(0, 7), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_the_fingerprint_sees_a_single_bit_anywhere(at: int, bit: int, dtype: torch.dtype) -> None:
+    raw = torch.arange(5000 * 4 // 8, dtype=torch.int64).view(torch.uint8)
+    tensors = [torch.zeros(3), raw.clone().view(dtype), torch.zeros((), dtype=torch.bool)]
+    before = fingerprint(tensors)
+    tensors[1].view(torch.uint8)[at] ^= 1 << bit
+    assert fingerprint(tensors) != before
+
+
+def test_negated_weights_change_the_fingerprint() -> None:
+    weights = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    assert fingerprint([weights]) != fingerprint([-weights])
+
+
+def test_large_room_is_one_block_of_zeros() -> None:
+    specs = encode([torch.zeros(1 << 20), torch.zeros((), dtype=torch.int16), torch.zeros(3, 0)], "test")[0].tensors
+    big, small, empty = room(specs)
+    assert (big.shape, small.shape, empty.shape) == ((1 << 20,), (), (3, 0))
+    assert small.data_ptr() - big.data_ptr() == 4 << 20
+    assert not big.any()
+
+
+def test_tensors_are_found_in_the_order_of_their_numbers() -> None:
+    tree = {"a": [torch.zeros(1), {"b": (torch.ones(2), 3)}], "c": torch.full((), 7.0)}
+    _, tensors = encode(tree, "test")
+    assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in tensors_in(tree)]
 
 
 def test_digest_depends_on_names_not_on_order() -> None:

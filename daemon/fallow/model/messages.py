@@ -81,7 +81,7 @@ class Parts(Struct, frozen=True, kw_only=True):
 
 
 class Active(Message, frozen=True, kw_only=True):
-    """The worker took part in the first exchange of `generation` and now computes in it."""
+    """The worker took part in the first exchange of `generation`, now computes in it and has all of the state."""
 
     worker: str
     generation: int
@@ -91,6 +91,9 @@ class Active(Message, frozen=True, kw_only=True):
     "end of the last step in the old generation to start of the first in this one; 0 for a newcomer"
     parts: Parts
     bytes_received: int = 0
+    "bytes of state that it received inside the pause"
+    bytes_behind: int = 0
+    "bytes of state that it received during its first step"
     steps_discarded: int = 0
 
 

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp, Store
 
 from fallow.model import Exit, FallowError
+from fallow.worker.stream import Card, Streams, sources
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
@@ -32,11 +33,12 @@ class Group:
     Thread-safe: collectives may be issued from autograd's threads, `interrupt` comes from the communication thread.
     """
 
-    def __init__(self, generation: int, rank: int, size: int, pg: Any | None) -> None:
+    def __init__(self, generation: int, rank: int, size: int, pg: Any | None, streams: Streams | None = None) -> None:
         self.generation = generation
         self.rank = rank
         self.size = size
         self._pg = pg
+        self._streams = streams
         self._changed = threading.Condition()
         self._pending = 0
         self._broken: str | None = None
@@ -54,12 +56,24 @@ class Group:
         """True if collectives were left behind: native threads may still hold on to them."""
         return self._broken is not None and self._pg is not None
 
+    @property
+    def streams(self) -> Streams:
+        """Transfers of state between two members; they end with the group."""
+        assert self._streams is not None, "a world of one hands nothing over"
+        return self._streams
+
     def interrupt(self, reason: str) -> None:
-        """End every pending and future collective of this group with `Interrupted`."""
+        """End every pending and future collective and transfer of this group with `Interrupted`."""
         with self._changed:
             if self._broken is None:
                 self._broken = reason
             self._changed.notify_all()
+        self.end_transfers()
+
+    def end_transfers(self) -> None:
+        """Nobody takes state from this member any more, nor it from others."""
+        if self._streams is not None:
+            self._streams.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Launch a sum over the ranks, in place; complete after `wait`."""
@@ -91,20 +105,6 @@ class Group:
         self._launch(lambda pg: pg.allgather([gathered], [tensor]), (tensor, gathered))
         return gathered
 
-    def hand_over(self, source: int, target: int, tensor: torch.Tensor) -> None:
-        """Launch a copy of a flat uint8 tensor from one rank to another, in place; all ranks must call it.
-
-        As an all-to-all with one filled cell: gloo's plain send and receive cannot be interrupted.
-        """
-        if self._pg is None or source == target:
-            return
-        sent = [tensor.numel() if self.rank == source and rank == target else 0 for rank in range(self.size)]
-        taken = [tensor.numel() if self.rank == target and rank == source else 0 for rank in range(self.size)]
-        nothing = torch.empty(0, dtype=torch.uint8)
-        give = tensor if self.rank == source else nothing
-        take = tensor if self.rank == target else nothing
-        self._launch(lambda pg: pg.alltoall_base(take, give, taken, sent), (give, take))
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until everything launched is complete.
 
@@ -115,11 +115,12 @@ class Group:
             began = time.monotonic()
             done = self._changed.wait_for(lambda: self._pending == 0 or self._broken is not None, timeout_s)
             self.waited_s += time.monotonic() - began
-            if not done:
-                self._broken = f"no answer from a peer within {timeout_s:g} s"
-            if self._broken is not None:
-                raise Interrupted(self._broken)
-            self._kept.clear()
+            if done and self._broken is None:
+                self._kept.clear()
+                return
+            reason = self._broken or f"no answer from a peer within {timeout_s:g} s"
+        self.interrupt(reason)
+        raise Interrupted(reason)
 
     def _launch(self, issue: Any, tensors: Any) -> None:
         with self._changed:
@@ -145,9 +146,9 @@ class Group:
             error = _reason(caught)
         with self._changed:
             self._pending -= 1
-            if error is not None and self._broken is None:
-                self._broken = error
             self._changed.notify_all()
+        if error is not None:
+            self.interrupt(error)
 
     def destroy(self) -> None:
         """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
@@ -155,6 +156,7 @@ class Group:
             self._pg.shutdown()
         self._pg = None
         self._kept.clear()
+        self.end_transfers()
 
 
 def _reason(error: BaseException) -> str:
@@ -166,7 +168,16 @@ def _reason(error: BaseException) -> str:
     return text.partition(". This is typically caused")[0]
 
 
-def build_group(generation: int, rank: int, size: int, store: Store | None, address: str, timeout_s: float) -> Group:
+def build_group(
+    generation: int,
+    rank: int,
+    size: int,
+    store: Store | None,
+    address: str,
+    timeout_s: float,
+    *,
+    holds: bool = False,
+) -> Group:
     """Build a group over gloo and open its connections.
 
     Args:
@@ -176,6 +187,7 @@ def build_group(generation: int, rank: int, size: int, store: Store | None, addr
         store: rendezvous; may be None for a size of 1.
         address: the only local address to listen on.
         timeout_s: seconds until the attempt fails.
+        holds: this member has the run's state; those who have not open lines to some who have.
 
     Raises:
         FallowError: the group could not be built; the text says why.
@@ -186,13 +198,16 @@ def build_group(generation: int, rank: int, size: int, store: Store | None, addr
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
     options._timeout = timedelta(seconds=timeout_s)
+    group: Group | None = None
     try:
         assert store is not None
         pg = ProcessGroupGloo(store, rank, size, options)
-        group = Group(generation, rank, size, pg)
-        _open_connections(group, timeout_s - (time.monotonic() - started))
+        group = Group(generation, rank, size, pg, Streams(generation, address))
+        _open_connections(group, timeout_s - (time.monotonic() - started), holds=holds)
         pg._set_default_timeout(COLLECTIVE_TIMEOUT)
-    except (RuntimeError, Interrupted) as error:
+    except (RuntimeError, OSError, Interrupted) as error:
+        if group is not None:
+            group.end_transfers()
         raise FallowError(
             f"process group of generation {generation} (rank {rank} of {size}) on {address}: {_reason(error)}; "
             "check that the nodes reach each other on that address",
@@ -201,17 +216,23 @@ def build_group(generation: int, rank: int, size: int, store: Store | None, addr
     return group
 
 
-def _open_connections(group: Group, timeout_s: float) -> None:
+def _open_connections(group: Group, timeout_s: float, *, holds: bool) -> None:
     # gloo connects pairs on first use and asks the store for addresses then. Everything that training will use is
     # used once here, because the head, which is the store, may be away later.
     probe = torch.zeros(1)
     group.all_reduce(probe)
     for root in range(group.size):
         group.broadcast(torch.zeros(1), root)
-    group.all_gather(probe.clone())
-    for root in range(group.size):
-        group.hand_over(root, (root + 1) % group.size, torch.zeros(1, dtype=torch.uint8))
+    card = torch.frombuffer(bytearray(group.streams.card(holds=holds).encode()), dtype=torch.uint8)
+    cards = group.all_gather(card)
     group.wait(timeout_s)
+    group.streams.cards = [Card.decode(row.numpy().tobytes()) for row in cards]
+    if not holds:
+        # Those who will receive know now from whom, in all likelihood.
+        there = [rank for rank, card in enumerate(group.streams.cards) if card.holds]
+        away = [rank for rank in range(group.size) if rank not in there]
+        for donor in sources(there, away)[group.rank] if there else []:
+            group.streams.connect(donor)
 
 
 def reap(group: Group) -> None:

@@ -39,13 +39,14 @@ class Loop:
                     if member.session is not None:
                         call = place.meet(call)
                 if place.wrong_epoch or call < place.position.call:
-                    self._turn.report_arrival()
+                    self._turn.settle()
                     return  # the members are past this call
                 place.in_sync = True
                 member.replan()  # this loader may have missed changes while another one was at work
                 while self._wants_more(epochs, max_steps):
                     yield from step.run(loader)
                     self._turn.take()
+                self._turn.settle()
                 self._finish_call()
                 member.ledger.flush()
             except GeneratorExit:

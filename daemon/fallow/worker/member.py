@@ -19,6 +19,7 @@ from fallow.worker.place import Place
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.session import Session
+from fallow.worker.standing import Standing
 
 
 class Member:
@@ -52,6 +53,8 @@ class Member:
         self.pace = Pace()
         self.division = Division((0.0,) * self.group.size)
         "of a step's shards among the members: the same on all of them"
+        self.standing = Standing()
+        gate.settle = self.standing.complete
         self.loader: ElasticLoader | None = None
         "of the run.steps call at work"
         self.checkpoint_asked = False

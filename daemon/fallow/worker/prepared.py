@@ -12,6 +12,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import Arithmetic, Floating
+from fallow.worker.state import tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step; in a void body they do nothing."""
@@ -27,6 +28,8 @@ class Gate:
         "the step has one shard only, so a closure may run the model again"
         self.stepped = False
         "an optimizer has stepped in this body"
+        self.settle: Callable[[], bool] = lambda: True
+        "asked before a closure: is the whole state here? False: it will not come, the body is void"
 
 
 class Prepared:
@@ -119,7 +122,29 @@ class Prepared:
         """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""
         return [*(p for module in self.modules for p in module.parameters()), *self.buffers()]
 
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What modules contribute to `export`, in its order."""
+        return [tensor for module in self.modules for tensor in _module_tensors(module).values()]
+
     # ----------------------------------------------------------------------------------------------------- state
+
+    def plain_optimizer_tensors(self) -> list[torch.Tensor]:
+        """Tensors in the state of optimizers that load a state by taking the tensors over as they are."""
+        return [
+            value
+            for optimizer in self.optimizers
+            if _loads_plainly(optimizer)
+            for entry in optimizer.state.values()
+            for value in tensors_in(entry)
+        ]
+
+    def optimizer_pairs(self, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Live optimizer tensors beside those of a state that was loaded; None if they do not correspond."""
+        live = list(tensors_in([optimizer.state_dict() for optimizer in self.optimizers]))
+        loaded = list(tensors_in(state["optimizers"]))
+        if [tensor.shape for tensor in live] != [tensor.shape for tensor in loaded]:
+            return None
+        return list(zip(live, loaded, strict=True))
 
     def export(self) -> dict[str, Any]:
         """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
@@ -143,9 +168,12 @@ class Prepared:
                     if own.keys() != tensors.keys():
                         raise KeyError(", ".join(sorted(own.keys() ^ tensors.keys())))
                     for name, tensor in own.items():
-                        tensor.copy_(tensors[name])
+                        if tensor.data_ptr() != tensors[name].data_ptr():  # else it was received in place
+                            tensor.copy_(tensors[name])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
+                if _loads_plainly(optimizer):
+                    _keep_dtypes(optimizer, saved)
             for thing, saved in zip(self.others, state["others"], strict=True):
                 thing.load_state_dict(saved)
             self.arithmetic.load(state["arithmetic"])
@@ -175,6 +203,21 @@ def signature_of(layout: list[str]) -> str:
     return hashlib.sha256("\n".join(layout).encode()).hexdigest()
 
 
+def _loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = [*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks]
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Loading casts state to the parameter's dtype (bfloat16 parameters, float32 state): take it as it was."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entry in saved["state"].items():
+        live = optimizer.state[params[number]]
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dtype != live[key].dtype:
+                live[key] = value.to(live[key].device)
+
+
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor.detach() for name, tensor in named.items()}
@@ -188,6 +231,8 @@ def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], A
             Exit.DATA,
         )
 
+    if not gate.settle():
+        return None
     # The closure's first backward opens the gate; until then it is closed, so `inner` is called regardless.
     result = inner(closure)
     gate.stepped = True

@@ -304,6 +304,7 @@ class Session:
                     store,
                     self._address,
                     prepare.timeout_s,
+                    holds=self.progress.generation > 0,
                 )
             except FallowError as error:
                 reason = error.message

@@ -7,9 +7,11 @@ refused by name: reading a state never runs code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import mmap
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +23,11 @@ from fallow.model import Exit, FallowError
 _FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 _ALIGN = 64
 """Tensors begin at multiples of this in a stream, so that they can be used in place."""
+
+_HUGE = 1 << 21
+"""Blocks from this size on ask the kernel for huge pages."""
+
+_BLOCK = 4096
 
 _SMALL = range(-(2**63), 2**64)
 
@@ -148,26 +155,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def stream_size(specs: Sequence[TensorSpec]) -> int:
-    """Length in bytes of tensors laid out one after the other, each at a multiple of 64."""
-    return sum(_padded(spec.nbytes) for spec in specs)
-
-
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """`size` rounded up to a multiple of 64, where the next tensor may begin."""
     return size + -size % _ALIGN
 
 
-def flatten(tensors: Iterable[torch.Tensor], first: int, end: int) -> torch.Tensor:
-    """Bytes [first, end) of the tensors' stream in a new uint8 tensor; gaps are zero. Only this part is copied."""
-    flat = torch.zeros(end - first, dtype=torch.uint8)
-    at = 0
-    for tensor in tensors:
-        data = as_bytes(tensor)
-        low, high = max(first, at), min(end, at + data.numel())
-        if low < high:
-            flat[low - first : high - first] = data[low - at : high - at]
-        at += _padded(data.numel())
-    return flat
+def room(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """New tensors of the given specs in one block of memory."""
+    size = sum(padded(spec.nbytes) for spec in specs)
+    if size < _HUGE:
+        return unflatten(torch.empty(size, dtype=torch.uint8), specs)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)  # the first touch of small pages costs more than the copy
+    return unflatten(torch.frombuffer(block, dtype=torch.uint8), specs)
 
 
 def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
@@ -177,27 +178,39 @@ def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Ten
     for spec in specs:
         data = flat[at : at + spec.nbytes]
         tensors.append(data.view(dtype_named(spec.dtype)).reshape(spec.shape))
-        at += _padded(spec.nbytes)
+        at += padded(spec.nbytes)
     return tensors
 
 
-def checksum(flat: torch.Tensor) -> int:
-    """Sum of a flat uint8 tensor (a multiple of 8 bytes) as int64 words, wrapping around: fast, not secure."""
-    return int(flat.view(torch.int64).sum())
+def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
+    """A 62-bit hash over tensors' bits: one pass at the speed of memory, on the tensors' own device.
+
+    Large tensors are reduced to sums of 64-bit words over blocks of 4 KiB, and those are hashed: any single changed
+    bit changes the result; so do blocks that are exchanged. Not secure against an adversary.
+    """
+    total = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        raw = as_bytes(tensor.detach().contiguous())
+        even = raw.numel() // _BLOCK * _BLOCK if raw.storage_offset() % 8 == 0 else 0
+        if even:
+            sums = raw[:even].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
+            total.update(as_bytes(sums.to("cpu")).numpy().data)
+        total.update(as_bytes(raw[even:].to("cpu").contiguous()).numpy().data)
+        total.update(raw.numel().to_bytes(8, "little"))
+    return int.from_bytes(total.digest(), "little") >> 2
 
 
-def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
-    """A sum over tensors' bits, equal where all values are equal in order; costs one pass over the memory."""
-    total = 0
-    for number, tensor in enumerate(tensors):
-        data = tensor.detach().to("cpu").contiguous()
-        raw = as_bytes(data)
-        even = raw.numel() & ~7
-        part = int(raw[:even].view(torch.int64).sum()) if even and data.data_ptr() % 8 == 0 else int(raw.sum())
-        if even != raw.numel() and data.data_ptr() % 8 == 0:
-            part += int(raw[even:].sum())
-        total = (total * 31 + part + number) & (2**62 - 1)
-    return total
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree themselves, in the order in which `encode` numbers them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(key)
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def digest(states: Sequence[dict[str, Any]]) -> str:

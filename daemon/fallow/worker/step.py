@@ -186,6 +186,7 @@ class Step:
         """The final body ended without a backward: contribute what there is, and do the step that others do."""
         reducer, prepared = self._member.reducer, self._member.prepared
         reducer.before_backward()
+        self._member.standing.complete()
         reducer.finish_round()
         while not reducer.interrupted and reducer.control is not None and reducer.control.head.more:
             reducer.next_backward()
@@ -229,6 +230,10 @@ class Step:
             reducer.add_loss(float(root.detach()) / scale)
         # The loss's value was waited for above, so an accelerator's work on it is done, too.
         self._member.pace.lap()
+        if self.final_shard:
+            # Others' optimizers act once this member has taken part, and they hand their state over until then. If it
+            # does not come the group is broken, and the reduction says so.
+            self._member.standing.complete()
         reducer.after_backward()
         self._member.pace.restart()
         gate.open = self.final_shard and reducer.rounds > 0 and not reducer.interrupted

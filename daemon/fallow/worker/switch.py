@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import time
-import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
 from fallow.worker import checkpoint, state
 from fallow.worker.group import Group
+from fallow.worker.handover import Intake, Supply
 from fallow.worker.position import Position
 from fallow.worker.prepared import Prepared
+from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
+from fallow.worker.stream import sources
 
-_DONORS = 4
-"""More donors at once than this do not make the transfer faster."""
+
+class View(NamedTuple):
+    """What members tell each other."""
+
+    generation: int
+    standing: int
+    progress: int
+    "see `Position.progress`"
+    fingerprint: int
+    "of the weights; 0 unless it holds the state"
+    pace: int
+    "nanoseconds per shard; 0: not measured"
+
+
+class Verdict(NamedTuple):
+    """What all members conclude from all views."""
+
+    donors: list[int]
+    "ranks; empty if nobody has the state"
+    healed: list[int]
+    "ranks that are as far but whose weights are not those of the majority"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +49,11 @@ class Exchanged:
     """What the exchange did and where its time went (seconds)."""
 
     position: Position
-    received: int
-    "bytes of state that this process received"
+    intake: Intake | None
+    "what this member received; a part may be on its way still, see `Standing`"
+    healed: list[int]
+    drain_s: float
+    "until every member had finished its last step"
     group_s: float
     state_s: float
     paces: list[float]
@@ -34,7 +61,7 @@ class Exchanged:
 
 
 def export_state(prepared: Prepared, position: Position) -> dict[str, object]:
-    """Everything that a newcomer needs, as a tree."""
+    """Everything that a newcomer needs, as a tree; the modules' tensors come first."""
     return {"objects": prepared.export(), "position": position.export()}
 
 
@@ -47,7 +74,7 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
 
 
 def exchange(
-    group: Group, prepared: Prepared, position: Position, *, has_state: bool, newest: str | None, pace: float
+    group: Group, prepared: Prepared, position: Position, standing: Standing, newest: str | None, pace: float
 ) -> Exchanged:
     """Compare all members' states in a new group and bring everybody to the newest one.
 
@@ -55,108 +82,109 @@ def exchange(
         group: the new generation's group.
         prepared: live objects; changed in place on those who receive.
         position: this member's position.
-        has_state: it has trained (or received state) before.
-        newest: path of the newest checkpoint, used by rank 0 if nobody has the state.
+        standing: what its state is worth; set to what it is worth afterwards, and what is on its way.
+        newest: path of the newest checkpoint, used if nobody has the state.
         pace: this member's seconds per shard; 0: not measured.
 
     Raises:
-        Interrupted: the group broke; nothing was changed here.
-        FallowError: members that should be equal differ, or the state does not fit.
+        Interrupted: the group broke. Who held the state still does.
+        FallowError: members that should be equal differ and there is no majority, or the state does not fit.
     """
     started = time.monotonic()
-    total = state.checksum_of(prepared.weights()) if has_state else 0
-    words = [group.generation, int(has_state), position.progress, total, round(pace * 1e9)]
-    mine = torch.tensor(words, dtype=torch.int64)
-    gathered = group.all_gather(mine)
+    here = torch.zeros(1)
+    group.all_reduce(here)
+    total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    views = [[int(value) for value in row] for row in gathered]
-    donors = _donors(group.generation, views)
-    if not donors:
-        if group.rank == 0 and newest is not None:
-            position = load_state(prepared, checkpoint.load(Path(newest)))
-        donors = [0]
-    received = 0
-    receivers = [rank for rank in range(group.size) if rank not in donors]
-    if receivers:
-        tree, received = _transfer(group, donors[:_DONORS], prepared, position, receivers)
-        if tree is not None:
-            position = load_state(prepared, tree)
-    paces = [view[4] / 1e9 for view in views]
-    return Exchanged(position, received, met - started, time.monotonic() - met, paces)
-
-
-def _donors(generation: int, views: list[list[int]]) -> list[int]:
-    """Ranks with the most finished steps and phases; empty if nobody has state."""
-    for rank, view in enumerate(views):
-        if view[0] != generation:
-            raise FallowError(f"rank {rank} is in generation {view[0]}, not {generation}: a stale process answered")
-    holders = [rank for rank, view in enumerate(views) if view[1]]
-    if not holders:
-        return []
-    most = max(views[rank][2] for rank in holders)
-    donors = [rank for rank in holders if views[rank][2] == most]
-    if len({views[rank][3] for rank in donors}) > 1:
-        sums = ", ".join(f"rank {rank}: {views[rank][3]:x}" for rank in donors)
-        raise FallowError(
-            f"generation {generation}: members at step {most >> 8} hold different weights ({sums}); the script changes "
-            "weights outside the prepared optimizers, or the nodes compute differently (processor, torch version)"
-        )
-    return donors
-
-
-def _transfer(
-    group: Group, donors: list[int], prepared: Prepared, position: Position, receivers: list[int]
-) -> tuple[dict[str, object] | None, int]:
-    """Send the whole state, one piece from each donor; returns the tree and its bytes on those who received it."""
-    giving = group.rank in donors
-    encoded, tensors = state.encode(export_state(prepared, position) if giving else None, "run")
-    outline = msgspec.msgpack.encode(encoded)
-    size = state.stream_size(encoded.tensors)
-    mine = torch.empty(0, dtype=torch.uint8)
-    if giving:
-        mine = state.flatten(tensors, *_piece(size, donors, donors.index(group.rank)))
-    heads = group.all_gather(
-        torch.tensor([len(outline), zlib.crc32(outline), size, state.checksum(mine)], dtype=torch.int64)
-    )
-    group.wait()
-    length, crc, size, _ = (int(value) for value in heads[donors[0]])
-    if any(heads[donor][:3].tolist() != [length, crc, size] for donor in donors):
-        raise FallowError(
-            f"generation {group.generation}: members with equal weights hold different optimizer or other state; "
-            "prepare everything that changes with the steps"
-        )
-    text = torch.frombuffer(bytearray(outline if giving else bytes(length)), dtype=torch.uint8)
-    taking = group.rank in receivers
-    flat = torch.empty(size if taking else 0, dtype=torch.uint8)
-    group.broadcast(text, donors[0])
-    for number, donor in enumerate(donors):
-        first, end = _piece(size, donors, number)
-        if first == end:
-            continue
-        part = mine if donor == group.rank else flat[first:end]
-        if len(receivers) > len(donors):
-            # A tree is better than one transfer per receiver. Everybody takes part, so the others need a place too.
-            group.broadcast(part if part.numel() else torch.empty(end - first, dtype=torch.uint8), donor)
-            continue
-        for receiver in receivers:
-            involved = group.rank in (donor, receiver)
-            group.hand_over(donor, receiver, part if involved else flat[:0])
-    group.wait()
-    if not taking:
-        return None, 0
-    for number, donor in enumerate(donors):
-        first, end = _piece(size, donors, number)
-        if state.checksum(flat[first:end]) != int(heads[donor][3]):
+    views = _views(group, View(group.generation, standing.value, position.progress, total, round(pace * 1e9)))
+    agreed = time.monotonic()
+    donors, healed = judge(group.generation, views)
+    begun = bool(donors)
+    if not begun:
+        if standing.value == TORN:
             raise FallowError(
-                f"generation {group.generation}: the state arrived damaged at rank {group.rank} from rank {donor}"
+                "every member that had the state is gone, and this one had not received all of it yet; "
+                "the run goes on from its newest checkpoint",
+                Exit.TEMPFAIL,
             )
-    received = msgspec.msgpack.decode(text.numpy().tobytes(), type=state.Encoded)
-    tree = state.decode(received, state.unflatten(flat, received.tensors))
-    return tree, size + length
+        donors = [next(rank for rank, view in enumerate(views) if view.standing == FRESH)]
+        if group.rank == donors[0] and newest is not None:
+            position = load_state(prepared, checkpoint.load(Path(newest)))
+    receivers = [rank for rank, view in enumerate(views) if rank not in donors and (begun or view.standing == FRESH)]
+    plan = sources(donors, receivers)
+    intake: Intake | None = None
+    if group.rank in plan:
+        intake, position = _receive(group, plan[group.rank], prepared, standing, begun=begun)
+    else:
+        pieces = sum(row.count(group.rank) for row in plan.values())
+        if pieces:
+            standing.supply = Supply(group, prepared, export_state(prepared, position), pieces)
+            standing.supply.wait_early()
+        else:
+            group.end_transfers()
+        standing.value = HOLDS
+    return Exchanged(
+        position=position,
+        intake=intake,
+        healed=healed,
+        drain_s=met - started,
+        group_s=agreed - met,
+        state_s=time.monotonic() - agreed,
+        paces=[view.pace / 1e9 for view in views],
+    )
 
 
-def _piece(size: int, donors: list[int], number: int) -> tuple[int, int]:
-    """The part of a stream of `size` bytes (a multiple of 64) that the donor of that number sends."""
-    words = size // 64
-    return words * number // len(donors) * 64, words * (number + 1) // len(donors) * 64
+def _views(group: Group, mine: View) -> list[View]:
+    gathered = group.all_gather(torch.tensor(mine, dtype=torch.int64))
+    group.wait()
+    return [View(*(int(value) for value in row)) for row in gathered]
+
+
+def judge(generation: int, views: Sequence[View]) -> Verdict:
+    """Who gives the state to the others: those who are furthest.
+
+    Where their weights differ, more than half of them must agree; the others receive the state anew.
+
+    Raises:
+        FallowError: a stale process answered, or weights differ and no side is the majority.
+    """
+    for rank, view in enumerate(views):
+        if view.generation != generation:
+            raise FallowError(f"rank {rank} is in generation {view.generation}, not {generation}: a stale process")
+    holders = [rank for rank, view in enumerate(views) if view.standing == HOLDS]
+    if not holders:
+        return Verdict([], [])
+    most = max(views[rank].progress for rank in holders)
+    newest = [rank for rank in holders if views[rank].progress == most]
+    (usual, count), *_ = Counter(views[rank].fingerprint for rank in newest).most_common(1)
+    if 2 * count <= len(newest):
+        sums = ", ".join(f"rank {rank}: {views[rank].fingerprint:x}" for rank in newest)
+        raise FallowError(
+            f"generation {generation}: members that are equally far hold different weights ({sums}) and none are the "
+            "majority; the script changes weights outside the prepared optimizers, or the nodes compute differently "
+            "(processor, torch version)"
+        )
+    donors = [rank for rank in newest if views[rank].fingerprint == usual]
+    return Verdict(donors, [rank for rank in newest if rank not in donors])
+
+
+def _receive(
+    group: Group, donors: Sequence[int], prepared: Prepared, standing: Standing, *, begun: bool
+) -> tuple[Intake, Position]:
+    """Take the state; late tensors are left to come where nothing is lost if they do not."""
+    # An old state, or the very first one, is worth something until a whole new one is here.
+    at_once = standing.holds or not begun
+    if not at_once:
+        standing.value = TORN
+    intake = Intake(group, prepared, donors, in_place=not at_once)
+    tree = intake.wait_early()
+    if at_once:
+        intake.settle()
+        intake.early_bytes, intake.late_bytes = intake.early_bytes + intake.late_bytes, 0
+    position = load_state(prepared, tree)
+    if not at_once:
+        intake.adopt()
+    standing.intake = intake
+    if intake.complete:
+        standing.complete()
+    return intake, position

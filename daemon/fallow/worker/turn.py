@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+
+import msgspec
 
 from fallow.core.shares import Division
 from fallow.model import Active, Checkpointed, FallowError, Left, Parts
 from fallow.worker import checkpoint
 from fallow.worker.group import Group, Interrupted
+from fallow.worker.handover import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
 from fallow.worker.session import Prepared as Upcoming
@@ -106,9 +110,13 @@ class Turn:
         if newest is None and member.welcome is not None:
             newest = member.welcome.checkpoint
         newcomer = not place.joined
-        done = exchange(
-            group, member.prepared, place.position, has_state=place.joined, newest=newest, pace=member.pace.value
-        )
+        member.standing.give_up()
+        done = exchange(group, member.prepared, place.position, member.standing, newest, member.pace.value)
+        if group.rank in done.healed:
+            sys.stderr.write(
+                f"fallow: generation {group.generation}: this member's weights were not those of the others at step "
+                f"{done.position.step}; they were replaced. Does this node compute differently?\n"
+            )
         member.group = group
         member.division = Division(tuple(done.paces))
         place.position = done.position
@@ -123,9 +131,9 @@ class Turn:
             self._arrival = _Arrival(
                 newcomer,
                 at.step,
-                done.received,
+                done.intake,
                 Parts(
-                    drain=parts.drain,
+                    drain=parts.drain + done.drain_s,
                     group=parts.group + done.group_s,
                     state=done.state_s,
                 ),
@@ -142,27 +150,42 @@ class Turn:
             return
         now = time.monotonic()
         old = arrival.parts
-        parts = Parts(drain=old.drain, group=old.group, state=old.state, data=now - arrival.entered)
-        pause = 0.0 if arrival.newcomer else now - member.boundary
-        session.send(
-            Active(
-                worker=session.worker,
-                generation=member.group.generation,
-                first_step=arrival.step,
-                pause_s=pause,
-                parts=parts,
-                bytes_received=arrival.received,
-                steps_discarded=member.discarded,
-            )
+        intake = arrival.intake
+        message = Active(
+            worker=session.worker,
+            generation=member.group.generation,
+            first_step=arrival.step,
+            pause_s=0.0 if arrival.newcomer else now - member.boundary,
+            parts=Parts(drain=old.drain, group=old.group, state=old.state, data=now - arrival.entered),
+            bytes_received=intake.early_bytes if intake is not None else 0,
+            steps_discarded=member.discarded,
         )
         member.discarded = 0
-        session.progress.held = False
-        session.progress.generation = member.group.generation
+        if intake is None:
+            self._tell(message)
+        else:
+            # Until all of the state is here this member cannot give it to others.
+            intake.when_complete(lambda: self._tell(msgspec.structs.replace(message, bytes_behind=intake.late_bytes)))
+
+    def _tell(self, message: Active) -> None:
+        session = self._member.session
+        assert session is not None
+        if message.generation == self._member.group.generation:
+            session.send(message)
+            session.progress.held = False
+            session.progress.generation = message.generation
+
+    def settle(self) -> None:
+        """After the last step of a call: the script may do with the state what it likes from here on."""
+        self.report_arrival()
+        while not self._member.standing.settle():
+            self._switch(planned=False)
+            self.report_arrival()
 
     def _leave(self, upcoming: Upcoming) -> None:
         member, session = self._member, self._member.session
         assert session is not None
-        if not upcoming.prepare.members:
+        if not upcoming.prepare.members and member.standing.holds:
             self._save_checkpoint()
         member.ledger.flush()
         step = member.place.position.step
@@ -173,9 +196,9 @@ class Turn:
 class _Arrival:
     """A switch that has not been reported yet."""
 
-    def __init__(self, newcomer: bool, step: int, received: int, parts: Parts, entered: float) -> None:
+    def __init__(self, newcomer: bool, step: int, intake: Intake | None, parts: Parts, entered: float) -> None:
         self.newcomer = newcomer
         self.step = step
-        self.received = received
+        self.intake = intake
         self.parts = parts
         self.entered = entered

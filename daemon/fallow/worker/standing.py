@@ -1,0 +1,57 @@
+"""What a member's state is worth, and what of it is still on its way."""
+
+from __future__ import annotations
+
+from fallow.worker.group import Interrupted
+from fallow.worker.handover import Intake, Supply
+
+FRESH, HOLDS, TORN = 0, 1, 2
+"""As the script made it; the run's, complete; partly overwritten by a transfer, so that it can only receive."""
+
+
+class Standing:
+    """Changed by exchanges, also by those that fail."""
+
+    def __init__(self) -> None:
+        self.value = FRESH
+        self.intake: Intake | None = None
+        "what comes to this member behind its first backward"
+        self.supply: Supply | None = None
+        "what others take from this member"
+
+    @property
+    def holds(self) -> bool:
+        """It can train with its state, and give it to others."""
+        return self.value == HOLDS
+
+    def complete(self) -> bool:
+        """Wait for the part of the state that comes late; False if it does not, because the group is broken.
+
+        Raises:
+            FallowError: it arrived damaged.
+        """
+        if self.intake is not None:
+            try:
+                self.intake.settle()
+            except Interrupted:
+                return False
+            self.value = HOLDS
+            self.intake = None
+        return True
+
+    def settle(self) -> bool:
+        """As `complete`, and wait until others have what they take from here: then the state may be changed."""
+        if self.supply is not None:
+            try:
+                self.supply.settle()
+            except Interrupted:
+                return False
+            self.supply = None
+        return self.complete()
+
+    def give_up(self) -> None:
+        """Before another exchange: what is complete by now counts, what is not ends."""
+        self.supply = None
+        if self.intake is not None and not (self.intake.complete and self.complete()):
+            self.intake.give_up()
+            self.intake = None

@@ -1,0 +1,471 @@
+"""First exchanges over real gloo groups and sockets, one thread per member: receivers train on as the others."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from fallow.model import Exit, FallowError
+from fallow.worker import handover, stream, switch
+from fallow.worker.group import Group, Interrupted, build_group
+from fallow.worker.position import Position
+from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
+from fallow.worker.stream import Card, Streams, cut, receive_piece, send_piece, sources, word_sum
+from fallow.worker.switch import Exchanged, View, exchange, judge
+
+DEADLINE_S = 20.0
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """A bit of everything: large and small, tied, frozen, bfloat16, integer and 0-dimensional tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 9000)  # its optimizer state comes late
+        self.back = nn.Linear(9000, 8)
+        self.tied = self.back
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.shift = nn.Parameter(torch.rand(8).bfloat16())
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.rand(40_000))
+        self.register_buffer("count", torch.tensor(5))
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.tied(torch.tanh(self.wide(x)))
+        return self.norm(y * self.scale + self.shift.float())
+
+
+class Member:
+    """What one worker prepared, and its standing."""
+
+    def __init__(self, seed: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.prepared = Prepared(Gate())
+        for thing in (self.model, self.optimizer, self.schedule, self.average):
+            self.prepared.add(thing)
+        self.position = Position()
+        self.standing = Standing()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(self.position.step)
+            x = torch.randn(6, 8, generator=generator)
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = (self.model(x) ** 2).mean() + self.model.scale
+                loss.backward()
+                return loss
+
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                self.optimizer.step(closure)
+            else:
+                closure()
+                self.optimizer.step()
+            self.model.count += 1
+            self.schedule.step()
+            self.average.update_parameters(self.model)
+            self.position.finish_step(6, 100)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(switch.state.tensors_in(self.prepared.export()))
+
+
+def equal(one: Member, two: Member) -> None:
+    assert one.position == two.position
+    assert [g["lr"] for g in one.optimizer.param_groups] == [g["lr"] for g in two.optimizer.param_groups]
+    left, right = one.tensors(), two.tensors()
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def groups(generation: int, members: Sequence[Member], store: HashStore) -> list[Group]:
+    store.set_timeout(timedelta(seconds=DEADLINE_S))
+
+    def build(rank: int) -> Group:
+        own = PrefixStore(str(generation), store)
+        holds = members[rank].standing.holds
+        return build_group(generation, rank, len(members), own, "127.0.0.1", DEADLINE_S, holds=holds)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(build, range(len(members))))
+
+
+def meet(group: Group, member: Member) -> Exchanged:
+    done = exchange(group, member.prepared, member.position, member.standing, None, 0.0)
+    member.position = done.position
+    return done
+
+
+def change(generation: int, members: Sequence[Member]) -> list[Exchanged]:
+    """One whole change of generation; the state is complete on all afterwards."""
+    ours = groups(generation, members, HashStore())
+    with ThreadPoolExecutor(len(members)) as pool:
+        done = list(pool.map(meet, ours, members))
+        assert all(pool.map(lambda member: member.standing.settle(), members))
+    for group in ours:
+        group.destroy()
+    return done
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p[:4], lr=0.1, max_iter=3, history_size=3),
+    "two groups": lambda p: torch.optim.NAdam([{"params": p[:3]}, {"params": p[3:], "lr": 0.003}], lr=0.01),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_newcomer_trains_on_bit_for_bit_like_the_member_it_met(name: str, steps: int) -> None:
+    old, new = Member(1, OPTIMIZERS[name]), Member(2, OPTIMIZERS[name])
+    old.standing.value = HOLDS
+    old.train(steps)
+    done = change(3, [old, new])
+    equal(old, new)
+    assert new.standing.holds
+    intake = done[1].intake
+    assert intake is not None
+    assert intake.early_bytes > 9000 * 8 * 4
+    assert (intake.late_bytes > 0) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
+    for member in (old, new):
+        member.train(3)
+    equal(old, new)
+
+
+def test_several_donors_and_several_receivers_and_rank_0_is_new() -> None:
+    members = [Member(seed, OPTIMIZERS["adamw"]) for seed in (5, 1, 1, 6, 1, 7)]
+    for rank in (1, 2, 4):
+        members[rank].standing.value = HOLDS
+        members[rank].train(2)
+    change(9, members)
+    for member in members:
+        equal(members[1], member)
+    for member in members:
+        member.train(1)
+    equal(members[0], members[2])
+
+
+def test_who_begins_gives_its_first_state_to_all() -> None:
+    members = [Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 2, 3)]
+    first = copy.deepcopy(members[0].model.state_dict())
+    done = change(1, members)
+    assert done[1].intake is not None
+    for member in members:
+        assert member.standing.holds
+        assert all(torch.equal(value, member.model.state_dict()[name]) for name, value in first.items())
+
+
+def test_a_survivor_one_step_behind_receives_the_newer_state() -> None:
+    ahead, behind = Member(1, OPTIMIZERS["adamw"]), Member(1, OPTIMIZERS["adamw"])
+    for member, steps in ((ahead, 3), (behind, 2)):
+        member.standing.value = HOLDS
+        member.train(steps)
+    change(2, [behind, ahead])
+    equal(ahead, behind)
+    assert behind.position.step == 3
+
+
+def test_a_drifted_member_is_healed_by_the_majority() -> None:
+    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(3)]
+    for member in members:
+        member.standing.value = HOLDS
+        member.train(2)
+    members[1].model.unused.data.view(torch.int32)[17] ^= 1
+    done = change(4, members)
+    assert [one.healed for one in done] == [[1], [1], [1]]
+    equal(members[0], members[1])
+
+
+def all_meet(generation: int, members: Sequence[Member]) -> list[Exchanged | Exception]:
+    """An exchange that may fail; what became of it on each member."""
+
+    def one(group: Group, member: Member) -> Exchanged | Exception:
+        try:
+            return meet(group, member)
+        except (FallowError, Interrupted) as error:
+            group.interrupt(str(error))  # as the end of the process would
+            return error
+
+    ours = groups(generation, members, HashStore())
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(one, ours, members))
+
+
+def test_drift_without_a_majority_ends_the_run() -> None:
+    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(2)]
+    for member in members:
+        member.standing.value = HOLDS
+    members[1].model.mask.logical_not_()
+    for error in all_meet(4, members):
+        assert isinstance(error, FallowError)
+        assert "different weights" in error.message
+
+
+def test_donors_with_different_optimizer_state_are_found_out() -> None:
+    members = [Member(seed, OPTIMIZERS["adamw"]) for seed in (1, 1, 2)]
+    for member in members[:2]:
+        member.standing.value = HOLDS
+        member.train(1)
+    members[1].optimizer.param_groups[0]["weight_decay"] = 0.5
+    error = all_meet(4, members)[2]
+    assert isinstance(error, FallowError)
+    assert "different optimizer or other state" in error.message
+
+
+# ------------------------------------------------------------------------------------------------------ breaks
+
+
+class Stall:
+    """Holds up the donors' sending of one part: "early" or "late"."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        seen: set[socket.socket] = set()
+        real = stream.send_piece
+
+        def send(line: socket.socket, memory: Sequence[stream.Bytes], number: int, pieces: int) -> int:
+            now = "late" if line in seen else "early"
+            seen.add(line)
+            if now == part:
+                self.reached.set()
+                assert self.go_on.wait(DEADLINE_S)
+            return real(line, memory, number, pieces)
+
+        monkeypatch.setattr(handover, "send_piece", send)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_break_while_the_late_part_comes_leaves_a_torn_newcomer_that_the_next_generation_mends(
+    monkeypatch: pytest.MonkeyPatch, who: int
+) -> None:
+    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
+    old.standing.value = HOLDS
+    old.train(2)
+    stall = Stall(monkeypatch, "late")
+    ours = groups(2, [old, new], HashStore())
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(meet, ours, [old, new]))
+    assert stall.reached.wait(DEADLINE_S)
+    intake = done[1].intake
+    assert intake is not None
+    assert not intake.complete
+    told = threading.Event()
+    intake.when_complete(told.set)
+    equal_weights = [torch.equal(a, b) for a, b in zip(old.model.parameters(), new.model.parameters(), strict=True)]
+    assert all(equal_weights), "forward and backward may run"
+    ours[who].interrupt("on purpose")
+    stall.go_on.set()
+    assert not new.standing.settle()
+    assert not told.is_set()
+    assert (old.standing.value, new.standing.value) == (HOLDS, TORN)
+    for member in (old, new):
+        member.standing.give_up()
+    old.train(1)
+    change(3, [new, old])
+    equal(old, new)
+    assert new.standing.holds
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_break_in_the_pause_interrupts_both_sides(monkeypatch: pytest.MonkeyPatch, who: int) -> None:
+    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
+    old.standing.value = HOLDS
+    old.train(2)
+    stall = Stall(monkeypatch, "early")
+    ours = groups(2, [old, new], HashStore())
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(meet, group, member) for group, member in zip(ours, [old, new], strict=True)]
+        assert stall.reached.wait(DEADLINE_S)
+        ours[who].interrupt("on purpose")
+        stall.go_on.set()
+        for run in runs:
+            with pytest.raises(Interrupted):
+                run.result(DEADLINE_S)
+    assert (old.standing.value, new.standing.value) == (HOLDS, TORN)
+    change(3, [old, new])
+    equal(old, new)
+
+
+def test_an_old_state_stays_whole_until_the_newer_one_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, behind = Member(1, OPTIMIZERS["adamw"]), Member(1, OPTIMIZERS["adamw"])
+    for member, steps in ((ahead, 3), (behind, 2)):
+        member.standing.value = HOLDS
+        member.train(steps)
+    before = [tensor.clone() for tensor in behind.tensors()]
+    stall = Stall(monkeypatch, "late")
+    ours = groups(2, [ahead, behind], HashStore())
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(meet, ours[0], ahead)
+        run = pool.submit(meet, ours[1], behind)
+        assert stall.reached.wait(DEADLINE_S)
+        ours[0].interrupt("on purpose")
+        stall.go_on.set()
+        with pytest.raises(Interrupted):
+            run.result(DEADLINE_S)
+    assert behind.standing.holds
+    assert all(torch.equal(a, b) for a, b in zip(before, behind.tensors(), strict=True))
+
+
+def test_where_nobody_has_the_state_a_torn_member_ends_and_a_fresh_one_begins() -> None:
+    torn, fresh, other = (Member(seed, OPTIMIZERS["adamw"]) for seed in (1, 2, 3))
+    torn.standing.value = TORN
+    first, *others = all_meet(5, [torn, fresh, other])
+    assert isinstance(first, FallowError)
+    assert first.code == Exit.TEMPFAIL
+    assert not any(isinstance(one, FallowError) for one in others)
+    assert fresh.position.step == 0
+
+
+def test_what_arrives_damaged_is_refused() -> None:
+    here, there = socket.socketpair()
+    sent = np.arange(3000, dtype=np.uint8)
+    got = np.zeros(3000, dtype=np.uint8)
+    send_piece(here, [sent], 0, 1)
+    data = bytearray(there.recv(10_000))
+    data[1234] ^= 1
+    here.sendall(data)
+    with pytest.raises(FallowError, match="damaged"):
+        receive_piece(there, [got], 0, 1)
+    here.close()
+    with pytest.raises(OSError, match="closed"):
+        receive_piece(there, [got], 0, 1)
+    there.close()
+
+
+def test_a_stranger_is_not_served() -> None:
+    streams = Streams(7, "127.0.0.1")
+    served: list[socket.socket] = []
+    streams.serve(served.append)
+    card = streams.card(holds=True)
+    assert Card.decode(card.encode()) == card
+    for token, generation in ((bytes(16), 7), (card.token, 6)):
+        with socket.create_connection((card.address, card.port), timeout=DEADLINE_S) as line:
+            line.sendall(stream._HELLO.pack(token, generation))
+            assert line.recv(1) == b""
+    assert not served
+    streams.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((card.address, card.port), timeout=DEADLINE_S)
+
+
+def test_optimizers_that_load_in_their_own_way_and_state_of_another_dtype_are_received_too() -> None:
+    class Own(torch.optim.SGD):
+        def load_state_dict(self, state_dict: dict) -> None:
+            super().load_state_dict(copy.deepcopy(state_dict))
+
+    for make in (OPTIMIZERS["momentum"], lambda p: Own(p, lr=0.01, momentum=0.9)):
+        old, new = Member(1, make), Member(2, make)
+        old.standing.value = HOLDS
+        old.train(1)
+        entry = old.optimizer.state[old.model.wide.weight]
+        entry["momentum_buffer"] = entry["momentum_buffer"].double()  # plain loading makes it float32 again
+        change(2, [old, new])
+        got = new.optimizer.state[new.model.wide.weight]["momentum_buffer"]
+        assert torch.equal(got, entry["momentum_buffer"].to(got.dtype))
+        assert (got.dtype == torch.float64) == (type(new.optimizer) is torch.optim.SGD)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_where_loading_copies_the_late_part_is_copied_when_it_is_here(
+    monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """As on another device; `hidden`: the copies cannot be matched, so that everything is waited for."""
+    real = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def clone(*args: object, **kwargs: object) -> torch.Tensor:
+        return real(*args, **kwargs).clone()
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(clone))
+    if hidden:
+        monkeypatch.setattr(Prepared, "optimizer_pairs", lambda *_: None)
+    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
+    old.standing.value = HOLDS
+    old.train(2)
+    _, done = change(2, [old, new])
+    assert done.intake is not None
+    assert done.intake.late_bytes
+    equal(old, new)
+
+
+# ---------------------------------------------------------------------------------------------------------- pure
+
+SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 3 * stream.CHUNK)), max_size=8)
+
+
+@given(SIZES, st.integers(1, 5))
+def test_pieces_cover_everything_once(sizes: list[int], pieces: int) -> None:
+    memory = [np.zeros(size, dtype=np.uint8) for size in sizes]
+    for number in range(pieces):
+        for chunk in cut(memory, number, pieces):
+            assert 0 < sum(part.size for part in chunk) <= stream.CHUNK
+            for part in chunk:
+                part += 1
+    assert all((array == 1).all() for array in memory)
+
+
+@given(st.binary(min_size=1, max_size=100), st.integers(0, 10**6))
+def test_the_sum_of_a_chunk_sees_a_single_bit(data: bytes, where: int) -> None:
+    chunk = [np.frombuffer(bytearray(data[: len(data) // 3]), np.uint8), np.frombuffer(bytearray(data), np.uint8)]
+    before = word_sum(chunk)
+    chunk[1][where % len(data)] ^= 1 << where % 8
+    assert word_sum(chunk) != before
+
+
+@given(st.integers(1, 12), st.integers(0, 12))
+def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int) -> None:
+    plan = sources(range(donors), range(100, 100 + receivers))
+    assert all(len(set(row)) == len(row) == min(4, donors) for row in plan.values())
+    loads = [sum(row.count(donor) for row in plan.values()) for donor in range(donors)]
+    assert max(loads) - min(loads) <= 1
+
+
+STANDINGS = st.sampled_from([FRESH, HOLDS, TORN])
+VIEWS = st.lists(st.builds(View, st.just(3), STANDINGS, st.integers(0, 2), st.integers(0, 1), st.just(0)))
+
+
+@given(VIEWS)
+def test_donors_are_the_majority_of_those_at_the_newest_step(views: list[View]) -> None:
+    holders = [view for view in views if view.standing == HOLDS]
+    newest = [view for view in holders if view.progress == max(v.progress for v in holders)]
+    ones = sum(view.fingerprint for view in newest)
+    if newest and 2 * ones == len(newest):
+        with pytest.raises(FallowError):
+            judge(3, views)
+        return
+    donors, healed = judge(3, views)
+    usual = [view for view in newest if view.fingerprint == (2 * ones > len(newest))]
+    assert [views[rank] for rank in donors] == usual
+    assert len(donors) + len(healed) == len(newest)
+    assert not set(donors) & set(healed)
+
+
+def test_a_stale_process_is_found_out() -> None:
+    with pytest.raises(FallowError, match="rank 1 is in generation 2, not 3"):
+        judge(3, [View(3, HOLDS, 1, 0, 0), View(2, HOLDS, 1, 0, 0)])
