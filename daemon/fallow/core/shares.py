@@ -6,6 +6,7 @@ control exchange of a finished step told, or the first exchange of a generation.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import statistics
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ def divide(shards: int, paces: Sequence[float]) -> list[int]:
 def filled(paces: Sequence[float]) -> list[float]:
     """Paces without gaps: the median of the known ones, or 1, for the unknown."""
     known = [pace for pace in paces if pace > 0]
+    if len(known) == len(paces):
+        return known
     usual = statistics.median(known) if known else 1.0
     return [pace if pace > 0 else usual for pace in paces]
 
@@ -68,7 +71,7 @@ class Division(NamedTuple):
 
     def shares(self, shards: int) -> list[int]:
         """Shards of each member, by rank, in a step of so many."""
-        return divide(shards, self.paces)
+        return list(_divided(shards, self.paces))
 
     def revised(self, shards: int, paces: Sequence[float], step: int) -> Division:
         """The division from `step` on: another one if the last change is `EVERY` steps ago and it saves `GAIN`.
@@ -84,5 +87,12 @@ class Division(NamedTuple):
 
     def _worse(self, shards: int, paces: Sequence[float]) -> bool:
         known = filled(paces)
-        now, best = step_time(self.shares(shards), known), step_time(divide(shards, known), known)
-        return best < (1 - GAIN) * now
+        enough = (1 - GAIN) * step_time(self.shares(shards), known)
+        if shards / sum(1 / pace for pace in known) >= enough:
+            return False  # not even shards that can be cut would do; asked after every step, so it saves some time
+        return step_time(divide(shards, known), known) < enough
+
+
+@functools.lru_cache(maxsize=64)
+def _divided(shards: int, paces: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(divide(shards, paces))
