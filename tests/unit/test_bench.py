@@ -31,7 +31,7 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     # Step 10 was due at 10 and came at 22.
     assert steplog.standstill(finished, 9.5, 30.0) == pytest.approx(12.0)
     assert steplog.standstill(finished, 0.0, 9.5) == pytest.approx(0.0)
-    assert steplog.progress(finished)[10] == (10, 22.0)
+    assert steplog.progress(finished)[10] == done("b", 10, 2, 22.0)
 
 
 def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def measure(members: int, params: int, rounds: int) -> Row:
 
 def holdups(finished: Sequence[Finished], arm: int) -> list[float]:
     """Seconds by which blocks of that kind (number modulo 4) took longer than the mean of the two beside them."""
-    ends = dict(steplog.progress(list(finished)))
+    ends = {one.step: one.at for one in steplog.progress(list(finished))}
     took: dict[int, float] = {}
     for number in range(1, 1 + max(ends) // BLOCK):
         first, last = BLOCK * number - 1, BLOCK * (number + 1) - 1

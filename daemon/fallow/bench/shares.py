@@ -63,5 +63,5 @@ def throughput(members: int, params: int, shards: int, steps: int, first: int, s
         log = scratch / "steps"
         log.mkdir()
         session.train(scratch / "run", params, steps, members, most=shards, options=["--log", str(log), *options])
-        times = [at for step, at in steplog.progress(steplog.read(log)) if step >= first - 1]
+        times = [one.at for one in steplog.progress(steplog.read(log)) if one.step >= first - 1]
     return [shards / (later - earlier) for earlier, later in pairwise(times)]

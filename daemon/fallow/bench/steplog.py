@@ -47,19 +47,19 @@ def read(folder: Path) -> list[Finished]:
     return sorted(found, key=lambda done: done.at)
 
 
-def progress(done: list[Finished]) -> list[tuple[int, float]]:
-    """(step, when it was first finished by anybody), for each step that went beyond all before it, by time."""
-    highest, times = -1, []
+def progress(done: list[Finished]) -> list[Finished]:
+    """Those steps that went beyond all before them, each as it was first finished by anybody, by time."""
+    highest, found = -1, []
     for one in done:
         if one.step > highest:
             highest = one.step
-            times.append((one.step, one.at))
-    return times
+            found.append(one)
+    return found
 
 
 def usual_gap(done: list[Finished]) -> float:
     """Median time between two new steps, in seconds."""
-    gaps = sorted(later - earlier for (_, earlier), (_, later) in pairwise(progress(done)))
+    gaps = sorted(later.at - earlier.at for earlier, later in pairwise(progress(done)))
     return gaps[len(gaps) // 2]
 
 
@@ -69,5 +69,5 @@ def standstill(done: list[Finished], since: float, until: float) -> float:
     A step that is done again is no progress, so what a restart loses counts, too. Gaps are those that end in the time
     span.
     """
-    gaps = [later - earlier for (_, earlier), (_, later) in pairwise(progress(done)) if since <= later < until]
+    gaps = [new.at - old.at for old, new in pairwise(progress(done)) if since <= new.at < until]
     return max(0.0, max(gaps) - usual_gap(done)) if gaps else 0.0

@@ -81,11 +81,10 @@ class World:
         return done
 
     def settled(self, size: int, after: float, steps: int, timeout_s: float) -> list[Finished]:
-        """Wait until a world of `size` has made that many new steps since `after`."""
+        """Wait until a world of `size` has made that many new steps since `after`; steps done again do not count."""
 
         def condition(done: list[Finished]) -> bool:
-            new = [at for step, at in steplog.progress(done) if at > after]
-            return len(new) >= steps and bool(done) and done[-1].generation == size
+            return sum(one.at > after and one.generation == size for one in steplog.progress(done)) >= steps
 
         return self.until(f"{steps} steps of {size} members", condition, timeout_s)
 
