@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core import events as ev
-from fallow.core.membership import Membership, Timing
+from fallow.core.membership import Membership
 from fallow.core.roster import Roster
+from fallow.core.timing import Timing
 from fallow.model import (
     Abort,
     ChangeKind,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.model import Checkpointed, Parts, RunStatus, ToWorker
+from fallow.model import Checkpointed, Doing, Parts, RunStatus, ToWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,8 @@ class VoteCast(Event):
     generation: int
     ok: bool
     reason: str = ""
+    unreachable: list[str] = field(default_factory=list)
+    "why not: these could not be reached"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,16 @@ class WorkerBeat(Event):
     prepared: int
     step: int
     held: bool
+    doing: Doing = Doing.WORKING
+    stalled_s: float = 0.0
+    "for how long it has been at that, or in the same body"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStopped(Event):
+    """Its agent sees the process stopped (SIGSTOP). Said again with each of the agent's beats."""
+
+    worker: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +102,25 @@ class WorkerFailed(Event):
     worker: str
     code: int
     message: str
+    signature: str = ""
+    step: int = 0
+    "finished steps of this worker"
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGone(Event):
     """Its process ended, its node went away, or its lease ran out.
 
-    `code` is the exit status where one is known (None: a signal, or nobody knows).
+    `code` is the exit status and `signal` what ended it, where they are known.
     """
 
     worker: str
     reason: str
     code: int | None = None
+    signal: int | None = None
+    tail: str = ""
+    "last lines of its standard error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +184,11 @@ class Tell(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Kill(Instruction):
-    """Have the worker's agent kill its process."""
+    """Have the worker's agent kill its process; with `stack`, after its stacks have been written to its log."""
 
     worker: str
     reason: str
+    stack: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +205,14 @@ class MembersChanged(Instruction):
     """A generation was committed: rank 0 (whose output is shown) may be another."""
 
     main: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBarred(Instruction):
+    """Too much has failed on this node: whatever else of it the run has is given back, and it is not asked for."""
+
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

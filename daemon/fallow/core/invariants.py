@@ -30,6 +30,7 @@ def check(roster: Roster, story: Iterable[ev.Event]) -> None:
         rules["a change has the newest number"] = change.generation == r.high
         rules["a change follows the generation it replaces"] = change.committed or change.replaces == r.generation
         rules["a committed change is the generation"] = not change.committed or r.generation == change.generation
+        rules["a change that only looks is never committed"] = not (change.probe and change.committed)
         rules["nobody joins and leaves at once"] = not set(change.members) & set(change.leavers)
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:

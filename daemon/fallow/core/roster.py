@@ -5,6 +5,8 @@ Plain data with derived views; the rules are in `membership`.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from fallow.model import ChangeKind, Checkpointed, GenerationReport, Parts, RunStatus, WorkerPhase
@@ -28,6 +30,34 @@ class Worker(msgspec.Struct, kw_only=True):
     leaving_because: str = ""
 
 
+class FailureKind(StrEnum):
+    EXCEPTION = "exception"
+    "the script raised, or ended with an exit code"
+    CRASH = "crash"
+    "its process was ended by a fault of its own (SIGSEGV and the like)"
+    HANG = "hang"
+    UNREACHABLE = "unreachable"
+    "cut off from other members"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of a worker, as `failures` compares them."""
+
+    worker: str
+    node: str
+    token: str
+    kind: FailureKind
+    signature: str
+    "what failed and where in the script; equal for the same failure elsewhere"
+    step: int
+    "finished steps of the worker at that time"
+    text: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.token, self.node
+
+
 class Change(msgspec.Struct, kw_only=True):
     """A membership change under way."""
 
@@ -40,8 +70,15 @@ class Change(msgspec.Struct, kw_only=True):
     interrupt: bool
     reason: str
     deadline_at: float
+    began_at: float = 0.0
+    probe: bool = False
+    "made only to see whether its members reach each other; never committed"
     committed: bool = False
     votes: list[str] = []
+    unreachable: dict[str, list[str]] = {}
+    "voter -> those it cannot reach"
+    accused_at: float | None = None
+    "when the first of those votes came"
     active: list[str] = []
     left: list[str] = []
     first_step: int | None = None
@@ -93,6 +130,12 @@ class Roster(msgspec.Struct, kw_only=True):
     final: Final | None = None
     start_failures: int = 0
     "workers in a row that ended before they were ready"
+    failures: list[Failure] = []
+    "of the life of the run, the newest last"
+    barred: dict[str, str] = {}
+    "node -> why the run does without it"
+    traceback: str = ""
+    "of the failure that ended the run"
     message: str = ""
 
     def alive(self, worker: str) -> bool:

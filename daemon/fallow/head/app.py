@@ -22,7 +22,7 @@ from fallow import __version__
 from fallow.config import Config
 from fallow.control.broadcast import Broadcast
 from fallow.control.server import ControlServer
-from fallow.core.membership import Timing
+from fallow.core.timing import Timing
 from fallow.files import Paths, read_private, write_private, write_struct
 from fallow.head import views
 from fallow.head.book import Book, Run, RunRecord

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from fallow.core.allocations import Allocation
-from fallow.core.membership import Membership, Timing
+from fallow.core.membership import Membership
 from fallow.core.roster import Roster
+from fallow.core.timing import Timing
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec

@@ -45,6 +45,19 @@ class Vote(Message, frozen=True, kw_only=True):
     generation: int
     ok: bool
     reason: str = ""
+    unreachable: list[str] = []
+    "workers to whom no connection could be made"
+
+
+class Doing(StrEnum):
+    """Where a worker's training thread is."""
+
+    WORKING = "working"
+    "in the loop: in a body, or on the way to the next"
+    WAITING = "waiting"
+    "for the other members or for a new generation"
+    OUTSIDE = "outside"
+    "in code of the script's outside of `run.steps`"
 
 
 class Beat(Message, frozen=True, kw_only=True):
@@ -69,6 +82,9 @@ class Beat(Message, frozen=True, kw_only=True):
     "seconds per shard that it measured; 0: not known yet"
     total_steps: int | None = None
     scalars: dict[str, float] = {}
+    doing: Doing = Doing.WORKING
+    stalled_s: float = 0.0
+    "seconds since its training thread last got on: began a body or a wait, or ended one"
 
 
 class Parts(Struct, frozen=True, kw_only=True):
@@ -144,6 +160,10 @@ class Failed(Message, frozen=True, kw_only=True):
     message: str
     "what failed, on which object, what to do"
     traceback: str = ""
+    signature: str = ""
+    "type of the exception and the line of the script, the same wherever the same thing fails"
+    step: int = 0
+    "finished steps"
 
 
 class KvOp(StrEnum):
@@ -327,6 +347,8 @@ class WorkerExit(Message, frozen=True, kw_only=True):
 
 class AgentBeat(Message, frozen=True, kw_only=True):
     alive: list[str]
+    stopped: list[str] = []
+    "workers whose process is stopped (SIGSTOP)"
 
 
 class Notice(Message, frozen=True, kw_only=True):
@@ -368,6 +390,8 @@ class StopWorker(Message, frozen=True, kw_only=True):
     term: int
     worker: str
     reason: str
+    stack: bool = False
+    "have it write its training thread's stack to its log first"
 
 
 class ShowOutput(Message, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ class GenerationReport(Struct, frozen=True, kw_only=True):
     parts: Parts
     reason: str = ""
     at: float = 0.0
+    took_s: float | None = None
+    "from the head's decision (a loss: from the news of it) until every member computed in it"
 
 
 class RunReport(Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class RunReport(Struct, frozen=True, kw_only=True):
     pause_s: PauseReport
     steps_discarded: int
     message: str = ""
+    traceback: str = ""
+    "of the failure that ended the run"
 
 
 class EventRecord(Struct, frozen=True, kw_only=True):
@@ -115,6 +119,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     useful: int = 0
     "members that would have something to do: the limit, or the shards in a step if they are fewer"
+    barred: dict[str, str] = {}
+    "node -> why the run does without it"
 
 
 class NodeOwner(StrEnum):

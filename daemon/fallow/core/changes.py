@@ -1,0 +1,259 @@
+"""The life of a membership change: begun, voted on, committed, complete; or burned, or broken and begun again.
+
+Planned change:   no change -> PREPARE (all participants vote) -> committed (all switch at one boundary) -> done
+Unplanned change: a member is gone -> Interrupt -> PREPARE over the survivors -> committed -> done
+Anything that fails before the commit burns the generation's number; the old generation trains on.
+"""
+
+from __future__ import annotations
+
+from fallow.core import events as ev
+from fallow.core.effects import Effects
+from fallow.core.links import to_drop
+from fallow.core.proposals import Proposal, after_loss, involved, report_of, wanted
+from fallow.core.roster import Change, Roster
+from fallow.core.timing import Timing
+from fallow.core.watch import Watch
+from fallow.model import (
+    Abort,
+    ChangeKind,
+    Commit,
+    Dismiss,
+    Exit,
+    Interrupt,
+    Peer,
+    Prepare,
+    RunStatus,
+    WorkerPhase,
+)
+
+
+class Changes:
+    """Makes and unmakes the run's one change under way."""
+
+    def __init__(self, roster: Roster, effects: Effects, watch: Watch, timing: Timing, at: float) -> None:
+        self.retry_at = at
+        self._roster = roster
+        self._effects = effects
+        self._watch = watch
+        self._timing = timing
+        self._probe_s = timing.probe_s
+        "members that wait for each other for so long have their links looked at; doubled when these are good"
+        if roster.change is not None and not roster.change.committed:
+            # Prepared but not committed when the last head died: nobody may have switched, so it is burned.
+            roster.change = None
+
+    # -- what is due ----------------------------------------------------------------------------------------------
+
+    def plan(self, at: float) -> None:
+        """Look at the roster and do what is due: commit, complete, rebuild, or begin the next change."""
+        r = self._roster
+        reason = self._watch.confirmed(at)
+        if reason is not None:
+            self.break_off(at, f"the group broke ({reason})")
+        if r.change is not None:
+            self._advance(at)
+        if r.status.ended:
+            return
+        if r.finishing:
+            self._end_if_all_finished()
+        elif r.change is None and at >= self.retry_at:
+            proposal = wanted(r)
+            if proposal is not None:
+                self.begin(at, proposal)
+        self._look_at_links(at)
+
+    def _advance(self, at: float) -> None:
+        r, change = self._roster, self._roster.change
+        assert change is not None
+        if not change.committed:
+            needed = change.members if change.interrupt else [w for w in change.participants if r.alive(w)]
+            if all(w in change.votes for w in needed):
+                if change.probe:
+                    self._probe_s *= 2
+                    self.burn(at, "its members reach each other: the links are slow, not cut")
+                    self.retry_at = at
+                    return
+                self._commit(change)
+        if change.committed:
+            here = all(w in change.active or r.workers[w].finished for w in change.members)
+            away = all(w in change.left or not r.alive(w) for w in change.leavers)
+            if here and away:
+                self._complete(change, at)
+
+    def _look_at_links(self, at: float) -> None:
+        """All members wait for each other: a link is cut or slow. A group built beside the old one tells which."""
+        r, change = self._roster, self._roster.change
+        if r.status.ended or r.finishing or not r.members or (change is not None and not change.committed):
+            return
+        stuck = self._watch.stuck_s(r.members, at)
+        if stuck > self._timing.progress_s:
+            self.break_off(at, f"all members waited for each other for {stuck:.1f} s")
+        elif change is None and stuck > self._probe_s and len(r.members) > 1:
+            reason = f"all members wait for each other, for {stuck:.1f} s now"
+            self.begin(at, Proposal(ChangeKind.EJECT, list(r.members), [], reason), probe=True)
+            self._effects.record("probe", f"generation {r.high} looks at the links: {reason}")
+
+    # -- steps of a change ----------------------------------------------------------------------------------------
+
+    def begin(self, at: float, proposal: Proposal, *, interrupt: bool = False, probe: bool = False) -> None:
+        r = self._roster
+        r.high += 1
+        r.change = Change(
+            generation=r.high,
+            replaces=r.generation,
+            kind=proposal.kind,
+            members=proposal.members,
+            leavers=proposal.leavers,
+            interrupt=interrupt,
+            probe=probe,
+            reason=proposal.reason,
+            began_at=at,
+            deadline_at=at + self._patience_s(interrupt or probe),
+        )
+        for name in r.change.participants:
+            self._effects.note_sent(name, r.high, Prepare, at)
+            self._effects.tell(name, self.prepare(r.change, at))
+
+    def _patience_s(self, waited_for: bool) -> float:
+        timing = self._timing
+        return min(timing.prepare_s, timing.rebuild_s) if waited_for else timing.prepare_s
+
+    def prepare(self, change: Change, at: float) -> Prepare:
+        """The message that has a participant build its group; said again to those who missed it."""
+        r = self._roster
+        return Prepare(
+            term=self._effects.term,
+            generation=change.generation,
+            replaces=change.replaces,
+            members=[Peer(worker=w, address=r.workers[w].address) for w in change.members],
+            interrupt=change.interrupt,
+            timeout_s=max(0.1, change.deadline_at - at),
+            checkpoint=None if r.checkpoint is None else r.checkpoint.path,
+        )
+
+    def _commit(self, change: Change) -> None:
+        r = self._roster
+        change.committed = True
+        r.generation = change.generation
+        r.members = list(change.members)
+        for name in change.members:
+            if r.workers[name].phase is WorkerPhase.READY:
+                r.workers[name].phase = WorkerPhase.MEMBER
+        for name in change.participants:
+            self._effects.tell(name, Commit(term=self._effects.term, generation=change.generation))
+        self._effects.add(ev.MembersChanged(change.members[0] if change.members else None))
+
+    def _complete(self, change: Change, at: float) -> None:
+        r = self._roster
+        r.change = None
+        r.steps_discarded += change.steps_discarded
+        self._probe_s = self._timing.probe_s
+        report = report_of(change, at)
+        if change.members:
+            r.status = RunStatus.TRAINING
+            r.history.append(report)
+        else:
+            r.status = RunStatus.SUSPENDED
+        pause = "" if change.pause_s is None else f", pause {change.pause_s:.3f} s"
+        self._effects.record(
+            change.kind.value if change.members else "suspend",
+            f"generation {change.generation}: {change.reason}; {len(change.members)} members{pause}",
+            generation=change.generation,
+            members=list(change.members),
+            nodes=[r.workers[w].node for w in change.members],
+            first_step=change.first_step,
+            pause_s=change.pause_s,
+        )
+
+    def burn(self, at: float, reason: str) -> None:
+        """Give up a change that is not committed. Its number is never used again."""
+        change = self._roster.change
+        assert change is not None
+        assert not change.committed
+        self._roster.change = None
+        self.retry_at = at + self._timing.retry_s
+        for name in change.participants:
+            if self._roster.alive(name):
+                self._effects.tell(name, Abort(term=self._effects.term, generation=change.generation, reason=reason))
+        if change.interrupt:
+            # The generation it was to replace is broken already, so there is nothing to go back to.
+            self.break_off(at, f"{change.reason}; {reason}")
+
+    def break_off(self, at: float, reason: str, code: int | None = None) -> None:
+        """A generation lost a member (or its links): abandon it and go on with whoever is left.
+
+        Args:
+            at: now.
+            reason: why, in words.
+            code: exit status of the member that was lost, where it is known.
+        """
+        r, change = self._roster, self._roster.change
+        self._watch.suspicion = None
+        if r.finishing:
+            return
+        names = [w for w in involved(r) if r.alive(w)]
+        broken = {r.generation} | ({change.generation, change.replaces} if change is not None else set())
+        if change is not None and not change.committed:
+            names = [w for w in names if w in r.members]
+        r.change = None
+        for name in names:
+            for generation in sorted(broken - {0}):
+                self._effects.tell(name, Interrupt(term=self._effects.term, generation=generation, reason=reason))
+        proposal = after_loss(r, names, reason)
+        if proposal is not None:
+            self.begin(at, proposal, interrupt=True)
+            return
+        r.members = []
+        if code not in (None, Exit.OK, Exit.TEMPFAIL):
+            self.end(RunStatus.FAILED, r.message or reason)
+        elif code == Exit.OK:
+            self.end(RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
+        else:
+            r.status = RunStatus.SUSPENDED
+            where = "its beginning" if r.checkpoint is None else f"the checkpoint of step {r.checkpoint.step}"
+            self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {where}")
+
+    def cut_off(self, at: float) -> list[str]:
+        """Members whom the votes so far prove unreachable, once enough votes are in. A planned change is burned.
+
+        In a planned change members that do not reach each other stay: their own generation may work all the same.
+        """
+        r, change = self._roster, self._roster.change
+        if change is None or change.committed or change.accused_at is None:
+            return []
+        accused = {name for names in change.unreachable.values() for name in names}
+        silent = [w for w in change.participants if w not in {*change.votes, *change.unreachable, *accused}]
+        if silent and at < min(change.accused_at + self._timing.accuse_s, change.deadline_at):
+            return []
+        by_age = sorted(change.members, key=lambda w: r.workers[w].index)
+        holders = [w for w in change.members if r.workers[w].has_state]
+        if change.interrupt or change.probe:
+            return to_drop(change.unreachable, by_age, holders)
+        newcomers = [w for w in change.members if w not in r.members]
+        dropped = to_drop(change.unreachable, [*(w for w in by_age if w not in newcomers), *newcomers], holders)
+        dropped = [w for w in dropped if w in newcomers]
+        told = "; ".join(f"{w} does not reach {', '.join(names)}" for w, names in sorted(change.unreachable.items()))
+        self._effects.record("abort", f"generation {change.generation}: {told}")
+        self.burn(at, told)
+        self.retry_at = at if dropped else at + self._timing.prepare_s
+        return dropped
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _end_if_all_finished(self) -> None:
+        r = self._roster
+        if all(r.workers[w].finished or not r.alive(w) for w in r.members):
+            self.end(RunStatus.FINISHED, r.message if r.final is None else "")
+
+    def end(self, status: RunStatus, message: str) -> None:
+        """The run is over."""
+        r = self._roster
+        r.status, r.message, r.change = status, message, None
+        code = Exit.OK if status is not RunStatus.FAILED else Exit.SOFTWARE
+        for worker in r.workers.values():
+            if worker.phase is not WorkerPhase.GONE and not worker.finished:
+                self._effects.tell(
+                    worker.worker, Dismiss(term=self._effects.term, code=code, reason=f"the run is {status}")
+                )
+        self._effects.add(ev.RunEnded(status, message))

@@ -1,0 +1,79 @@
+"""Which generation a roster calls for. Pure: it reads the roster and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fallow.core.roster import Change, Roster
+from fallow.model import ChangeKind, GenerationReport, RunStatus, WorkerPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A generation to begin."""
+
+    kind: ChangeKind
+    members: list[str]
+    leavers: list[str]
+    reason: str
+
+
+def wanted(roster: Roster) -> Proposal | None:
+    """The planned change that is due. Joins and leaves known now go together."""
+    r = roster
+    staying, leaving = r.staying(), r.leaving()
+    joiners = r.standbys()[: max(0, r.useful_members - len(staying))]
+    if not r.members:
+        needed = r.min_members if r.status is RunStatus.WAITING else 1
+        if joiners and len(joiners) >= min(needed, r.useful_members):
+            reason = "started with " if r.generation == 0 else "went on with "
+            return Proposal(ChangeKind.START, joiners, [], reason + named(r, joiners))
+        return None
+    if not joiners and not leaving:
+        return None
+    reasons = []
+    if joiners:
+        reasons.append("absorbed " + named(r, joiners))
+    if leaving:
+        why = sorted({r.workers[w].leaving_because or "asked" for w in leaving})
+        reasons.append(f"released {named(r, leaving)} ({', '.join(why)})")
+    kinds = {(True, False): ChangeKind.ABSORB, (False, True): ChangeKind.RELEASE, (True, True): ChangeKind.MIXED}
+    return Proposal(kinds[bool(joiners), bool(leaving)], staying + joiners, leaving, ", ".join(reasons))
+
+
+def after_loss(roster: Roster, involved: list[str], reason: str) -> Proposal | None:
+    """The generation of those who are left of a broken one; None: nobody is.
+
+    At least one of them has to hold the state; a leaver that has not left yet is kept if it alone does.
+    """
+    members = [w for w in involved if roster.workers[w].phase is WorkerPhase.MEMBER]
+    if not any(roster.workers[w].has_state for w in members):
+        members = [w for w in involved if w not in members and roster.workers[w].has_state] + members
+    leavers = [w for w in involved if w not in members]
+    return Proposal(ChangeKind.EJECT, members, leavers, reason) if members else None
+
+
+def involved(roster: Roster) -> list[str]:
+    """Members of the current generation and of the one being made, and those leaving it."""
+    r = roster
+    names: Iterable[str] = r.members if r.change is None else [*r.members, *r.change.participants]
+    return list(dict.fromkeys(names))
+
+
+def report_of(change: Change, at: float) -> GenerationReport:
+    """What is remembered of a change that is complete at `at`."""
+    return GenerationReport(
+        generation=change.generation,
+        kind=change.kind,
+        members=list(change.members),
+        first_step=change.first_step,
+        pause_s=change.pause_s,
+        parts=change.parts,
+        reason=change.reason,
+        took_s=at - change.began_at,
+    )
+
+
+def named(roster: Roster, workers: Iterable[str]) -> str:
+    return ", ".join(f"{w} ({roster.workers[w].node})" for w in workers)

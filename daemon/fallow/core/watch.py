@@ -1,0 +1,145 @@
+"""What the head knows of its workers from moment to moment: who is heard of, who gets on, whose group seems broken.
+
+None of it is durable. A head that comes back starts with fresh leases and learns the rest from the next beats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fallow.core import events as ev
+from fallow.core.roster import FailureKind, Roster, Worker
+from fallow.core.timing import Timing
+from fallow.model import Doing, WorkerPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A group seems to be broken; settled by any newer generation."""
+
+    at: float
+    high: int
+    "newest generation when it arose"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A worker whose time is up."""
+
+    worker: Worker
+    reason: str
+    kind: FailureKind | None
+    "None: not the node's failure"
+
+
+class Watch:
+    """Times and beats of one run's workers.
+
+    Args:
+        roster: read only.
+        timing: deadlines.
+        at: now, on the events' clock.
+    """
+
+    def __init__(self, roster: Roster, timing: Timing, at: float) -> None:
+        self.suspicion: Suspicion | None = None
+        self._roster = roster
+        self._timing = timing
+        self._heard: dict[str, float] = dict.fromkeys(roster.workers, at)
+        self._beats: dict[str, ev.WorkerBeat] = {}
+        self._stopped: dict[str, float] = {}
+
+    def hear(self, worker: str, at: float) -> None:
+        """Something came from the worker itself."""
+        self._heard[worker] = at
+
+    def beat(self, event: ev.WorkerBeat) -> None:
+        self._heard[event.worker] = event.at
+        self._beats[event.worker] = event
+        self._stopped.pop(event.worker, None)
+
+    def stopped(self, worker: str, at: float) -> None:
+        """Its agent sees it stopped; a beat of its own proves the contrary."""
+        self._stopped.setdefault(worker, at)
+
+    def heard(self, worker: str) -> float | None:
+        return self._heard.get(worker)
+
+    def forget(self, worker: str) -> None:
+        self._beats.pop(worker, None)
+        self._stopped.pop(worker, None)
+
+    def overdue(self, at: float) -> list[Overdue]:
+        """Workers that have to be ejected now."""
+        found = (self._look(worker, at) for worker in self._roster.workers.values())
+        return [overdue for overdue in found if overdue is not None]
+
+    def _look(self, worker: Worker, at: float) -> Overdue | None:
+        if worker.phase is WorkerPhase.GONE or worker.finished:
+            return None
+        name, timing = worker.worker, self._timing
+        stopped = at - self._stopped.get(name, at)
+        if stopped >= timing.stopped_s:
+            return Overdue(worker, f"its process is stopped (for {stopped:.1f} s)", None)
+        silent = at - self._heard.setdefault(name, at)
+        if worker.phase is WorkerPhase.STARTING:
+            if silent > timing.start_s:
+                return Overdue(worker, f"did not reach run.steps() within {timing.start_s:.0f} s", FailureKind.HANG)
+            return None
+        if silent > timing.lease_s:
+            return Overdue(worker, f"silent for {silent:.1f} s", FailureKind.HANG)
+        stalled = self._stalled_s(name, at)
+        if stalled > timing.progress_s:
+            return Overdue(worker, f"no progress for {stalled:.1f} s, alive", FailureKind.HANG)
+        return None
+
+    def _stalled_s(self, worker: str, at: float) -> float:
+        """For how long the worker has kept the run from getting on."""
+        beat = self._beats.get(worker)
+        if beat is None or beat.doing is Doing.WAITING or self._roster.finishing:
+            return 0.0
+        if beat.doing is Doing.OUTSIDE and not self._others_wait(worker):
+            # After the loop, or between two: nobody knows whether it will come to another one.
+            return 0.0
+        return beat.stalled_s + at - beat.at
+
+    def _others_wait(self, worker: str) -> bool:
+        others = [self._beats[w] for w in self._roster.members if w != worker and w in self._beats]
+        return any(beat.doing is Doing.WAITING for beat in others)
+
+    def stuck_s(self, workers: Iterable[str], at: float) -> float:
+        """For how long each of them has waited for the others: 0 if anybody does something else."""
+        waits = [self._waited_s(worker, at) for worker in workers]
+        return min(waits, default=0.0)
+
+    def _waited_s(self, worker: str, at: float) -> float:
+        beat = self._beats.get(worker)
+        if beat is None or beat.held or beat.doing is not Doing.WAITING:
+            return 0.0
+        return beat.stalled_s + at - beat.at
+
+    def suspect(self, at: float, generation: int, reason: str) -> None:
+        """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.
+
+        Only a generation in which somebody still has to compute can be broken: survivors of an interrupt report the
+        generation that was taken from them, and that is no news.
+        """
+        r, change = self._roster, self._roster.change
+        if change is None:
+            computing = {r.generation}
+        elif change.interrupt:
+            computing = {change.generation} if change.committed else set()
+        else:
+            computing = {change.generation, change.replaces} if change.committed else {r.generation}
+        if generation in computing and self.suspicion is None:
+            self.suspicion = Suspicion(at, r.high, reason)
+
+    def confirmed(self, at: float) -> str | None:
+        """Why the group has to be rebuilt now; None: it need not, or the news of a death may still come."""
+        if self.suspicion is not None and self.suspicion.high != self._roster.high:
+            self.suspicion = None
+        if self.suspicion is None or at - self.suspicion.at < self._timing.held_grace_s:
+            return None
+        return self.suspicion.reason
