@@ -57,10 +57,14 @@ class HeadSection(_Section, frozen=True):
 
 class Membership(_Section, frozen=True):
     beat_s: Seconds = 0.5
-    lease_s: Seconds = 30.0
+    lease_s: Seconds = 15.0
     prepare_timeout_s: Seconds = 30.0
     start_timeout_s: Seconds = 600.0
+    progress_s: Seconds = 300.0
+    "a member that keeps the others waiting for longer is ejected; longer than any evaluation on one member"
     head_patience_s: Seconds = 600.0
+    bar_after: Annotated[int, Meta(ge=1)] = 3
+    "failures (exception, crash, hang) on one node after which a run does without it"
     release_margin_s: Annotated[float, Meta(ge=0)] = 20.0
 
 

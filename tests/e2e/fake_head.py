@@ -163,7 +163,7 @@ class FakeHead:
                 self.kv[keys[0]] = ask.value
                 self.tell(worker, KvReply(id=ask.id, ok=True))
             elif ask.op is KvOp.CHECK:
-                self.tell(worker, KvReply(id=ask.id, ok=all(key in self.kv for key in keys)))
+                self.tell(worker, KvReply(id=ask.id, ok=True, number=int(all(key in self.kv for key in keys))))
             elif ask.op is KvOp.GET and all(key in self.kv for key in keys):
                 self.tell(worker, KvReply(id=ask.id, ok=True, values=[self.kv[key] for key in keys]))
             else:

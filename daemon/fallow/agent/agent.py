@@ -41,7 +41,7 @@ from fallow.model import (
     WorkerKey,
     WorkerSecret,
 )
-from fallow.text import clean
+from fallow.text import clean, clean_block
 from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import Link
 
@@ -53,7 +53,11 @@ BEAT_S = 1.0
 _TAIL_S = 0.3
 _NOTED_S = 2.0
 _FLUSH_S = 1.0
+_REASON = 20_000
+"Characters of a failed run's traceback that are shown."
 _LOOK_S = 0.02
+_STACK_S = 0.3
+"A worker that hangs has so long to write its stack before it is killed."
 _PR_SET_PDEATHSIG = 1
 _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _OWN_VARIABLES = ("FALLOW_CHANNEL_FD", "FALLOW_WORKER")
@@ -199,7 +203,8 @@ class Agent:
                 self._link.send(worker.exit)
         if self._notice is not None:
             self._link.send(self._notice)
-        self._link.send(AgentBeat(alive=self._alive()))
+        stopped = [w.name for w in self._workers.values() if w.process is not None and w.process.stopped]
+        self._link.send(AgentBeat(alive=self._alive(), stopped=stopped))
 
     def _alive(self) -> list[str]:
         # A copy, because the link's thread asks, too, while the loop adds workers.
@@ -248,6 +253,8 @@ class Agent:
                 self._show(message.worker)
             case AgentEnd():
                 if self._end is None:
+                    if message.code not in (Exit.OK, Exit.NO_RESTART):
+                        log.error("%s", clean_block(message.reason, _REASON))
                     self._end, self._end_at = message, time.monotonic() + message.kill_after_s
                     self._turn()
             case Refused():
@@ -303,7 +310,10 @@ class Agent:
         if worker is None:
             return
         worker.keys = None
-        if worker.process is not None:
+        if worker.process is not None and order.stack:
+            worker.process.tell_stack()
+            self._loop.call_later(_STACK_S, worker.process.kill)
+        elif worker.process is not None:
             worker.process.kill()
 
     def _show(self, name: str | None) -> None:

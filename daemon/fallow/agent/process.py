@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fallow.agent.output import LogFile, Pump
-from fallow.model import WorkerSecret
+from fallow.model import STACK_SIGNAL, WorkerSecret
 
 EXEC_FAILED = 127
 
@@ -75,6 +75,24 @@ class WorkerProcess:
         self.ended = True
         self.code, self.signal = (status, None) if status >= 0 else (None, -status)
         return True
+
+    @property
+    def stopped(self) -> bool:
+        """True while it is stopped (SIGSTOP); one that a debugger holds for a moment is not."""
+        if self._process is None or self.ended:
+            return False
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        # The name may hold spaces and parentheses; the state follows the last one.
+        return text.rpartition(")")[2].split()[:1] == ["T"]
+
+    def tell_stack(self) -> None:
+        """Have it write its training thread's stack to its standard error, if it still can."""
+        if self._process is not None and not self.ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, STACK_SIGNAL)
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""

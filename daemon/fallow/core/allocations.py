@@ -43,6 +43,12 @@ class Allocation(msgspec.Struct, kw_only=True):
     agents: dict[str, list[str]] = {}
     "node -> worker ids, in the order the agent starts them"
     agents_gone: list[str] = []
+    exited: list[str] = []
+    "workers whose process has ended, as the agent says"
+    again: dict[str, float] = {}
+    "worker that crashed -> Unix time at which another takes its place"
+    restarts: dict[str, int] = {}
+    "node -> workers that were started in others' places"
     missing: int = 0
     reason: str = ""
     asked_at: float | None = None

@@ -41,6 +41,8 @@ class Demand:
     "more nodes than it holds or has asked for"
     partitions: tuple[str, ...] = ()
     min_minutes: int = 2
+    barred: frozenset[str] = frozenset()
+    "nodes that it does without"
     budget_node_s: float | None = None
     "what may still be reserved; None: no budget"
 
@@ -158,7 +160,7 @@ def _fitting(
     for hole in holes:
         named = not demand.partitions or hole.partition in demand.partitions
         safe = partitions[hole.partition].preempt_mode != "OFF" or hole.partition not in contested
-        if named and safe:
+        if named and safe and hole.node not in demand.barred:
             return hole
     return None
 

@@ -106,12 +106,20 @@ def _count(options: Mapping[str, Given], name: str) -> int | None:
 
 
 def harvest_options(
-    spec: RunSpec, token: str, partition: str, minutes: int, output: str, nice: int, qos: str | None = None
+    spec: RunSpec,
+    token: str,
+    partition: str,
+    minutes: int,
+    output: str,
+    nice: int,
+    qos: str | None = None,
+    barred: Sequence[str] = (),
 ) -> list[str]:
     """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
 
     The job takes one whole node, never outlives its hole, is never requeued, and gives way to everybody else's
-    pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost.
+    pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost. `barred`: nodes that
+    it must not take.
     """
     _check_id(token, "token")
     if not _PARTITION.fullmatch(partition):
@@ -143,6 +151,7 @@ def harvest_options(
             words.append(word)
     if qos:
         words.append(f"--qos={qos}")
+    words = _without(words, barred)
     for word in words:
         if "\0" in word or "\n" in word:
             raise FallowError(f"the sbatch option {word[:64]!r} holds a line end or NUL", Exit.DATA)
@@ -160,16 +169,28 @@ FIRST_ONLY = frozenset(
 """Options that meant the moment of the first submission."""
 
 
-def base_options(options: Sequence[str], *, token: str, exported: Mapping[str, str]) -> list[str]:
-    """sbatch options for submitting a base job again, from `RunSpec.sbatch_options`."""
+def base_options(
+    options: Sequence[str], *, token: str, exported: Mapping[str, str], barred: Sequence[str] = ()
+) -> list[str]:
+    """sbatch options for submitting a base job again, from `RunSpec.sbatch_options`; not on the `barred` nodes."""
     _check_id(token, "token")
     words: list[str] = []
     for index, component in enumerate(split(options).components):
         in_force = {given.name: given for given in component}
         words.extend([":"] if index else [])
-        words.extend(given.canonical for given in component if given.name not in FIRST_ONLY and not _replaced(given))
+        mine = [given.canonical for given in component if given.name not in FIRST_ONLY and not _replaced(given)]
+        words.extend(_without(mine, barred))
         words.extend(_joining(in_force, token, exported))
     return words
+
+
+def _without(words: Sequence[str], barred: Sequence[str]) -> list[str]:
+    """The options of one (component of a) job, with these nodes excluded besides those that the user excluded."""
+    if not barred:
+        return list(words)
+    given = [word.partition("=")[2] for word in words if word.startswith("--exclude=")]
+    rest = [word for word in words if not word.startswith("--exclude=")]
+    return [*rest, "--exclude=" + ",".join([*given[-1:], *barred])]
 
 
 def first_options(

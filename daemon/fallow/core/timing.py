@@ -11,7 +11,7 @@ class Timing:
 
     prepare_s: float = 30.0
     "votes have to be in by then"
-    rebuild_s: float = 10.0
+    rebuild_s: float = 15.0
     "as `prepare_s`, where the members wait for a group in place of a broken one"
     start_s: float = 600.0
     "from a worker's start to READY"

@@ -193,7 +193,13 @@ class Head:
 
     def _timing(self) -> Timing:
         m = self.config.membership
-        return Timing(prepare_s=m.prepare_timeout_s, start_s=m.start_timeout_s, lease_s=m.lease_s)
+        return Timing(
+            prepare_s=m.prepare_timeout_s,
+            start_s=m.start_timeout_s,
+            lease_s=m.lease_s,
+            progress_s=m.progress_s,
+            bar_after=m.bar_after,
+        )
 
     def _keys(self) -> KeyPair:
         """The head's key lives as long as the state folder, so that agents find the same head again."""

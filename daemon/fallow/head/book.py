@@ -73,6 +73,23 @@ class Run:
     def allocation_of(self, worker: str) -> Allocation:
         return self.record.allocations[self.roster.workers[worker].token]
 
+    def may_restart(self, allocation: Allocation, node: str, worker: str) -> bool:
+        """Would another worker take this one's place if it crashed?
+
+        Not where the schedule of `fallow local` alone decides, where it was to leave, and on a barred node.
+        """
+        known, r = self.roster.workers.get(worker), self.roster
+        if known is None or known.leaving_because or known.finished or self.spec.local:
+            return False
+        here = allocation.state is AllocationState.RUNNING and node not in allocation.agents_gone
+        return here and not r.status.ended and not r.finishing and node not in r.barred
+
+    def restarts(self, allocation: Allocation, node: str, worker: str) -> bool:
+        """Another worker will take the place of this one, which is gone, or may do so once its process has ended."""
+        if not self.may_restart(allocation, node, worker):
+            return False
+        return worker in allocation.again or worker not in allocation.exited
+
     def live_allocations(self) -> list[Allocation]:
         return [a for a in self.record.allocations.values() if a.live]
 

@@ -190,6 +190,7 @@ class Harvest:
             nodes=wanted,
             partitions=tuple(run.spec.harvest_partitions),
             min_minutes=run.spec.min_harvest_minutes,
+            barred=frozenset(run.roster.barred),
             budget_node_s=None if budget is None else budget * 3600.0 - spent,
         )
 
@@ -223,10 +224,13 @@ class Harvest:
                 minutes=allocation.minutes or self._config.harvest.min_minutes,
                 output=log,
                 nice=self._config.harvest.nice,
+                barred=sorted(run.roster.barred),
             )
             script = harvest_copy(spec.script)
         else:
-            options = base_options(spec.sbatch_options, token=allocation.token, exported=exported)
+            options = base_options(
+                spec.sbatch_options, token=allocation.token, exported=exported, barred=sorted(run.roster.barred)
+            )
             script = spec.script
         return JobRequest(
             token=allocation.token,

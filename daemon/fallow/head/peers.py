@@ -8,7 +8,7 @@ from fallow import __version__
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.head import views
+from fallow.head import again, views
 from fallow.head.book import Principal, Run
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -19,7 +19,6 @@ from fallow.model import (
     AgentEnd,
     AgentHello,
     AgentLeft,
-    AgentPlan,
     AllocationKind,
     AllocationState,
     Beat,
@@ -45,7 +44,11 @@ from fallow.model import (
     WorkerPhase,
     WorkerReady,
 )
+from fallow.text import clean_block
 from fallow.wire.router import agent_of, key_of
+
+TRACEBACK = 20_000
+"""Characters of a traceback that are kept."""
 
 
 class Peers:
@@ -90,7 +93,12 @@ class Peers:
                 turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
             case Vote():
                 vote = ev.VoteCast(
-                    at=at, worker=worker, generation=message.generation, ok=message.ok, reason=message.reason
+                    at=at,
+                    worker=worker,
+                    generation=message.generation,
+                    ok=message.ok,
+                    reason=message.reason,
+                    unreachable=[w for w in message.unreachable if w in run.roster.workers],
                 )
                 turn.apply(run, vote)
             case Active():
@@ -112,7 +120,16 @@ class Peers:
             case Checkpointed():
                 turn.apply(run, ev.CheckpointWritten(at=at, written=message))
             case Failed():
-                turn.apply(run, ev.WorkerFailed(at=at, worker=worker, code=message.code, message=message.message))
+                failed = ev.WorkerFailed(
+                    at=at,
+                    worker=worker,
+                    code=message.code,
+                    message=message.message,
+                    signature=message.signature,
+                    step=message.step,
+                    traceback=clean_block(message.traceback, TRACEBACK),
+                )
+                turn.apply(run, failed)
             case Finished():
                 self._finished(turn, run, worker, message)
 
@@ -149,6 +166,8 @@ class Peers:
             prepared=beat.prepared,
             step=beat.step,
             held=beat.held,
+            doing=beat.doing,
+            stalled_s=beat.stalled_s,
         )
         turn.apply(run, event)
         known = run.roster.workers.get(worker)
@@ -201,6 +220,8 @@ class Peers:
                 turn.messages.append((peer, ExitNoted(worker=message.worker)))
             case AgentBeat():
                 turn.messages.append((peer, AgentBeatAck(term=turn.book.term)))
+                for worker in set(message.stopped).intersection(allocation.agents[node]):
+                    turn.apply(run, ev.WorkerStopped(at=turn.at, worker=worker))
                 if allocation.end_code is not None:
                     again = AgentEnd(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
                     turn.messages.append((peer, again))
@@ -239,13 +260,7 @@ class Peers:
             for name in names:
                 turn.apply(run, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=hello.node))
         turn.dirty.add(run.id)
-        plan = AgentPlan(
-            term=turn.book.term,
-            run=run.id,
-            workers=allocation.agents[hello.agent],
-            folder=str(turn.book.paths.run(run.id).root),
-            beat_s=self._config.beat_s,
-        )
+        plan = again.plan_of(turn, run, allocation, hello.agent, self._config.beat_s)
         turn.messages.append((peer, plan))
         main = run.roster.members[0] if run.roster.members else None
         shown = main if main in plan.workers else None
@@ -262,6 +277,8 @@ class Peers:
             return f"it is version {hello.version} (protocol {hello.protocol}), the head is {__version__}"
         if run.roster.status.ended:
             return f"run {run.id} is {run.roster.status}"
+        if hello.node in run.roster.barred:
+            return f"node {hello.node} is barred from run {run.id}: {run.roster.barred[hello.node]}"
         if not allocation.live:
             return f"allocation {allocation.token} has ended ({allocation.reason})"
         if allocation.agents and allocation.job_id not in (None, hello.job_id):
@@ -277,7 +294,13 @@ class Peers:
         known = run.roster.workers.get(exit_.worker)
         if known is not None and exit_.code not in (0, None) and last:
             how += f" ({last[0][:200]})"
-        gone = ev.WorkerGone(at=turn.at, worker=exit_.worker, reason=how, code=exit_.code)
+        if not run.roster.alive(exit_.worker) and "most recent call first" in exit_.tail:
+            # It was killed because it hung, and said where.
+            turn.record(run, "stack", f"{exit_.worker} on {node} hung here", worker=exit_.worker, stack=exit_.tail)
+        again.ended(turn, run, allocation, node, exit_)
+        gone = ev.WorkerGone(
+            at=turn.at, worker=exit_.worker, reason=how, code=exit_.code, signal=exit_.signal, tail=exit_.tail
+        )
         turn.apply(run, gone)
         key = run.record.worker_keys.get(exit_.worker)
         if key is not None:
@@ -320,6 +343,7 @@ class Peers:
             turn.apply(run, ev.Ticked(at=turn.at))
             for allocation in run.live_allocations():
                 self._watch(turn, run, allocation)
+                again.due(turn, run, allocation, self._config.beat_s)
 
     def _watch(self, turn: Turn, run: Run, allocation: Allocation) -> None:
         """Release before the end; take agents that fell silent for gone."""

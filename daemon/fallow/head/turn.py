@@ -65,8 +65,10 @@ class Turn:
             match instruction:
                 case ev.Tell(worker, message):
                     self.tell(run, worker, message)
-                case ev.Kill(worker, reason):
-                    self.stop_worker(run, worker, reason)
+                case ev.Kill(worker, reason, stack):
+                    self.stop_worker(run, worker, reason, stack)
+                case ev.NodeBarred(node, reason):
+                    self._let_go_of_node(run, node, reason)
                 case ev.Record(kind, text, data):
                     self.record(run, kind, text, **data)
                 case ev.MembersChanged(main):
@@ -95,11 +97,11 @@ class Turn:
         for node in allocation.agents:
             self.messages.append((agent_peer(allocation, node), message))
 
-    def stop_worker(self, run: Run, worker: str, reason: str) -> None:
+    def stop_worker(self, run: Run, worker: str, reason: str, stack: bool = False) -> None:
         allocation = run.allocation_of(worker)
         node = next((n for n, workers in allocation.agents.items() if worker in workers), None)
         if node is not None:
-            stop = StopWorker(term=self.book.term, worker=worker, reason=reason)
+            stop = StopWorker(term=self.book.term, worker=worker, reason=reason, stack=stack)
             self.messages.append((agent_peer(allocation, node), stop))
 
     def show_output(self, run: Run, main: str | None) -> None:
@@ -122,6 +124,15 @@ class Turn:
         self.apply(run, ev.ReleaseWanted(at=self.at, workers=allocation.workers, reason=reason))
         self.let_go_of_empty(run)
 
+    def _let_go_of_node(self, run: Run, node: str, reason: str) -> None:
+        """Release what else of a barred node the run has; an allocation of this node alone ends with it."""
+        for allocation in run.live_allocations():
+            if node in allocation.agents and not set(allocation.agents) - {node}:
+                self.release_allocation(run, allocation, "its node is barred")
+            elif node in allocation.agents:
+                workers = allocation.agents[node]
+                self.apply(run, ev.ReleaseWanted(at=self.at, workers=list(workers), reason=f"{node} is barred"))
+
     def cancel(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Cancel an allocation's job. A submission of unknown outcome is cancelled once a poll shows it."""
         allocation.asked_at = allocation.asked_at or self.now
@@ -136,7 +147,9 @@ class Turn:
             return
         for allocation in run.live_allocations():
             workers = allocation.workers
-            if workers and allocation.end_code is None and not any(run.roster.alive(w) for w in workers):
+            places = [(node, w) for node, names in allocation.agents.items() for w in names]
+            coming = any(run.roster.alive(w) or run.restarts(allocation, node, w) for node, w in places)
+            if workers and allocation.end_code is None and not coming:
                 self.dirty.add(run.id)
                 if allocation.asked_at is None:
                     allocation.asked_at = self.now
@@ -162,7 +175,10 @@ class Turn:
             if allocation is elected:
                 code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
             allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
-            self.end_agents(allocation, code, message or f"the run is {status}")
+            reason = "\n".join(
+                part for part in (run.roster.traceback.rstrip(), message or f"the run is {status}") if part
+            )
+            self.end_agents(allocation, code, reason)
 
     @staticmethod
     def _elect(run: Run) -> Allocation | None:

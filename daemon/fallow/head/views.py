@@ -48,6 +48,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         max_nodes=run.spec.max_nodes,
         limit=r.limit,
         useful=r.useful_members,
+        barred=r.barred,
         generation=r.generation,
         step=r.final.steps if r.final is not None else step,
         total_steps=r.total_steps or (front.total_steps if front is not None else None),
@@ -155,6 +156,7 @@ def run_report(run: Run, samples: SampleReport) -> RunReport:
         pause_s=PauseReport(planned=_pauses(r.history, False), unplanned=_pauses(r.history, True)),
         steps_discarded=r.steps_discarded,
         message=r.message,
+        traceback=r.traceback,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from fallow.model.base import (
     ID_PATTERN,
     PROTOCOL,
+    STACK_SIGNAL,
     AllocationKind,
     AllocationState,
     ChangeKind,
@@ -105,6 +106,7 @@ from fallow.model.views import (
 __all__ = [
     "ID_PATTERN",
     "PROTOCOL",
+    "STACK_SIGNAL",
     "Abort",
     "Active",
     "AgentBeat",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum, StrEnum
 
 import msgspec
 
 PROTOCOL = 1
 """Version of the messages below; a peer that says another one is refused."""
+
+STACK_SIGNAL = int(signal.SIGRTMAX) - 2
+"""Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
 
 ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Run ids, tokens and worker ids. They become job names, file names and Redis keys."""

@@ -39,6 +39,10 @@ class Group:
         self.size = size
         self._pg = pg
         self._streams = streams
+        self.waiting = False
+        "its collectives are waited for now"
+        self.turned_at = 0.0
+        "time.monotonic at which the last wait began or ended"
         self._changed = threading.Condition()
         self._pending = 0
         self._broken: str | None = None
@@ -111,6 +115,13 @@ class Group:
         Raises:
             Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
         """
+        self.waiting, self.turned_at = True, time.monotonic()
+        try:
+            self._wait(timeout_s)
+        finally:
+            self.waiting, self.turned_at = False, time.monotonic()
+
+    def _wait(self, timeout_s: float | None) -> None:
         with self._changed:
             began = time.monotonic()
             done = self._changed.wait_for(lambda: self._pending == 0 or self._broken is not None, timeout_s)

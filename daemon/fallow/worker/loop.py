@@ -29,6 +29,7 @@ class Loop:
         member, place, gate, step = self._member, self._member.place, self._member.gate, self.step
         call = place.begin_call()
         member.loader = loader
+        member.move()
         with backward_seen(step.before_backward, step.after_backward):
             try:
                 if not place.joined:
@@ -54,6 +55,7 @@ class Loop:
                 self._finish_call()
                 raise
             finally:
+                member.move(in_loop=False)
                 step.final_shard = False
                 gate.in_body = False
                 gate.open = place.in_sync and not place.wrong_epoch

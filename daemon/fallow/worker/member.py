@@ -82,6 +82,11 @@ class Member:
             return False, self.checkpoint_asked
         return self.session.switch_committed, self.checkpoint_asked or self.session.checkpoint_wanted
 
+    def move(self, *, in_loop: bool = True) -> None:
+        """The script gets on: what the head takes for progress."""
+        if self.session is not None:
+            self.session.progress.move(in_loop=in_loop)
+
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""
         return duties(self.division.shares(shards), self.group.rank)

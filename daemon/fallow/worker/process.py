@@ -5,20 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
 
-from fallow.model import Exit, FallowError, WorkerSecret
+import fallow
+from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
+_NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_paths().values())
+"Beginnings of file names that are not part of a user's script."
 
 
 def read_secret(descriptor: int) -> WorkerSecret:
@@ -64,19 +70,43 @@ def leave_sigterm_to_the_head() -> None:
     signal.signal(signal.SIGTERM, on_sigterm)
 
 
+def tell_stacks() -> None:
+    """Have a crash, or the agent's signal before it kills a worker that hangs, write the stack to standard error.
+
+    It is done inside the signal's handler, so it works while the interpreter is blocked.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=False)
+        faulthandler.register(STACK_SIGNAL, all_threads=False, chain=False)
+
+
+def signature_of(error: BaseException, trace: TracebackType | None) -> str:
+    """Type and place of an exception, the same wherever the same line of a script fails.
+
+    The place is the innermost frame of the script's own: not Fallow's, and in no installed package.
+    """
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPTS)]
+    if not frames:
+        return type(error).__name__
+    last = (own or frames)[-1]
+    return f"{type(error).__name__} at {os.path.basename(last.filename)}:{last.lineno}"
+
+
 class Ending:
     """Decides what happens when the script ends, and with which exit code.
 
     Args:
         finished: called when the script has ended normally.
-        failed: called with (code, message, traceback) when it has not.
+        failed: called with (code, message, traceback, signature) when it has not.
         at_once: called last; True if the process has to end without the interpreter's own teardown.
     """
 
     def __init__(
         self,
         finished: Callable[[], None],
-        failed: Callable[[int, str, str], None],
+        failed: Callable[[int, str, str, str], None],
         at_once: Callable[[], bool],
     ) -> None:
         self._finished = finished
@@ -102,12 +132,12 @@ class Ending:
         if isinstance(error, FallowError):
             self.code = int(error.code)
             print(f"fallow: {error.message}", file=sys.stderr)  # noqa: T201
-            self._failed(self.code, error.message, "")
+            self._failed(self.code, error.message, "", signature_of(error, trace))
         else:
             self.code = 1
             text = "".join(traceback.format_exception(kind, error, trace))
             sys.stderr.write(text)
-            self._failed(1, f"{kind.__name__}: {error}", text)
+            self._failed(1, f"{kind.__name__}: {error}", text, signature_of(error, trace))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:
@@ -118,7 +148,8 @@ class Ending:
             except FallowError as error:
                 self._on_exception(FallowError, error, None)
         elif self.code and sys.exc_info()[0] is None:
-            self._failed(self.code, f"the script ended with exit code {self.code}", "")
+            how = f"exit code {self.code}"
+            self._failed(self.code, f"the script ended with {how}", "", how)
         code = self.code or 0
         # Python itself would exit with 1 after an exception, whatever its code.
         if code <= 1 and not self._at_once():

@@ -34,13 +34,18 @@ class HeadStore(Store):
         """The value; waits until it exists or the store's timeout has passed."""
         return self._do(KvOp.GET, [key]).values[0]
 
+    def read(self, keys: list[str], timeout_s: float) -> list[bytes] | None:
+        """All values; None if they were not all there in time."""
+        reply = self._ask(self._generation, KvOp.GET, keys, b"", timeout_s)
+        return reply.values if reply.ok else None
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist."""
         self._do(KvOp.GET, keys, timeout_s=timeout.total_seconds() if timeout else None)
 
     def check(self, keys: list[str]) -> bool:
         """True if all keys exist now."""
-        return self._ask(self._generation, KvOp.CHECK, keys, b"", self._timeout_s).ok
+        return bool(self._ask(self._generation, KvOp.CHECK, keys, b"", self._timeout_s).number)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Upper end of every later wait."""

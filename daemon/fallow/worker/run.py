@@ -289,14 +289,20 @@ class Run:
         )
         session.close()
 
-    def _failed(self, code: int, message: str, trace: str) -> None:
+    def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
         session = self._session
         if session is None or self._released:
             return
         self._released = True
-        session.deliver(
-            Failed(worker=session.worker, code=code, message=message, traceback=trace[-100_000:]), _DELIVERY_S
+        failed = Failed(
+            worker=session.worker,
+            code=code,
+            message=message,
+            traceback=trace[-100_000:],
+            signature=signature,
+            step=session.progress.step,
         )
+        session.deliver(failed, _DELIVERY_S)
 
     def _ends_at_once(self) -> bool:
         """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
@@ -327,6 +333,7 @@ def init() -> Run:
         _install_ending(run)
         return run
     process.die_with_parent()
+    process.tell_stacks()
     process.leave_sigterm_to_the_head()
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

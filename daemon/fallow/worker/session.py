@@ -23,6 +23,7 @@ from fallow.model import (
     BeatAck,
     Commit,
     Dismiss,
+    Doing,
     Exit,
     FallowError,
     FromWorker,
@@ -41,10 +42,14 @@ from fallow.model import (
     WorkerReady,
 )
 from fallow.worker.group import Group, build_group, reap
+from fallow.worker.reach import unreachable
 from fallow.worker.rendezvous import HeadStore
 
 _HELLO_S = 1.0
 """Repeat the first message until the head answers."""
+
+_REFUSAL_S = 1.0
+"""The head says that a rendezvous question has waited too long; that takes its way, too."""
 
 _ASK_AGAIN_S = 1.0
 """Repeat a rendezvous question that may have been lost (only those that can be asked twice)."""
@@ -75,6 +80,13 @@ class Progress:
     pace_s: float = 0.0
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
+    in_loop: bool = False
+    moved_at: float = field(default_factory=time.monotonic)
+    "when the training thread last began or ended a body"
+
+    def move(self, *, in_loop: bool = True) -> None:
+        """The training thread gets on."""
+        self.in_loop, self.moved_at = in_loop, time.monotonic()
 
 
 @dataclass(slots=True)
@@ -87,6 +99,8 @@ class Prepared:
     standing: bool = False
     reason: str = ""
     "why it could not be built"
+    cut_off: list[str] = field(default_factory=list)
+    "members to whom there is no connection, which is why"
     committed: bool = False
 
 
@@ -115,6 +129,7 @@ class Session:
         self._highest = 0
         self._taken = 0
         self._held: Held | None = None
+        self._awaiting_since: float | None = None
         self._broken_upto = 0
         self._why_broken = ""
         self._current: Group | None = None
@@ -197,6 +212,7 @@ class Session:
         now = self.progress
         upcoming = self._next
         standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
+        doing, stalled_s = self._doing()
         self.send(
             Beat(
                 worker=self.worker,
@@ -211,12 +227,24 @@ class Session:
                 pace_s=now.pace_s,
                 total_steps=now.total_steps,
                 scalars=now.scalars,
+                doing=doing,
+                stalled_s=stalled_s,
             )
         )
         self._report_held()
         ready = self._ready
         if ready is not None and not self._ready_seen and upcoming is None:
             self.send(ready)
+
+    def _doing(self) -> tuple[Doing, float]:
+        """What the training thread is at, and for how many seconds without getting on."""
+        now, group, awaiting = time.monotonic(), self._current, self._awaiting_since
+        if awaiting is not None:
+            return Doing.WAITING, now - awaiting
+        if group is not None and group.waiting:
+            return Doing.WAITING, now - group.turned_at
+        doing = Doing.WORKING if self.progress.in_loop else Doing.OUTSIDE
+        return doing, now - max(self.progress.moved_at, group.turned_at if group is not None else 0.0)
 
     # ------------------------------------------------------------------------------------------- what the head says
 
@@ -260,7 +288,7 @@ class Session:
         known = self._next
         if known is not None and known.prepare.generation == prepare.generation:
             if known.standing or known.reason:
-                self._vote(prepare.generation, known.standing, known.reason)
+                self._vote(known)
             return
         if prepare.generation <= self._highest:
             return
@@ -293,21 +321,28 @@ class Session:
     def _build(self, upcoming: Prepared) -> None:
         prepare = upcoming.prepare
         group: Group | None = None
-        reason = ""
+        reason, cut_off = "", []
         if upcoming.rank is not None:
-            store = HeadStore(prepare.generation, self._ask, prepare.timeout_s)
+            size = len(prepare.members)
+            # The head must have the votes, which say whom it is better to do without, before its own patience ends.
+            patience_s = 0.8 * prepare.timeout_s
+            end = time.monotonic() + patience_s
+            store = HeadStore(prepare.generation, self._ask, patience_s)
             try:
-                group = build_group(
-                    prepare.generation,
-                    upcoming.rank,
-                    len(prepare.members),
-                    store,
-                    self._address,
-                    prepare.timeout_s,
-                    holds=self.progress.generation > 0,
-                )
+                lost = unreachable(store, upcoming.rank, size, self._address, 0.8 * patience_s)
+                cut_off = [prepare.members[rank].worker for rank in lost]
+                if not cut_off:
+                    left_s = max(0.1, end - time.monotonic())
+                    holds = self.progress.generation > 0
+                    group = build_group(
+                        prepare.generation, upcoming.rank, size, store, self._address, left_s, holds=holds
+                    )
             except FallowError as error:
                 reason = error.message
+            except RuntimeError as error:
+                reason = f"rendezvous of generation {prepare.generation}: {error}"
+            if cut_off:
+                reason = f"{self.worker} at {self._address} has no connection to {', '.join(cut_off)}"
         with self._changed:
             if self._next is not upcoming:
                 if group is not None:
@@ -316,12 +351,21 @@ class Session:
                 return
             upcoming.group = group
             upcoming.standing = not reason
-            upcoming.reason = reason
+            upcoming.reason, upcoming.cut_off = reason, cut_off
             self._changed.notify_all()
-        self._vote(prepare.generation, not reason, reason)
+        self._vote(upcoming)
 
-    def _vote(self, generation: int, ok: bool, reason: str = "") -> None:
-        self.send(Vote(worker=self.worker, generation=generation, ok=ok, reason=reason))
+    def _vote(self, on: Prepared) -> None:
+        generation = on.prepare.generation
+        self.send(
+            Vote(
+                worker=self.worker,
+                generation=generation,
+                ok=on.standing,
+                reason=on.reason,
+                unreachable=on.cut_off,
+            )
+        )
 
     def _ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
         with self._changed:
@@ -329,7 +373,7 @@ class Session:
             number = self._ask_number
             self._asked[number] = None
         request = KvRequest(id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s)
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s + _REFUSAL_S
         try:
             while True:
                 self.send(request)
@@ -385,6 +429,17 @@ class Session:
         Raises:
             FallowError: the head was silent for its whole patience, or ended this worker.
         """
+        self._awaiting_since = time.monotonic()
+        try:
+            taken, old = self._take_committed()
+        finally:
+            self._awaiting_since = None
+            self.progress.move()
+        if old is not None:
+            reap(old)
+        return taken
+
+    def _take_committed(self) -> tuple[Prepared, Group | None]:
         assert self._welcome is not None
         with self._changed:
             waiting_since = time.monotonic()
@@ -407,9 +462,7 @@ class Session:
             old, self._current = self._current, taken.group
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)
-        if old is not None:
-            reap(old)
-        return taken
+        return taken, old
 
     def _raise_end(self) -> None:
         if isinstance(self._end, Dismiss):

@@ -95,6 +95,7 @@ class Step:
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
             self.phases.begin_body(at, shard)
             self._on_batch()
+            member.move()
             pace.restart()
             try:
                 yield batch
@@ -104,6 +105,7 @@ class Step:
                 raise
             del batch
             self.phases.end_body()
+            member.move()
             if not reducer.rounds:
                 pace.lap()
             if member.group.broken is not None and not self.final_shard:
