@@ -1,0 +1,385 @@
+"""What the machine does about members that hang, stop, fail or are cut off, and about nodes that keep failing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core import events as ev
+from fallow.core.links import to_drop
+from fallow.core.membership import Membership
+from fallow.core.roster import Roster
+from fallow.core.timing import Timing
+from fallow.model import Abort, Commit, Doing, Interrupt, Message, Prepare, RunStatus, WorkerPhase
+
+TIMING = Timing(prepare_s=30, rebuild_s=8, start_s=60, lease_s=10, progress_s=40, probe_s=5, stopped_s=1, bar_after=3)
+
+
+def tells(out: list[ev.Instruction], kind: type[Message]) -> list[str]:
+    return [i.worker for i in out if isinstance(i, ev.Tell) and isinstance(i.message, kind)]
+
+
+def kills(out: list[ev.Instruction]) -> list[ev.Kill]:
+    return [i for i in out if isinstance(i, ev.Kill)]
+
+
+def records(out: list[ev.Instruction], kind: str) -> list[ev.Record]:
+    return [i for i in out if isinstance(i, ev.Record) and i.kind == kind]
+
+
+def join(m: Membership, worker: str, at: float = 0.0, node: str = "") -> list[ev.Instruction]:
+    node = node or "n-" + worker
+    m.handle(ev.WorkerExpected(at=at, worker=worker, token="t-" + node, node=node))
+    m.handle(ev.WorkerSaidHello(at=at, worker=worker, pid=1, address="127.0.0.1"))
+    return m.handle(
+        ev.WorkerIsReady(at=at, worker=worker, signature="s", layout=["w"], shards=8, global_batch=16, total_steps=100)
+    )
+
+
+def finish_change(m: Membership, at: float = 0.0, first_step: int = 0) -> None:
+    change = m.roster.change
+    assert change is not None
+    for worker in change.participants:
+        m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+    for worker in change.members:
+        m.handle(
+            ev.WorkerActive(at=at, worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1)
+        )
+
+
+def started(*workers: str, nodes: dict[str, str] | None = None, timing: Timing = TIMING) -> Membership:
+    roster = Roster(run="r", min_members=len(workers), max_members=8, limit=8)
+    m = Membership(roster, term=1, timing=timing, at=0.0, validate=True)
+    for worker in workers:
+        join(m, worker, node=(nodes or {}).get(worker, ""))
+    finish_change(m)
+    assert m.roster.status is RunStatus.TRAINING
+    return m
+
+
+def beats(m: Membership, at: float, step: int = 3, **doing: tuple[Doing, float]) -> list[ev.Instruction]:
+    out: list[ev.Instruction] = []
+    for worker, (what, stalled) in doing.items():
+        generation = m.roster.generation
+        out += m.handle(
+            ev.WorkerBeat(
+                at=at,
+                worker=worker,
+                generation=generation,
+                prepared=generation,
+                step=step,
+                held=False,
+                doing=what,
+                stalled_s=stalled,
+            )
+        )
+    return out + m.handle(ev.Ticked(at=at))
+
+
+WAITING, WORKING, OUTSIDE = Doing.WAITING, Doing.WORKING, Doing.OUTSIDE
+
+
+# ------------------------------------------------------------------------------------------------------------- hangs
+
+
+@pytest.mark.parametrize("doing", [WORKING, OUTSIDE])
+def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadline(doing: Doing) -> None:
+    m = started("w0", "w1", "w2")
+    for at in range(1, 40):
+        others = {"w0": (WAITING, at - 0.1), "w2": (WAITING, at - 0.1)}
+        assert not kills(beats(m, at, w1=(doing, at), **others)), at
+    out = beats(m, 41, w1=(doing, 41), w0=(WAITING, 40.9), w2=(WAITING, 40.9))
+    assert [(k.worker, k.stack) for k in kills(out)] == [("w1", True)]
+    assert tells(out, Interrupt) == ["w0", "w2"]
+    assert m.roster.change is not None
+    assert m.roster.change.members == ["w0", "w2"]
+
+
+def test_a_long_body_that_gets_on_and_code_after_the_loop_are_no_hangs() -> None:
+    m = started("w0", "w1")
+    for at in range(1, 100):
+        assert not kills(beats(m, at, w0=(WORKING, at % 39), w1=(WAITING, 1.0)))
+    for at in range(100, 300):
+        assert not kills(beats(m, at, w0=(OUTSIDE, at), w1=(OUTSIDE, at))), "both are past their loop"
+
+
+def test_a_hanging_member_is_ejected_from_a_generation_that_nobody_is_active_in_yet() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    number = m.roster.high
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.VoteCast(at=1, worker=worker, generation=number, ok=True))
+    out = beats(m, 42, w0=(WAITING, 41), w1=(WORKING, 41), w2=(WAITING, 41))
+    assert [k.worker for k in kills(out)] == ["w1"]
+    assert m.roster.change is not None
+    assert m.roster.change.members == ["w0", "w2"]
+
+
+def test_a_stopped_process_is_ejected_long_before_its_lease() -> None:
+    m = started("w0", "w1")
+    assert not m.handle(ev.WorkerStopped(at=1.0, worker="w1"))
+    beats(m, 1.2, w1=(WORKING, 0.1))
+    assert not m.handle(ev.WorkerStopped(at=1.5, worker="w1")), "its own beat has proved the contrary"
+    assert not m.handle(ev.Ticked(at=2.4))
+    out = m.handle(ev.Ticked(at=2.6))
+    assert [k.worker for k in kills(out)] == ["w1"]
+    assert tells(out, Interrupt) == ["w0"]
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+
+def all_wait(m: Membership, at: float, seconds: float) -> list[ev.Instruction]:
+    return beats(m, at, **dict.fromkeys(m.roster.members, (WAITING, seconds)))
+
+
+def test_a_slow_link_is_looked_at_and_ejects_nobody() -> None:
+    m = started("w0", "w1", "w2")
+    assert not tells(all_wait(m, 4, 4), Prepare)
+    out = all_wait(m, 6, 6)
+    assert tells(out, Prepare) == ["w0", "w1", "w2"]
+    assert not tells(out, Interrupt), "the old generation goes on while its links are looked at"
+    looked = m.roster.high
+    votes: list[ev.Instruction] = []
+    for worker in ("w0", "w1", "w2"):
+        votes += m.handle(ev.VoteCast(at=6.5, worker=worker, generation=looked, ok=True))
+    assert sorted(tells(votes, Abort)) == ["w0", "w1", "w2"]
+    assert not tells(votes, Commit)
+    assert m.roster.generation == 1
+    assert not tells(all_wait(m, 9, 9), Prepare), "not again at once"
+    assert tells(all_wait(m, 11, 11), Prepare)
+    assert not kills(votes)
+
+
+def test_a_joiner_is_not_kept_out_by_a_look_at_the_links() -> None:
+    m = started("w0", "w1")
+    all_wait(m, 6, 6)
+    join(m, "w2", at=6.1)
+    looked = m.roster.high
+    out: list[ev.Instruction] = []
+    for worker in ("w0", "w1"):
+        out += m.handle(ev.VoteCast(at=6.5, worker=worker, generation=looked, ok=True))
+    assert tells(out, Prepare) == ["w0", "w1", "w2"]
+
+
+def test_a_cut_link_drops_the_younger_of_the_two() -> None:
+    m = started("w0", "w1", "w2")
+    all_wait(m, 6, 6)
+    looked = m.roster.high
+    cut = {"w0": ["w2"], "w1": [], "w2": ["w0"]}
+    out: list[ev.Instruction] = []
+    for worker, names in cut.items():
+        vote = ev.VoteCast(at=9, worker=worker, generation=looked, ok=not names, reason="cut", unreachable=names)
+        out += m.handle(vote)
+    assert [k.worker for k in kills(out)] == ["w2"]
+    assert sorted(set(tells(out, Interrupt))) == ["w0", "w1"]
+    assert m.roster.change is not None
+    assert (m.roster.change.members, m.roster.change.interrupt) == (["w0", "w1"], True)
+
+
+def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> None:
+    m = started("w0", "w1", "w2", "w3")
+    m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))
+    number = m.roster.high
+    # w1 is stopped: it never votes, and the first to notice is younger than it.
+    first = m.handle(ev.VoteCast(at=5, worker="w2", generation=number, ok=False, reason="", unreachable=["w1"]))
+    assert not kills(first)
+    out = m.handle(ev.VoteCast(at=5.2, worker="w0", generation=number, ok=False, reason="", unreachable=["w1"]))
+    assert [k.worker for k in kills(out)] == ["w1"]
+    assert m.roster.change is not None
+    assert m.roster.change.members == ["w0", "w2"]
+
+
+def test_without_further_votes_it_is_decided_after_a_second() -> None:
+    m = started("w0", "w1", "w2", "w3")
+    m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))
+    m.handle(ev.VoteCast(at=5, worker="w2", generation=m.roster.high, ok=False, reason="", unreachable=["w1"]))
+    assert not kills(m.handle(ev.Ticked(at=5.9)))
+    assert kills(m.handle(ev.Ticked(at=6.1)))
+
+
+def test_a_rebuild_has_a_deadline_of_its_own() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.WorkerGone(at=1, worker="w2", reason="killed", signal=9))
+    m.handle(ev.VoteCast(at=1, worker="w0", generation=m.roster.high, ok=True))
+    beats(m, 8, w1=(WORKING, 7))
+    assert not kills(m.handle(ev.Ticked(at=8.9)))
+    assert [k.worker for k in kills(m.handle(ev.Ticked(at=9.1)))] == ["w1"]
+
+
+def test_a_newcomer_that_is_cut_off_from_a_member_is_left_out_and_the_members_train_on() -> None:
+    m = started("w0", "w1")
+    join(m, "w2", at=1)
+    number = m.roster.high
+    out = m.handle(ev.VoteCast(at=5, worker="w0", generation=number, ok=False, reason="", unreachable=["w2"]))
+    out += m.handle(ev.VoteCast(at=5, worker="w1", generation=number, ok=True))
+    assert [k.worker for k in kills(out)] == ["w2"]
+    assert sorted(set(tells(out, Abort))) == ["w0", "w1", "w2"]
+    assert not tells(out, Interrupt)
+    assert m.roster.members == ["w0", "w1"]
+
+
+def test_members_that_do_not_reach_each_other_in_a_planned_change_train_on_as_they_are() -> None:
+    m = started("w0", "w1")
+    join(m, "w2", at=1)
+    number = m.roster.high
+    out = m.handle(ev.VoteCast(at=5, worker="w0", generation=number, ok=False, reason="", unreachable=["w1"]))
+    out += m.handle(ev.VoteCast(at=5, worker="w1", generation=number, ok=False, reason="", unreachable=["w0"]))
+    out += m.handle(ev.VoteCast(at=5, worker="w2", generation=number, ok=True))
+    assert not kills(out)
+    assert not tells(out, Interrupt)
+    assert m.roster.members == ["w0", "w1"]
+    assert m.roster.workers["w2"].phase is WorkerPhase.READY
+    everybody = dict.fromkeys(("w0", "w1", "w2"), (WORKING, 0.1))
+    tried = {at: bool(tells(beats(m, at, **everybody), Prepare)) for at in range(6, 40)}
+    assert next(at for at, again in tried.items() if again) == 35, "tried again only after a while"
+
+
+NAMES = [f"w{i}" for i in range(6)]
+PAIRS = list(itertools.combinations(NAMES, 2))
+
+
+@given(st.sets(st.sampled_from(PAIRS)), st.sets(st.sampled_from(NAMES), min_size=1))
+def test_those_left_reach_each_other_and_one_of_them_has_the_state(
+    cut: set[tuple[str, str]], holders: set[str]
+) -> None:
+    told: dict[str, list[str]] = {}
+    for a, b in cut:
+        told.setdefault(a, []).append(b)
+    dropped = to_drop(told, NAMES, sorted(holders))
+    left = set(NAMES) - set(dropped)
+    assert not [pair for pair in cut if left.issuperset(pair)]
+    assert left & holders
+    assert len(dropped) <= len(cut)
+
+
+def test_one_bad_node_is_found_whoever_it_is() -> None:
+    for bad in NAMES:
+        told = {w: [bad] for w in NAMES if w != bad}
+        assert to_drop(told, NAMES, NAMES) == [bad]
+        assert to_drop({bad: [w for w in NAMES if w != bad]}, NAMES, NAMES) == [bad]
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = "ValueError at t.py:7") -> list:
+    return m.handle(
+        ev.WorkerFailed(
+            at=at,
+            worker=worker,
+            code=1,
+            message="ValueError: bad",
+            signature=signature,
+            step=step,
+            traceback="Traceback: here",
+        )
+    )
+
+
+def test_the_same_exception_on_two_nodes_in_one_step_ends_the_run_with_its_traceback() -> None:
+    m = started("w0", "w1", "w2")
+    out = fail(m, "w1", 1)
+    assert m.roster.status is RunStatus.TRAINING
+    assert tells(out, Interrupt) == ["w0", "w2"], "nobody waits for the process to end"
+    assert records(out, "failed")[0].data["traceback"] == "Traceback: here"
+    out = fail(m, "w0", 1.1)
+    assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FAILED for i in out)
+    assert "ValueError: bad (step 5, on w1, node n-w1 and again on w0, node n-w0)" in m.roster.message
+    assert m.roster.traceback == "Traceback: here"
+
+
+@pytest.mark.parametrize("other", [{"step": 6}, {"signature": "KeyError at t.py:9"}])
+def test_another_exception_or_another_step_is_the_nodes_own(other: dict) -> None:
+    m = started("w0", "w1", "w2")
+    fail(m, "w1", 1)
+    finish_change(m, at=1, first_step=5)
+    fail(m, "w2", 2, **other)
+    assert not m.roster.status.ended
+    finish_change(m, at=2, first_step=5)
+    assert m.roster.members == ["w0"]
+
+
+def test_the_same_exception_twice_on_one_node_does_not_end_the_run_but_on_the_only_member_it_does() -> None:
+    m = started("w0", "w1", "w2", nodes={"w1": "a", "w2": "a", "w0": "b"})
+    fail(m, "w1", 1)
+    finish_change(m, at=1)
+    fail(m, "w2", 2)
+    assert not m.roster.status.ended
+    finish_change(m, at=2)
+    fail(m, "w0", 3, step=9)
+    assert m.roster.status is RunStatus.FAILED
+    assert "the only member" in m.roster.message
+
+
+def test_a_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_again_at_the_same_step() -> None:
+    m = started("w0")
+    beats(m, 0.5, step=7, w0=(WORKING, 0.0))
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason="killed by signal 11", signal=11, tail="Fatal Python error"))
+    assert m.roster.status is RunStatus.SUSPENDED
+    join(m, "w1", at=2)
+    finish_change(m, at=2)
+    beats(m, 2.5, step=7, w1=(WORKING, 0.0))
+    m.handle(ev.WorkerGone(at=3, worker="w1", reason="killed by signal 11", signal=11, tail="Fatal Python error"))
+    assert m.roster.status is RunStatus.FAILED
+    assert m.roster.traceback == "Fatal Python error"
+
+
+def test_kills_from_outside_count_for_nothing() -> None:
+    m = started("w0", "w1", "w2", "w3")
+    for number, worker in enumerate(("w1", "w2", "w3")):
+        m.handle(ev.WorkerGone(at=number + 1, worker=worker, reason="killed by signal 9", signal=9))
+        finish_change(m, at=number + 1)
+    assert m.roster.failures == []
+    assert m.roster.barred == {}
+    assert m.roster.status is RunStatus.TRAINING
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_node_with_three_failures_is_barred_except_where_a_schedule_decides(scripted: bool) -> None:
+    m = started("w0", "w1", nodes={"w1": "bad"})
+    m.roster.scripted = scripted
+    out = fail(m, "w1", 1, step=1)
+    for number in (2, 3):
+        assert not records(out, "bar")
+        finish_change(m, at=number)
+        m.roster.limit = 8
+        join(m, f"w{number}", at=number, node="bad")
+        finish_change(m, at=number)
+        out = fail(m, f"w{number}", number, step=number)
+    assert bool(records(out, "bar")) is not scripted
+    assert list(m.roster.barred) == ([] if scripted else ["bad"])
+    assert [i.node for i in out if isinstance(i, ev.NodeBarred)] == ([] if scripted else ["bad"])
+    if not scripted:
+        assert "3 failures on it (exception)" in m.roster.barred["bad"]
+
+
+def test_a_failure_after_the_end_of_the_loop_does_not_undo_what_the_others_have_finished() -> None:
+    m = started("w0", "w1")
+    fail(m, "w0", 1, step=9)
+    m.handle(ev.WorkerFinished(at=1.1, worker="w1", generation=1, steps=9, digest="d", loss=1.0, samples=9))
+    assert m.roster.status is RunStatus.FINISHED
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.sampled_from(["x", "y"])), max_size=12))
+def test_only_what_happened_alike_on_two_nodes_or_to_the_last_member_fails_a_run(
+    history: list[tuple[str, int, str]],
+) -> None:
+    m = started(*NAMES)
+    seen: dict[tuple[int, str], set[str]] = {}
+    for at, (worker, step, signature) in enumerate(history, start=1):
+        if not m.roster.alive(worker):
+            continue
+        step = max(step, m.roster.workers[worker].step)
+        last = m.roster.staying() == [worker]
+        fail(m, worker, at, step, signature)
+        expected = last or bool(seen.get((step, signature)))
+        assert (m.roster.status is RunStatus.FAILED) is expected
+        if expected:
+            return
+        seen.setdefault((step, signature), set()).add(worker)
+        finish_change(m, at=at, first_step=0)
