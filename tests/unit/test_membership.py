@@ -381,6 +381,7 @@ class SimWorker:
     step: int = 0
     has_state: bool = False
     alive: bool = True
+    stopped: bool = False
 
 
 class World:
@@ -392,6 +393,8 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.active: dict[int, tuple[str, ...]] = {}
         self.generations: list[int] = []
+        self.cut: set[frozenset[str]] = set()
+        "pairs that do not reach each other"
 
     def put(self, event: ev.Event) -> None:
         before = self.m.roster.high
@@ -400,6 +403,10 @@ class World:
                 self.workers[i.worker].inbox.append(i.message)
             elif isinstance(i, ev.Kill) and i.worker in self.workers:
                 self.workers[i.worker].alive = False
+                if "no connection" in i.reason:
+                    assert any(i.worker in pair for pair in self.cut), "a healthy worker that nobody accused"
+                if "stopped" in i.reason:
+                    assert self.workers[i.worker].stopped
         assert self.m.roster.high >= before
         stored = msgspec.msgpack.decode(msgspec.msgpack.encode(self.m.roster), type=Roster)
         assert stored == self.m.roster, "the durable state is the whole state"
@@ -413,14 +420,21 @@ class World:
         self.put(ready(name, self.at))
 
     def deliver(self, w: SimWorker) -> None:
-        if not w.alive or not w.inbox:
+        if not w.alive or not w.inbox or w.stopped:
             return
         message = w.inbox.pop(0)
         if isinstance(message, Prepare):
             w.prepared[message.generation] = message
             if message.interrupt and w.generation and w.generation < message.generation:
                 self.hold(w)
-            self.put(ev.VoteCast(at=self.at, worker=w.name, generation=message.generation, ok=True))
+            others = [p.worker for p in message.members]
+            lost = [n for n in others if w.name in others and frozenset((n, w.name)) in self.cut]
+            if lost:
+                del w.prepared[message.generation]
+            vote = ev.VoteCast(
+                at=self.at, worker=w.name, generation=message.generation, ok=not lost, reason="cut", unreachable=lost
+            )
+            self.put(vote)
         elif isinstance(message, Abort):
             w.prepared.pop(message.generation, None)
         elif isinstance(message, Interrupt):
@@ -449,7 +463,7 @@ class World:
             new = [self.workers[n] for n in names]
             old = [w for w in self.workers.values() if w.alive and w.generation == prepare.replaces and w.generation]
             everybody = [*new, *([] if prepare.interrupt else old)]
-            if not all(w.alive and w.committed == generation for w in everybody):
+            if not all(w.alive and not w.stopped and w.committed == generation for w in everybody):
                 continue
             step = max([w.step for w in new if w.has_state], default=0)
             for w in old:
@@ -484,7 +498,9 @@ class World:
 
     def beat_all(self) -> None:
         for w in self.workers.values():
-            if w.alive:
+            if w.alive and w.stopped:
+                self.put(ev.WorkerStopped(at=self.at, worker=w.name))
+            elif w.alive:
                 prepared = max([*w.prepared, w.generation])
                 self.put(
                     ev.WorkerBeat(
@@ -493,13 +509,14 @@ class World:
                 )
 
     def settle(self) -> None:
-        """No more faults: time passes, beats are sent, messages arrive."""
+        """No more faults but those that last: time passes, beats are sent, messages arrive."""
+        self.cut.clear()
         for _ in range(200):
             self.at += 0.5
             self.beat_all()
             self.put(ev.Ticked(at=self.at))
             for w in list(self.workers.values()):
-                while w.alive and w.inbox:
+                while w.alive and not w.stopped and w.inbox:
                     self.deliver(w)
             self.switch()
 
@@ -507,7 +524,22 @@ class World:
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["spawn", "deliver", "deliver", "deliver", "switch", "kill", "release", "limit", "tick", "head", "hold"]
+            [
+                *(
+                    "spawn",
+                    "deliver",
+                    "deliver",
+                    "deliver",
+                    "switch",
+                    "kill",
+                    "release",
+                    "limit",
+                    "tick",
+                    "head",
+                    "hold",
+                ),
+                *("cut", "heal", "stop"),
+            ]
         ),
         st.integers(0, 30),
     ),
@@ -542,8 +574,16 @@ def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actio
                 world.put(ev.Ticked(at=world.at))
             case "head":
                 world.restart_head()
+            case "cut":
+                other = names[(number // 7) % len(names)]
+                if other != w.name:
+                    world.cut.add(frozenset((w.name, other)))
+            case "heal":
+                world.cut.clear()
+            case "stop":
+                w.stopped = True
             case "hold":
-                if w.alive and w.generation == world.m.roster.generation and w.generation:
+                if w.alive and not w.stopped and w.generation == world.m.roster.generation and w.generation:
                     world.hold(w)
     if world.m.roster.status.ended:
         return
