@@ -221,7 +221,7 @@ async def test_output_is_shown_on_demand(head: Head) -> None:
     )
     await head.launch(code)
     await head.begin("w0")
-    await until(lambda: head.run.log("w0").exists() and b"before" in head.run.log("w0").read_bytes())
+    await until(lambda: head.run.log("w0").exists() and b"before\n" in head.run.log("w0").read_bytes())
     head.send(ShowOutput(term=1, worker="w0"))
     head.send(ShowOutput(term=1, worker="w0"))
     await head.hear(AgentBeat)
