@@ -594,6 +594,6 @@ def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actio
     assert world.generations == sorted(set(world.generations)), "generations only grow"
     assert roster.status is RunStatus.TRAINING, (roster.status, roster.change, world.m.story)
     assert roster.change is None
-    alive = sorted(w.name for w in world.workers.values() if w.alive)
-    assert sorted(roster.members) == alive
-    assert {w.generation for w in world.workers.values() if w.alive} == {roster.generation}
+    alive = [w for w in world.workers.values() if w.alive and not w.stopped]
+    assert sorted(roster.members) == sorted(w.name for w in alive)
+    assert {w.generation for w in alive} == {roster.generation}
