@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +74,9 @@ def test_impossible_layouts_are_refused_with_both_numbers(length, batch, total, 
 def test_seeds_and_crcs_are_stable_across_processes() -> None:
     assert mix(1, "order", 2) == 1671847539343688486
     assert mix(1, "order", 2) != mix(1, "order", 3)
-    assert shard_crc(0, 1, 2, [3, 4]) == shard_crc(0, 1, 2, (3, 4)) != shard_crc(0, 1, 2, [4, 3])
+    there, back = array("q", [3, 4]).tobytes(), array("q", [4, 3]).tobytes()
+    assert shard_crc(0, 1, 2, there) == shard_crc(0, 1, 2, memoryview(there)) != shard_crc(0, 1, 2, back)
+    assert len({shard_crc(*key, there) for key in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (0, 12, 0), (0, 1, 20))}) == 5
 
 
 def fed(generation: int, step: int, shard: int, n: int = 4, total: int = 8) -> Fed:

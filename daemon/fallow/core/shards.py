@@ -103,6 +103,13 @@ def mix(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def shard_crc(epoch: int, step: int, shard: int, indices: Sequence[int]) -> int:
-    """CRC-32 of one shard's identity and content; sums of these are what members compare in every step."""
-    return zlib.crc32(repr((epoch, step, shard, list(indices))).encode())
+def shard_crc(epoch: int, step: int, shard: int, indices: bytes | memoryview) -> int:
+    """CRC-32 of one shard's identity and content; sums of these are what members compare in every step.
+
+    Args:
+        epoch: of the data.
+        step: in the epoch.
+        shard: in the step.
+        indices: its sample numbers as 64-bit integers.
+    """
+    return zlib.crc32(indices, zlib.crc32(b"%d %d %d" % (epoch, step, shard)))

@@ -14,6 +14,9 @@ class Arithmetic(Protocol):
     `number` counts the backwards of a body from 0: each has sums of its own.
     """
 
+    linear: bool
+    "gradients of shards of equal weight may be summed as they are, before `add` sees them"
+
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type in which gradients of `dtype` are summed, over shards and over members."""
 
@@ -55,6 +58,8 @@ class Arithmetic(Protocol):
 
 class Floating:
     """Sums in the gradients' own type: fast; the last bits depend on who computed which shard."""
+
+    linear = True
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The gradients' own."""

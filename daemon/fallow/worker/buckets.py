@@ -11,7 +11,7 @@ from torch import nn
 from fallow.worker.arithmetic import Arithmetic
 
 _FIRST_BYTES = 1 << 20
-_BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 25 << 20
 """Sizes as in DDP: a small first bucket starts the network early in backward."""
 
 
@@ -40,12 +40,10 @@ class Buckets:
         self._arithmetic = arithmetic
         self._place = _layout(self._params)
         self.all: list[Bucket] = []
-        self.views: dict[int, torch.Tensor] = {}
-        "parameter's index -> its part of a bucket, in the parameter's shape"
-
-    def of(self, index: int) -> Bucket:
-        """The bucket in which a parameter has its place."""
-        return self.all[self._place[index][0]]
+        self.views: list[torch.Tensor] = []
+        "for each parameter its part of a bucket, in the parameter's shape and order of elements"
+        self.of: list[Bucket] = []
+        "for each parameter the bucket in which it has its place"
 
     def ensure(self) -> None:
         """Take memory, if there is none."""
@@ -57,14 +55,21 @@ class Buckets:
             first = self._params[members[0]]
             flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
             self.all.append(Bucket(flat, members))
-            for index in members:
-                _, offset, count = self._place[index]
-                self.views[index] = flat[offset : offset + count].view(self._params[index].shape)
+        for parameter, (number, offset, count) in zip(self._params, self._place, strict=True):
+            self.of.append(self.all[number])
+            self.views.append(_shaped(self.all[number].flat[offset : offset + count], parameter))
 
     def forget(self) -> None:
         """Give the memory up for good: a late peer may still write into it."""
-        self.all = []
-        self.views = {}
+        self.all, self.views, self.of = [], [], []
+
+
+def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`part` as the parameter lies in memory, so that adding and stepping go along both in order."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if layout is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=layout):
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
 
 
 def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
@@ -76,7 +81,7 @@ def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
         parameter = params[index]
         key = (parameter.dtype, parameter.device)
         number, used = open_bucket.get(key, (-1, 0))
-        cap = _FIRST_BYTES if number == 0 else _BUCKET_BYTES
+        cap = _FIRST_BYTES if number == 0 else BUCKET_BYTES
         if number < 0 or used * parameter.element_size() >= cap:
             number, used = count, 0
             count += 1

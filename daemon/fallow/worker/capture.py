@@ -10,8 +10,8 @@ import torch
 
 
 @contextmanager
-def backward_seen(before: Callable[[], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """While the context is open, call `before()` and `after(root)` around each outermost backward.
+def backward_seen(before: Callable[[Any], None], after: Callable[[], None]) -> Iterator[None]:
+    """While the context is open, call `before(root)` and `after()` around each outermost backward.
 
     `torch.Tensor.backward` looks `torch.autograd.backward` up at each call, so replacing that one name sees both.
     A backward inside a backward (reentrant activation checkpointing) is part of the outer one.
@@ -24,13 +24,13 @@ def backward_seen(before: Callable[[], None], after: Callable[[Any], None]) -> I
         if depth:
             inner(tensors, *args, **kwargs)
             return
-        before()
+        before(tensors)
         depth += 1
         try:
             inner(tensors, *args, **kwargs)
         finally:
             depth -= 1
-        after(tensors)
+        after()
 
     torch.autograd.backward = backward
     try:

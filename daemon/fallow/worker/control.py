@@ -8,6 +8,7 @@ unchanged, and what is computed from them does not depend on who computed which 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,7 +80,7 @@ def encode(
     """This member's part of the vector; float64 of len(Head) + size + shards + parameters."""
     paces = [0.0] * size
     paces[rank] = pace
-    return torch.tensor([*head, *paces, *losses, *touched], dtype=torch.float64)
+    return torch.frombuffer(array("d", [*head, *paces, *losses, *touched]), dtype=torch.float64)
 
 
 def decode(vector: torch.Tensor, size: int, shards: int) -> Control:

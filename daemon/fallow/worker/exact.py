@@ -55,6 +55,8 @@ class Exact:
     GradScaler skips the step; its reference stays.
     """
 
+    linear = False
+
     def __init__(self) -> None:
         self._reference: dict[tuple[int, int], dict[int, int]] = {}
         "(phase, number of the backward) -> parameter's index -> exponent"

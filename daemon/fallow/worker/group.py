@@ -2,11 +2,13 @@
 
 gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives here are always
 asynchronous; `wait` ends when the works' futures have completed or when `interrupt` was called, whichever is first.
+Python hears of completion once in a `wait`, not once for each work: every call from gloo's thread wants the GIL.
 A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -30,7 +32,8 @@ class Interrupted(Exception):
 class Group:
     """Ranks 0..size-1 of one generation. `pg` is None for a world of one: every collective is then the identity.
 
-    Thread-safe: collectives may be issued from autograd's threads, `interrupt` comes from the communication thread.
+    Collectives may be issued from autograd's threads and `interrupt` comes from the communication thread; one thread at
+    a time waits.
     """
 
     def __init__(self, generation: int, rank: int, size: int, pg: Any | None, streams: Streams | None = None) -> None:
@@ -43,10 +46,11 @@ class Group:
         "its collectives are waited for now"
         self.turned_at = 0.0
         "time.monotonic at which the last wait began or ended"
-        self._changed = threading.Condition()
-        self._pending = 0
+        self._guard = threading.Lock()
         self._broken: str | None = None
-        self._kept: list[Any] = []
+        self._kept: list[tuple[Any, Any]] = []
+        "works that were not waited for yet, with their tensors"
+        self._waiter: _Waiter | None = None
         self.waited_s = 0.0
         "seconds that `wait` has taken, all calls together"
 
@@ -68,10 +72,12 @@ class Group:
 
     def interrupt(self, reason: str) -> None:
         """End every pending and future collective and transfer of this group with `Interrupted`."""
-        with self._changed:
+        with self._guard:
             if self._broken is None:
                 self._broken = reason
-            self._changed.notify_all()
+            waiter = self._waiter
+        if waiter is not None:
+            waiter.wake()
         self.end_transfers()
 
     def end_transfers(self) -> None:
@@ -122,44 +128,42 @@ class Group:
             self.waiting, self.turned_at = False, time.monotonic()
 
     def _wait(self, timeout_s: float | None) -> None:
-        with self._changed:
+        if self._broken is None and self._kept:
             began = time.monotonic()
-            done = self._changed.wait_for(lambda: self._pending == 0 or self._broken is not None, timeout_s)
+            try:
+                self._complete([work.get_future() for work, _ in self._kept], timeout_s)
+            except RuntimeError as error:
+                self.interrupt(_reason(error))
             self.waited_s += time.monotonic() - began
-            if done and self._broken is None:
-                self._kept.clear()
-                return
-            reason = self._broken or f"no answer from a peer within {timeout_s:g} s"
-        self.interrupt(reason)
-        raise Interrupted(reason)
+        if self._broken is not None:
+            raise Interrupted(self._broken)
+        self._kept.clear()
+
+    def _complete(self, futures: list[Any], timeout_s: float | None) -> None:
+        """Return when all are complete or the group is broken; raises what a future raises."""
+        every = torch.futures.collect_all(futures)
+        if not every.done():
+            waiter = _Waiter()
+            with self._guard:
+                self._waiter = waiter
+                if self._broken is not None:
+                    waiter.wake()
+            # Runs on gloo's thread, or here if all are complete by now.
+            every.add_done_callback(lambda _: waiter.wake())
+            if not waiter.wait(timeout_s):
+                self.interrupt(f"no answer from a peer within {timeout_s:g} s")
+            self._waiter = None
+        if self._broken is None:
+            every.value()
 
     def _launch(self, issue: Any, tensors: Any) -> None:
-        with self._changed:
-            if self._broken is not None:
-                raise Interrupted(self._broken)
-            self._pending += 1
+        if self._broken is not None:
+            raise Interrupted(self._broken)
         try:
-            work = issue(self._pg)
-            future = work.get_future()
+            self._kept.append((issue(self._pg), tensors))
         except RuntimeError as error:
             self.interrupt(_reason(error))
             raise Interrupted(self._broken) from None
-        with self._changed:
-            self._kept.append((work, tensors))
-        # Runs on gloo's thread, or here if the work is complete already; in both cases exactly once.
-        future.add_done_callback(self._completed)
-
-    def _completed(self, future: Any) -> None:
-        error: str | None = None
-        try:
-            future.value()
-        except RuntimeError as caught:
-            error = _reason(caught)
-        with self._changed:
-            self._pending -= 1
-            self._changed.notify_all()
-        if error is not None:
-            self.interrupt(error)
 
     def destroy(self) -> None:
         """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
@@ -168,6 +172,23 @@ class Group:
         self._pg = None
         self._kept.clear()
         self.end_transfers()
+
+
+class _Waiter:
+    """Lets one thread sleep until another wakes it, once: the cheapest there is in Python."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """False: nobody called `wake` in time."""
+        return self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+
+    def wake(self) -> None:
+        """May be called several times."""
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
 
 
 def _reason(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class ElasticLoader:
         self.source = source
         self.dataset = source.dataset
         self._seed = seed
-        self._cached: dict[int, list[int]] = {}
+        self._cached: dict[int, array[int]] = {}
         self._prefetch: _Prefetcher | None = None
         self.load_s = 0.0
         "seconds of work in the last batch that `fetch` gave, wherever it was done"
@@ -67,23 +68,24 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Any]:
         raise FallowError("a prepared DataLoader is iterated with `for batch in run.steps(loader)`", Exit.DATA)
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> array[int]:
         """Sample numbers of an epoch, in order: the same on every member and for every membership."""
         if epoch not in self._cached:
             # Two, because prefetching looks into the next epoch.
             for old in sorted(self._cached)[:-1]:
                 del self._cached[old]
-            self._cached[epoch] = _order(self.source, mix(self._seed, "order", epoch))
+            self._cached[epoch] = array("q", _order(self.source, mix(self._seed, "order", epoch)))
         return self._cached[epoch]
 
     def indices(self, key: Key) -> list[int]:
         """Sample numbers of one shard."""
         first, end = self.layout.bounds(key.step, key.shard)
-        return self.order(key.epoch)[first:end]
+        return self.order(key.epoch)[first:end].tolist()
 
     def crc(self, key: Key) -> int:
         """CRC of one shard, see `shard_crc`."""
-        return shard_crc(*key, self.indices(key))
+        first, end = self.layout.bounds(key.step, key.shard)
+        return shard_crc(*key, memoryview(self.order(key.epoch))[first:end])
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Tell the prefetching processes what this member will want from `at` on."""

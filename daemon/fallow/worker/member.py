@@ -72,7 +72,7 @@ class Member:
         """Made at first use, when everything is prepared."""
         if self._reducer is None:
             prepared = self.prepared
-            self._reducer = Reducer(prepared.parameters(), prepared.buffers(), prepared.arithmetic)
+            self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
             self._reducer.before_control = self.ledger.flush
         return self._reducer

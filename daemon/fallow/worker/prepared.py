@@ -43,6 +43,8 @@ class Prepared:
         self.scaler: torch.amp.GradScaler | None = None
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
+        self._homes: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
+        "where buffers are found: a forward may put another tensor in a buffer's place"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -54,6 +56,7 @@ class Prepared:
         if any(thing is other for other in known):
             raise FallowError(f"prepare: {type(thing).__name__} was given twice; prepare each object once")
         averaged = isinstance(thing, torch.optim.swa_utils.AveragedModel)
+        self._homes = None
         if isinstance(thing, nn.Module) and not averaged:
             self.modules.append(thing)
             return
@@ -116,7 +119,11 @@ class Prepared:
 
     def buffers(self) -> list[torch.Tensor]:
         """All buffers of all modules, in order, shared ones once."""
-        return list({id(b): b for module in self.modules for b in module.buffers()}.values())
+        if self._homes is None:
+            within = (part for module in self.modules for part in module.modules())
+            self._homes = [(part._buffers, name) for part in within for name in part._buffers]
+        found = (home[name] for home, name in self._homes)
+        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""

@@ -1,8 +1,9 @@
 """Gradients of a step: local accumulation over shards, one reduction in the member's last body. No DDP.
 
-Each parameter has a place in a flat bucket. A hook adds weight x gradient there and takes the gradient away, so a void
-body leaves None behind. In the final body buckets are reduced in a fixed order, each as soon as it is full, so that the
-network works while backward goes on; then a small float64 vector, the control exchange, closes the round.
+Void bodies of equal weight let autograd add up their gradients as it does without us; only between two backwards they
+are held here, so a void body leaves None behind. In the final body a hook puts weight x gradient into the parameter's
+place in a flat bucket, one pass over the memory. Buckets are reduced in a fixed order, each as soon as it is full, so
+that the network works while backward goes on. Beside the last one goes the control exchange, a small float64 vector.
 
 With several backwards in a body each has sums of its own: the first backward of the final body reduces the first
 backwards of all bodies, the second the second ones. So what a backward returns does not depend on the membership.
@@ -11,6 +12,8 @@ backwards of all bodies, the second the second ones. So what a backward returns 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +21,27 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker import control as ctl
 from fallow.worker.arithmetic import Arithmetic, Floating
-from fallow.worker.buckets import Buckets
+from fallow.worker.buckets import Bucket, Buckets
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
+
+
+@dataclass(slots=True)
+class _Loss:
+    """Of one backward; `value` stays on an accelerator until somebody must wait for it anyway."""
+
+    shard: int
+    value: float | torch.Tensor
+    scale: float
+    weight: float
+
+
+class _Told(NamedTuple):
+    """What is on its way beside the sums."""
+
+    buffers: torch.Tensor | None
+    vector: torch.Tensor
+    extent: torch.Tensor | None
 
 
 class Reducer:
@@ -28,19 +49,19 @@ class Reducer:
 
     Args:
         named: parameters that require gradients, in model order; the layout is fixed from here on.
-        buffers: the modules' buffers; after each round all members hold shard 0's.
+        buffers: gives the modules' buffers; after each round all members hold shard 0's.
         arithmetic: how gradients are added up.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        buffers: Sequence[torch.Tensor],
+        buffers: Callable[[], Sequence[torch.Tensor]],
         arithmetic: Arithmetic | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
-        self._buffers = list(buffers)
+        self._buffers = buffers
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
         "by number of the backward in a body"
@@ -59,11 +80,17 @@ class Reducer:
         self._touched = [[False] * len(self._params)]
         "by number of the backward: parameters with something in their place"
         self._fired = [False] * len(self._params)
+        self._adding = False
+        "the hooks put gradients into buckets in this body"
+        self._in_backward = False
+        self._held: dict[int, tuple[float, list[torch.Tensor | None]]] = {}
+        "number of the backward -> weight, and sums of the gradients of void bodies of that weight"
         self._left: dict[int, torch.Tensor] = {}
         "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
         self._kept_buffers: list[torch.Tensor] | None = None
         self._next = 0
+        self._told: _Told | None = None
         self.rounds = 0
         "finished reductions in this step"
         self.control: Control | None = None
@@ -82,7 +109,7 @@ class Reducer:
         "the step must be done again by all members, though the group stands"
         self.pace = 0.0
         "seconds per shard of this member, told to all"
-        self._losses: dict[int, float] = {}
+        self._losses: list[_Loss] = []
         self.samples = 0
         self.crc = 0
         self.flags: Callable[[], tuple[bool, bool]] = lambda: (False, False)
@@ -106,6 +133,8 @@ class Reducer:
         self._plan = plan
         self._number = 0
         self._touched = [[False] * len(self._params) for _ in self._sets]
+        self._held = {}
+        self._in_backward = False
         self._carried = dict(self._left)
         self._arithmetic.begin_step(plan.phase)
         self._kept_buffers = None
@@ -115,7 +144,7 @@ class Reducer:
         self.interrupted = self.again = False
         self.loss = None
         self.switch, self.checkpoint = 0, False
-        self._losses = {}
+        self._losses = []
         self.samples = self.crc = 0
 
     def begin_body(self, shard: int, weight: float, *, final: bool, live: bool) -> None:
@@ -132,15 +161,26 @@ class Reducer:
         self._weight = weight
         self._final = final
         self._live = live
+        self._adding = live and (final or not self._arithmetic.linear)
+        for number, (held_weight, _) in list(self._held.items()):
+            if held_weight != weight:
+                self._fold(number)
 
     def keep_buffers(self) -> None:
         """Remember the buffers as they are now: shard 0's, which all members will get."""
-        self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers]
+        self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers()]
 
-    def add_loss(self, value: float) -> None:
-        """Count the loss of one backward in the current body (mean over the shard)."""
+    def add_loss(self, value: torch.Tensor, scale: float) -> None:
+        """Count the loss of one backward in the current body: `value` / `scale`, a mean over the shard."""
         if self._weight:
-            self._losses[self._shard] = self._losses.get(self._shard, 0.0) + value * self._weight
+            # An accelerator is asked for its value later: here it would have to finish the forward first.
+            kept = float(value) if value.device.type == "cpu" else value.clone()
+            self._losses.append(_Loss(self._shard, kept, scale, self._weight))
+
+    def read_losses(self) -> None:
+        """Wait until the values of all losses so far are here."""
+        for loss in self._losses:
+            loss.value = float(loss.value)
 
     def before_backward(self) -> None:
         """Put gradients aside that are there already: of the round before, or left by the user on purpose."""
@@ -148,15 +188,23 @@ class Reducer:
             self._sets.append(Buckets(self._params, self._arithmetic))
             self._touched.append([False] * len(self._params))
         self._buckets.ensure()
+        if self._in_backward and self._live and not self._adding:
+            self._hold()  # the last backward raised, and the script goes on
+        self._in_backward = True
         for index, parameter in enumerate(self._params):
-            if parameter.grad is not None:
+            grad = parameter.grad
+            if grad is not None:
                 if self._live:
                     carried = self._carried.get(index)
-                    grad = parameter.grad.detach()
+                    grad = grad.detach()
                     self._carried[index] = grad.clone() if carried is None else carried + grad
                     if not self.rounds:
                         self._left[index] = self._carried[index]
                 parameter.grad = None
+        held = self._held.pop(self._number, None)
+        if held is not None:
+            for parameter, grad in zip(self._params, held[1], strict=True):
+                parameter.grad = grad
         self._fired = [False] * len(self._params)
         for bucket in self._buckets.all:
             bucket.waiting = len(bucket.members)
@@ -166,12 +214,17 @@ class Reducer:
     def after_backward(self) -> None:
         """The end of an outermost backward: in the final body the round is completed here."""
         self._arithmetic.settle()
-        if self._final and self._live:
+        if not self._live:
+            self._drop()
+        elif self._final:
             self.finish_round()
+        elif self._arithmetic.linear:
+            self._hold()
         self.next_backward()
 
     def next_backward(self) -> None:
         """What follows belongs to the body's next backward."""
+        self._in_backward = False
         self._number += 1
 
     def finish_round(self) -> None:
@@ -182,8 +235,7 @@ class Reducer:
                 return
         except Interrupted:
             self.interrupted = True
-        for parameter in self._params:
-            parameter.grad = None
+        self._drop()
         if not self.again:
             self._forget()
 
@@ -202,6 +254,40 @@ class Reducer:
             )
         self._arithmetic.end_step()
 
+    # ---------------------------------------------------------------------------------------------- accumulation
+
+    def _hold(self) -> None:
+        """Take the gradients of a void body away until the same backward of the next body."""
+        grads = [parameter.grad for parameter in self._params]
+        if any(grad is not None for grad in grads):
+            self._held[self._number] = self._weight, grads
+            self._drop()
+
+    def _fold(self, number: int) -> None:
+        """Put what is held into the buckets: the next body has another weight."""
+        weight, grads = self._held.pop(number)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self._add(number, index, grad, weight)
+
+    def _add(self, number: int, index: int, grad: torch.Tensor, weight: float) -> None:
+        if grad.layout != torch.strided:
+            raise FallowError(
+                f"{self._names[index]} has a sparse gradient, which Fallow does not reduce; "
+                "build the layer with sparse=False",
+                Exit.DATA,
+            )
+        if grad.requires_grad:
+            grad = grad.detach()
+        touched = self._touched[number]
+        place = self._sets[number].views[index]
+        self._arithmetic.add(number, index, place, grad, weight, first=not touched[index])
+        touched[index] = True
+
+    def _drop(self) -> None:
+        for parameter in self._params:
+            parameter.grad = None
+
     # ---------------------------------------------------------------------------------------------- reduction
 
     @property
@@ -210,64 +296,68 @@ class Reducer:
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
+            if not self._adding:
+                return
             grad = parameter.grad
             if grad is None:
                 return
             parameter.grad = None
-            if not self._live or self.interrupted:
+            if self.interrupted:
                 return
-            if grad.layout != torch.strided:
-                raise FallowError(
-                    f"{self._names[index]} has a sparse gradient, which Fallow does not reduce; "
-                    "build the layer with sparse=False",
-                    Exit.DATA,
-                )
-            bucket = self._buckets.of(index)
+            bucket = self._buckets.of[index]
             if bucket.launched:
                 raise FallowError(
                     f"{self._names[index]} received a gradient twice in one backward; "
                     "call torch.utils.checkpoint with use_reentrant=False",
                     Exit.DATA,
                 )
-            touched = self._touched[self._number]
-            place = self._buckets.views[index]
-            self._arithmetic.add(self._number, index, place, grad.detach(), self._weight, first=not touched[index])
-            touched[index] = True
+            self._add(self._number, index, grad, self._weight)
             if self._final and not self._fired[index]:
                 self._fired[index] = True
                 bucket.waiting -= 1
-                self._launch_ready()
+                if not bucket.waiting:
+                    self._launch_ready()
 
         return hook
 
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
-        buckets, touched = self._buckets.all, self._touched[self._number]
+        buckets = self._buckets.all
         try:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
-                if bucket.waiting and not all_of_them:
-                    return
-                for index in bucket.members:
-                    if not touched[index]:
-                        self._buckets.views[index].zero_()
+                if bucket.waiting:
+                    if not all_of_them:
+                        return
+                    self._fill(bucket)
+                self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
-                self._arithmetic.settle()
+                if self._next == len(buckets) - 1:
+                    self._tell()
                 self._group.all_reduce(bucket.flat)
                 bucket.launched = True
                 self._next += 1
         except Interrupted:
             self.interrupted = True
 
-    def _exchange(self) -> Control:
-        if not self._buckets.all and self.rounds == 0:
-            self.before_control()
-        self._launch_ready(all_of_them=True)
-        if self.interrupted:
-            raise Interrupted("the group broke in this step")
+    def _fill(self, bucket: Bucket) -> None:
+        """Parameters without a gradient in the final body: what void bodies held of them, else zeros."""
+        for index in bucket.members:
+            if self._fired[index]:
+                continue
+            parameter = self._params[index]
+            if parameter.grad is not None:
+                self._add(self._number, index, parameter.grad, self._weight)
+                parameter.grad = None
+            elif not self._touched[self._number][index]:
+                self._buckets.views[index].zero_()
+
+    def _tell(self) -> None:
+        """Launch what goes beside the sums: before the last bucket, since nothing of it can change any more."""
         buffers = self._launch_buffers()
         switch, checkpoint = self.flags()
         group, plan, first = self._group, self._plan, self.rounds == 0
+        further = any(any(touched) for touched in self._touched[self._number + 1 :])
         head = ctl.Head(
             contributors=1.0,
             switch=float(switch),
@@ -277,31 +367,45 @@ class Reducer:
             samples=float(self.samples) if first else 0.0,
             crc=float(self.crc) if first else 0.0,
             scalars=float(bool(self._losses)),
-            more=float(any(any(touched) for touched in self._touched[self._number + 1 :])),
+            more=float(further or bool(self._held)),
         )
-        losses = [self._losses.get(shard, 0.0) for shard in range(plan.shards)]
+        self.read_losses()
+        losses = [0.0] * plan.shards
+        for loss in self._losses:
+            losses[loss.shard] += float(loss.value) / loss.scale * loss.weight
         vector = ctl.encode(head, group.size, group.rank, self.pace, losses, self._touched[self._number])
         group.all_reduce(vector)
         extent = self._arithmetic.extent(self._number, len(self._params))
         if extent is not None:
             group.all_max(extent)
-        group.wait()
-        if buffers is not None:
-            _scatter_bytes(buffers, self._buffers)
-        control = ctl.decode(vector, group.size, plan.shards)
-        ctl.check(control.head, plan, group.size, self.rounds)
-        if extent is not None and not self._arithmetic.judge(self._number, extent):
+        self._told = _Told(buffers, vector, extent)
+
+    def _exchange(self) -> Control:
+        if not self._buckets.all:
+            if self.rounds == 0:
+                self.before_control()
+            self._tell()
+        self._launch_ready(all_of_them=True)
+        if self.interrupted:
+            raise Interrupted("the group broke in this step")
+        self._group.wait()
+        told, self._told = self._told, None
+        assert told is not None
+        if told.buffers is not None:
+            _scatter_bytes(told.buffers, self._buffers())
+        control = ctl.decode(told.vector, self._group.size, self._plan.shards)
+        ctl.check(control.head, self._plan, self._group.size, self.rounds)
+        if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")
         return control
 
     def _launch_buffers(self) -> torch.Tensor | None:
         # Rank 0 always has shard 0. Bytes, because a copy is exact for every dtype.
-        if not self._buffers:
+        buffers = self._kept_buffers or self._buffers()
+        if not buffers or (self._group.size == 1 and self._kept_buffers is None):
             return None
-        if self._group.size == 1 and self._kept_buffers is None:
-            return None
-        flat = _gather_bytes(self._kept_buffers or self._buffers)
+        flat = _gather_bytes(buffers)
         self._group.broadcast(flat, 0)
         return flat
 
@@ -326,6 +430,7 @@ class Reducer:
     def _forget(self) -> None:
         for buckets in self._sets:
             buckets.forget()
+        self._held = {}
         self._touched = [[False] * len(self._params) for _ in self._sets]
 
 

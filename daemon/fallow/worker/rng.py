@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,22 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), `random`, and numpy if the script has imported it. `seed`: 63 bits."""
-    torch.manual_seed(seed)
+    if _devices() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.manual_seed(seed)  # also remembered for devices that are not in use yet
+    else:
+        # `torch.manual_seed` formats a stack trace for each kind of device that is absent: 0.2 ms.
+        torch.default_generator.manual_seed(seed)
+        if _devices():
+            torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@functools.cache
+def _devices() -> int:
+    return torch.accelerator.device_count()
 
 
 @contextmanager

@@ -207,8 +207,8 @@ class Step:
         if scaler is not None:
             scaler.update()
 
-    def before_backward(self) -> None:
-        """An outermost backward begins."""
+    def before_backward(self, root: Any) -> None:
+        """An outermost backward begins on `root`."""
         gate = self._member.gate
         if not gate.in_body:
             return
@@ -218,19 +218,21 @@ class Step:
                 "shard than on one with several; put each part with a step of its own under `if run.phase(name):`, "
                 "or write one run.steps loop per phase, or step once at the end"
             )
+        reducer = self._member.reducer
         self.phases.before_backward()
-        self._member.reducer.before_backward()
-
-    def after_backward(self, root: Any) -> None:
-        """An outermost backward has returned; `root`: what it was called on."""
-        gate, reducer = self._member.gate, self._member.reducer
-        if not gate.in_body:
-            return
+        reducer.before_backward()
         if isinstance(root, torch.Tensor) and root.numel() == 1:
             scaler = self._member.prepared.scaler
             scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-            reducer.add_loss(float(root.detach()) / scale)
-        # The loss's value was waited for above, so an accelerator's work on it is done, too.
+            reducer.add_loss(root.detach(), scale)
+
+    def after_backward(self) -> None:
+        """An outermost backward has returned."""
+        gate, reducer = self._member.gate, self._member.reducer
+        if not gate.in_body:
+            return
+        # The losses' values are waited for here, so an accelerator's work on them is done, too.
+        reducer.read_losses()
         self._member.pace.lap()
         if self.final_shard:
             # Others' optimizers act once this member has taken part, and they hand their state over until then. If it
