@@ -240,6 +240,8 @@ def build_group(
     except (RuntimeError, OSError, Interrupted) as error:
         if group is not None:
             group.end_transfers()
+            # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
+            reap(group)
         raise FallowError(
             f"process group of generation {generation} (rank {rank} of {size}) on {address}: {_reason(error)}; "
             "check that the nodes reach each other on that address",
