@@ -285,7 +285,8 @@ class Run:
                 loss=at.loss,
                 samples=at.samples,
             ),
-            _DELIVERY_S,
+            # Nobody else has the result: a head that is away is waited for, as it would be in a broken generation.
+            self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S,
         )
         session.close()
 

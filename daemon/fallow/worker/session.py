@@ -54,6 +54,9 @@ _REFUSAL_S = 1.0
 _ASK_AGAIN_S = 1.0
 """Repeat a rendezvous question that may have been lost (only those that can be asked twice)."""
 
+_DELIVER_AGAIN_S = 1.0
+"""Repeat the last message of a process until the head has heard of it."""
+
 
 class Channel(Protocol):
     """What the session needs of a ZeroMQ link."""
@@ -174,13 +177,22 @@ class Session:
         self._link.send(message)
 
     def deliver(self, message: FromWorker, timeout_s: float) -> None:
-        """Send and give the head a bounded time to show that it is alive: an answer to a beat sent afterwards."""
+        """Send until the head shows that it is alive, by an answer to a beat sent afterwards, at most `timeout_s`.
+
+        Repeated, because of what is sent while the head is away only the newest is kept; the head takes each message
+        of an end once.
+        """
+        end = time.monotonic() + timeout_s
         with self._changed:
             seen = self._acks
-        self.send(message)
-        self._beat()
-        with self._changed:
-            self._changed.wait_for(lambda: self._acks > seen or self._end is not None, timeout_s)
+        while (left := end - time.monotonic()) > 0:
+            self.send(message)
+            self._beat()
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._acks > seen or self._end is not None, min(left, _DELIVER_AGAIN_S)
+                ):
+                    return
 
     @property
     def deadline_in_s(self) -> float | None:
