@@ -1,0 +1,409 @@
+"""One real run, piece by piece: a head with its store, agents and workers as forks of the nursery.
+
+`Rig` is a head, `Elastic` one run of it. What they do to a run is what an operator, Slurm or a fault would: requests to
+the control socket, agents that come, signals to processes. Every wait has a deadline and fails with what the run looks
+like then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from nursery import LONGEST
+
+from fallow.control.client import ControlClient
+from fallow.control.protocol import LocalAllocation, NewRun
+from fallow.core.roster import Roster
+from fallow.files import Paths
+from fallow.head.book import RunRecord
+from fallow.local.driver import store_pid
+from fallow.local.headprocess import HeadProcess
+from fallow.model import (
+    EventRecord,
+    MemberView,
+    RunReport,
+    RunSpec,
+    RunStatus,
+    RunView,
+    Snapshot,
+    WorkerPhase,
+)
+from fallow.store.client import Store
+
+TRAINING = str(Path(__file__).parent / "elastic_training.py")
+WAIT_S = 30.0
+LOOK_S = 0.02
+BATCH, SAMPLES = 32, 250
+"""Global batch and data set of the training: the last step of an epoch is a partial one."""
+
+
+class NurseryClient:
+    """The tests' end of the nursery."""
+
+    def __init__(self, log: Path) -> None:
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(60)
+        with its, log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "nursery.py"), str(its.fileno())],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=(its.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, argv: list[str], environ: dict[str, str], log: Path, eggs: int = 1) -> int:
+        """Start an agent; returns its process id."""
+        pid: int = self._ask({"argv": argv, "environ": environ, "log": str(log), "eggs": eggs})["pid"]
+        return pid
+
+    def exit_code(self, pid: int) -> int | None:
+        """How that agent ended (a signal as a negative number); None: it has not."""
+        status = self._ask({})["ended"].get(str(pid))
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._socket.send(json.dumps(request).encode())
+        answer: dict[str, Any] = json.loads(self._socket.recv(LONGEST))
+        return answer
+
+    def close(self) -> None:
+        """End it, and with it whatever it started."""
+        self._socket.close()
+        self._process.wait(30)
+
+
+class Rig:
+    """A head over a folder of its own.
+
+    Args:
+        nursery: starts the agents.
+        folder: private and empty.
+        config: the head's configuration, e.g. `membership__lease_s=1.5`.
+    """
+
+    def __init__(self, nursery: NurseryClient, folder: Path, **config: object) -> None:
+        self.folder = folder
+        self.nursery = nursery
+        (folder / "config.toml").touch()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
+        self.environ = {
+            **kept,
+            "OMP_NUM_THREADS": "1",
+            "FALLOW_STATE_DIR": str(folder / "state"),
+            "FALLOW_CONFIG": str(folder / "config.toml"),
+            "FALLOW_SLURM__CLIENT": "none",
+            "FALLOW_HEAD__ADDRESS": "127.0.0.1",
+            "FALLOW_MEMBERSHIP__BEAT_S": "0.1",
+            **{f"FALLOW_{key.upper()}": str(value) for key, value in config.items()},
+        }
+        self.paths = Paths.default(self.environ).create()
+        self.head = HeadProcess(self.paths, self.environ, folder / "head.log")
+        self.agent_patience_s = 600
+        "agents without work end when the head was silent for so long"
+        self.agents: list[int] = []
+        self.workers: set[int] = set()
+        "process ids of all workers that were seen"
+        self._control: ControlClient
+
+    async def __aenter__(self) -> Rig:
+        self._control = await self.head.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in self.workers:
+            send(pid, signal.SIGCONT)
+        for pid in self.agents:
+            send(pid, signal.SIGCONT)
+            send(pid, signal.SIGKILL)
+        await self._control.aclose()
+        await self.head.stop()
+        await until(lambda: not any(map(alive, [*self.agents, *self.workers])), "an agent or a worker is still there")
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """One request to the head."""
+        return await self._control.call(method, **params)
+
+    async def run(
+        self, *options: object, members: int = 1, most: int = 4, scripted: bool = True, **spec: Any
+    ) -> Elastic:
+        """A new run of the training; in a scripted one members are let in by `grow` alone."""
+        wanted = RunSpec(
+            **{"run": "", "name": "elastic", "min_nodes": members, "max_nodes": most, "workers_per_node": 1, **spec},
+            local=scripted,
+        )
+        made = msgspec.convert(await self.call("create_run", spec=msgspec.to_builtins(wanted)), NewRun)
+        gates = self.folder / f"gates-{made.run}"
+        gates.mkdir()
+        command = [sys.executable, TRAINING, "--gates", str(gates), *map(str, options)]
+        return Elastic(self, made, command, gates, scripted)
+
+    async def kill_head(self) -> None:
+        """As a crash would; it stays away."""
+        await self._control.aclose()
+        self.head.kill()
+        await until(lambda: not self.head.running, "the head is still there")
+
+    async def start_head(self) -> None:
+        """Have it come back."""
+        self._control = await self.head.start()
+
+    def kill_store(self) -> None:
+        """As a crash would; the head starts it again."""
+        os.kill(store_pid(self.paths), signal.SIGKILL)
+
+    async def rosters(self) -> dict[str, Roster]:
+        """What the store knows of the runs' memberships, read behind the head's back."""
+        store = await Store.open(self.paths.redis_socket)
+        try:
+            found = await store.load("run/")
+        finally:
+            await store.close()
+        return {
+            key.removeprefix("run/"): msgspec.msgpack.decode(value, type=RunRecord).roster
+            for key, (_, value) in found.items()
+        }
+
+
+class Elastic:
+    """One run."""
+
+    def __init__(self, rig: Rig, made: NewRun, command: list[str], gates: Path, scripted: bool) -> None:
+        self.rig = rig
+        self.id = made.run
+        self.command = command
+        self.gates = gates
+        self.folder = Path(made.folder)
+        self.agent_of: dict[str, int] = {}
+        "process id of the agent that was started for a worker"
+        self._key_file = made.key_file
+        self._scripted = scripted
+        self.pids: dict[str, int] = {}
+
+    # -- what happens to it -----------------------------------------------------------------------------------------
+
+    async def arrive(self, count: int = 1, *, ready: bool = True, workers: int = 1, **environ: str) -> list[str]:
+        """Start that many agents with so many workers each; returns the workers' names.
+
+        Args:
+            count: agents to start.
+            ready: wait until all workers are standbys (or members).
+            workers: of each agent; their number is up to the run's `workers_per_node` and the environment.
+            environ: added to the agents' environment.
+        """
+        names = []
+        for _ in range(count):
+            if self._scripted:
+                place = await self.rig.call("local_allocation", run=self.id, slots=1)
+                self._key_file = msgspec.convert(place, LocalAllocation).key_file
+            node = {} if self._scripted else {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": f"n{len(self.agent_of)}"}
+            pid = self.rig.nursery.start(
+                ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
+                {**self.rig.environ, **node, **environ},
+                self.rig.folder / "agents.log",
+                eggs=workers,
+            )
+            self.rig.agents.append(pid)
+            came = [f"w{len(self.agent_of) + i}" for i in range(workers)]
+            self.agent_of.update(dict.fromkeys(came, pid))
+            names += came
+            if not self._scripted:
+                # Names are given in the order of the agents' hellos.
+                await self.until(lambda view, came=came: phase(view, came[-1]) is not None, f"no agent for {came}")
+        if ready:
+            await self.until(
+                lambda view: all(phase(view, name) not in (None, WorkerPhase.STARTING) for name in names),
+                f"{names} are not ready",
+            )
+        return names
+
+    async def begin(self, members: int) -> Elastic:
+        """Have so many workers come and make them the first generation."""
+        await self.arrive(members)
+        if self._scripted:
+            await self.grow(members)
+        await self.becomes([f"w{i}" for i in range(members)])
+        return self
+
+    async def grow(self, by: int = 1) -> None:
+        await self.rig.call("grow", run=self.id, by=by)
+
+    async def shrink(self, by: int = 1) -> None:
+        await self.rig.call("shrink", run=self.id, by=by)
+
+    async def release(self, *workers: str) -> None:
+        await self.rig.call("release", run=self.id, workers=list(workers))
+
+    def signal(self, worker: str, number: signal.Signals) -> None:
+        """To the worker's process."""
+        send(self.pids[worker], number)
+
+    def kill(self, worker: str) -> None:
+        self.signal(worker, signal.SIGKILL)
+
+    def plan(self, action: str, worker: str, step: int) -> Path:
+        """Have this worker do that (see the training) in its last body of that step."""
+        gate = self.gates / f"{action}-{step}-{worker}"
+        gate.touch()
+        return gate
+
+    def hold(self, worker: str, step: int) -> Path:
+        """Have this worker wait in its last body of that step; `unlink` lets it go on."""
+        return self.plan("hold", worker, step)
+
+    async def held(self, worker: str, step: int) -> None:
+        await until((self.gates / f"held-{step}-{worker}").exists, f"{worker} did not come to step {step}")
+
+    def hurry(self) -> None:
+        """Steps as fast as they can be from now on."""
+        (self.gates / "fast").touch()
+
+    # -- what is seen of it -----------------------------------------------------------------------------------------
+
+    async def view(self) -> RunView:
+        snapshot = msgspec.convert(await self.rig.call("status", run=self.id), Snapshot)
+        view = snapshot.runs[0]
+        for member in view.members:
+            if member.pid:
+                self.pids[member.worker] = member.pid
+                self.rig.workers.add(member.pid)
+        return view
+
+    async def until(self, condition: Callable[[RunView], bool], why: str, within_s: float = WAIT_S) -> RunView:
+        """The first view of which `condition` holds."""
+        deadline = time.monotonic() + within_s
+        while not condition(view := await self.view()):
+            if time.monotonic() > deadline or view.status.ended:
+                raise AssertionError(f"{why}: {self._story(view)}")
+            await asyncio.sleep(LOOK_S)
+        return view
+
+    async def becomes(self, members: list[str], *, within_s: float = WAIT_S) -> RunView:
+        """Wait until these train, in this rank order, and no change is under way."""
+        return await self.until(
+            lambda view: ranked(view) == members and view.change is None and view.status is RunStatus.TRAINING,
+            f"the members are not {members}",
+            within_s,
+        )
+
+    async def reaches(self, step: int) -> RunView:
+        return await self.until(lambda view: view.step >= step, f"step {step} is not reached")
+
+    async def goes_on(self, steps: int = 3) -> RunView:
+        """Wait until so many further steps are finished."""
+        return await self.reaches((await self.view()).step + steps)
+
+    async def events(self, kind: str | None = None) -> list[EventRecord]:
+        found = msgspec.convert(await self.rig.call("events", run=self.id, since=0, limit=10_000), list[EventRecord])
+        return [event for event in found if kind in (None, event.kind)]
+
+    async def roster(self) -> Roster:
+        return (await self.rig.rosters())[self.id]
+
+    def log(self, worker: str) -> str:
+        return (self.folder / "logs" / f"{worker}.log").read_text()
+
+    def _story(self, view: RunView) -> str:
+        logs = {log.name: log.read_text()[-300:] for log in (self.folder / "logs").glob("*.log")}
+        agents = self.rig.folder / "agents.log"
+        head = self.rig.head.log.read_text()[-1500:]
+        return f"{view}\nlogs: {logs}\nagents: {agents.read_text()[-800:] if agents.exists() else ''}\nhead: {head}"
+
+    async def ends(self, within_s: float = 90.0) -> RunReport:
+        """Let it train to its end; its report."""
+        self.hurry()
+        deadline = time.monotonic() + within_s
+        while not (view := await self.view()).status.ended:
+            assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
+            await asyncio.sleep(LOOK_S)
+        return await self.report()
+
+    async def until_ended(self, status: RunStatus, within_s: float = WAIT_S) -> None:
+        """Wait for that end, and no other."""
+        deadline = time.monotonic() + within_s
+        while not (view := await self.view()).status.ended:
+            assert time.monotonic() < deadline, f"it does not end: {self._story(view)}"
+            await asyncio.sleep(LOOK_S)
+        assert view.status is status, self._story(view)
+
+    async def report(self) -> RunReport:
+        return msgspec.convert(await self.rig.call("report", run=self.id), RunReport)
+
+
+def ranked(view: RunView) -> list[str]:
+    """The members in rank order."""
+    members = [m for m in view.members if m.rank is not None and m.phase is not WorkerPhase.GONE]
+    return [m.worker for m in sorted(members, key=lambda m: m.rank or 0)]
+
+
+def member(view: RunView, worker: str) -> MemberView | None:
+    return next((m for m in view.members if m.worker == worker), None)
+
+
+def phase(view: RunView, worker: str) -> WorkerPhase | None:
+    found = member(view, worker)
+    return None if found is None else found.phase
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def until(condition: Callable[[], object], why: str, within_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, why
+        await asyncio.sleep(LOOK_S)
+
+
+def expected_samples(steps: int, batch: int = BATCH, samples: int = SAMPLES) -> int:
+    per_epoch = -(-samples // batch)
+    return steps // per_epoch * samples + steps % per_epoch * batch
+
+
+def judge(report: RunReport, undisturbed: RunReport) -> None:
+    """What holds for every history: the same result, each sample once, at most one step lost for a loss.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    assert report.status is RunStatus.FINISHED, report.message
+    assert report.message == ""
+    assert report.steps == undisturbed.steps
+    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
+    assert report.samples.consumed == undisturbed.samples.consumed
+    assert report.final_loss is not None
+    assert undisturbed.final_loss is not None
+    assert abs(report.final_loss - undisturbed.final_loss) < 1e-9
+    numbers = [generation.generation for generation in report.generations]
+    assert numbers == sorted(set(numbers)), "numbers of generations are not strictly increasing"
+    firsts = [generation.first_step for generation in report.generations]
+    assert firsts == sorted(firsts, key=lambda first: first or 0)
+    assert firsts[0] == 0
+    ejects = sum(generation.kind == "eject" for generation in report.generations)
+    assert report.steps_discarded <= ejects

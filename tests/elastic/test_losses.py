@@ -1,0 +1,313 @@
+"""Members that die, hang, or are cut off, and heads and stores that do: see README.md for the scenario ids."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from elastic_rig import alive, judge, phase, send, until
+
+from conftest import MakeRig, Undisturbed
+from fallow.model import RunStatus, WorkerPhase
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """SIGKILL, a segmentation fault, `os._exit`, a Ctrl-C and `sys.exit`, each of rank 0 in the middle of a step."""
+    actions = ["kill", "crash", "vanish", "interrupt", "leave"]
+    async with make_rig() as rig:
+        run = await (await rig.run(most=6)).begin(6)
+        for number, action in enumerate(actions):
+            worker, step = f"w{number}", (await run.view()).step + 6
+            gate = run.plan("hold" if action == "kill" else action, worker, step)
+            if action == "kill":
+                await run.held(worker, step)
+                run.kill(worker)
+            await run.becomes([f"w{i}" for i in range(number + 1, 6)])
+            gate.unlink()
+        report = await run.ends()
+        failed = [event.text for event in await run.events("failed")]
+    judge(report, await undisturbed())
+    assert [g.kind for g in report.generations] == ["start"] + ["eject"] * 5
+    reasons = [g.reason for g in report.generations[1:]]
+    for reason, words in zip(
+        reasons, ["signal 9", "signal 11", "exited with 3", "exited with", "exited with 5"], strict=True
+    ):
+        assert words in reason
+    assert any("KeyboardInterrupt" in text for text in failed), "N10: it was swallowed"
+    assert any("ended with exit code 5" in text for text in failed), "N10: it was swallowed"
+
+
+async def test_t6_o2_a_step_that_is_interrupted_is_discarded_by_everybody(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """All others are inside the reduction; they hold the state, and only this step is done again."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 40)).begin(3)
+        gate = run.hold("w1", 12)
+        await run.held("w1", 12)
+        run.kill("w1")
+        await run.becomes(["w0", "w2"])
+        gate.unlink()
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 40))
+    assert report.steps_discarded == 1
+    assert report.generations[1].first_step == 12
+
+
+async def test_h3_r1_all_are_lost_and_many_come(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """Whoever comes next begins where the newest checkpoint is; here there is none."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        await run.reaches(5)
+        for worker in ("w0", "w1"):
+            run.kill(worker)
+        await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
+        (lost,) = await run.events("lost")
+        assert "every member is gone" in lost.text
+        assert "goes on from its beginning" in lost.text
+        await run.arrive(4)
+        await run.grow(3)
+        view = await run.becomes(["w2", "w3", "w4"])
+        assert phase(view, "w5") is WorkerPhase.READY, "the surplus one is not kept as a standby"
+        report = await run.ends()
+    numbers = [g.generation for g in report.generations]
+    assert numbers == sorted(set(numbers))
+    assert report.generations[-1].first_step == 0
+    assert report.final_loss == pytest.approx((await undisturbed()).final_loss, abs=1e-9)
+    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
+
+
+async def test_h3_all_raise(make_rig: MakeRig) -> None:
+    """A script that is broken ends its run with the script's own words, and is not tried without end."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        step = (await run.view()).step + 6
+        for worker in ("w0", "w1"):
+            run.plan("fail", worker, step)
+        await run.until_ended(RunStatus.FAILED)
+        report = await run.report()
+    assert "a sample is broken" in report.message
+    assert len(report.generations) <= 2
+
+
+async def test_h9_t5_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Stopped before it could vote: the others train on in the old generation all the while."""
+    async with make_rig(membership__prepare_timeout_s=1, membership__lease_s=3) as rig:
+        run = await (await rig.run("--pace", 0.1)).begin(2)
+        await run.arrive()
+        run.signal("w2", signal.SIGSTOP)
+        await run.grow()
+        await run.until(lambda view: view.change is not None, "nothing is begun")
+        await run.goes_on(5)
+        await run.until(lambda view: view.change is None and phase(view, "w2") is None, "it is waited for")
+        # The deadline is the head's and the members', who cannot build the group; whoever looks first burns it.
+        aborts = [event.text for event in await run.events("abort")]
+        assert aborts
+        assert (await run.roster()).generation == 1
+
+        await run.arrive()
+        await run.becomes(["w0", "w1", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert [g.kind for g in report.generations] == ["start", "absorb"]
+    assert report.generations[1].generation > 2, "a burned number was used again"
+    assert report.steps_discarded == 0
+
+
+async def test_h9_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Its agent tells of its death; the deadline of the vote, 30 s, plays no part."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 100)).begin(2)
+        await run.arrive()
+        run.signal("w2", signal.SIGSTOP)
+        await run.grow()
+        await run.until(lambda view: view.change is not None, "nothing is begun")
+        run.kill("w2")
+        await run.until(lambda view: view.change is None and phase(view, "w2") is None, "it is waited for", 15)
+        assert await run.events("abort") == []
+        await run.goes_on()
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 100))
+    assert [g.kind for g in report.generations] == ["start"]
+    assert report.steps_discarded == 0
+
+
+def test_h9_a_group_that_cannot_be_built_does_no_harm() -> None:
+    """Its last reference must not be dropped by gloo's own thread, which would end the process."""
+    script = str(Path(__file__).parent / "failed_build.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "process group of generation 1 (rank 0 of 2)" in done.stdout
+    assert done.stdout.endswith("alive\n")
+
+
+async def test_h10_n2_s4_those_who_come_and_go_during_a_change_are_in_the_next(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """One joins, one leaves while the votes are still being cast: neither disturbs it, both are one change after it."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        await run.arrive(2)
+        run.signal("w2", signal.SIGSTOP)
+        await run.grow()
+        await run.until(lambda view: view.change is not None, "nothing is begun")
+        await run.grow()
+        await run.release("w0")
+        await run.goes_on()
+        run.signal("w2", signal.SIGCONT)
+        await run.becomes(["w1", "w2", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert [g.kind for g in report.generations] == ["start", "absorb", "mixed"]
+    assert report.steps_discarded == 0
+
+
+@pytest.mark.parametrize("what", ["head", "store"])
+async def test_s5_e5_t7_the_coordinator_dies_during_a_change(
+    what: str, make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """What was only prepared is burned, or kept by a store that comes back; a number is never used twice."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        await run.arrive()
+        run.signal("w2", signal.SIGSTOP)
+        await run.grow()
+        await run.until(lambda view: view.change is not None, "nothing is begun")
+        prepared = (await run.roster()).high
+        step = (await run.view()).step
+        if what == "head":
+            await rig.kill_head()
+            await rig.start_head()
+        else:
+            rig.kill_store()
+        run.signal("w2", signal.SIGCONT)
+        await run.becomes(["w0", "w1", "w2"])
+        assert (await run.view()).step > step
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.steps_discarded == 0
+    if what == "head":
+        assert prepared not in [g.generation for g in report.generations]
+
+
+async def test_e5_a_member_dies_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """The survivors wait for it, and go on when it is back."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await (await rig.run()).begin(3)
+        await rig.kill_head()
+        run.kill("w0")
+        await until(lambda: not alive(run.pids["w0"]), "w0 lives")
+        await rig.start_head()
+        await run.becomes(["w1", "w2"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+
+
+async def test_e10_members_may_end_at_different_times(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """One works on after its loop, one dies there: neither is an accident of the training."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await (await rig.run("--steps", 40)).begin(3)
+        for worker in ("w0", "w1"):
+            (run.gates / f"late-{worker}").touch()
+        run.hurry()
+        await until((run.gates / "place-w0").exists, "w0 does not end its loop")
+        await run.until(lambda view: phase(view, "w2") is None or view.step == 40, "w2 does not end")
+        await asyncio.sleep(2.0)  # longer than the lease
+        run.kill("w1")
+        (run.gates / "late-w0").unlink()
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 40))
+    assert [g.kind for g in report.generations] == ["start"]
+
+
+async def test_e9_s6_n8_silent_members_are_fenced_and_never_write_again(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """One is stopped, one holds the interpreter's lock: alive, but not heard. The first wakes up too late."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await (await rig.run()).begin(4)
+        run.signal("w0", signal.SIGSTOP)
+        await run.becomes(["w1", "w2", "w3"])
+        send(run.pids["w0"], signal.SIGCONT)
+        await until(lambda: not alive(run.pids["w0"]), "the zombie lives")
+        run.plan("freeze", "w2", (await run.view()).step + 5)
+        await run.becomes(["w1", "w3"])
+        await until(lambda: not alive(run.pids["w2"]), "the frozen one lives")
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert all("silent" in g.reason for g in report.generations[1:])
+
+
+async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """The agent is killed, and its two workers die with it. Its successor's workers are newcomers, not the old ones."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=3)
+        await run.arrive(2, workers=2)
+        await run.becomes(["w0", "w1", "w2", "w3"])
+        send(run.agent_of["w0"], signal.SIGKILL)
+        await run.becomes(["w2", "w3"])
+        assert not alive(run.pids["w0"])
+        assert not alive(run.pids["w1"])
+        await run.arrive(workers=2)
+        await run.becomes(["w2", "w3", "w4", "w5"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+
+
+async def test_p2_a_member_whose_weights_drifted_is_found_at_the_next_change(make_rig: MakeRig) -> None:
+    """Before any step of the new generation, and with a message that says what to look for."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--drift", "10-w1")).begin(2)
+        await run.reaches(14)
+        await run.arrive()
+        await run.grow()
+        await run.until_ended(RunStatus.FAILED)
+        report = await run.report()
+    assert "members at step" in report.message
+    assert "hold different weights" in report.message
+
+
+async def test_e5_the_training_ends_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """The members keep the result until somebody takes it; the one that was to be absorbed is let go."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 60)).begin(2)
+        await run.arrive()
+        step = (await run.view()).step
+        await rig.kill_head()
+        run.hurry()
+        await until(lambda: len(list(run.gates.glob("place-*"))) == 2, "the members do not finish the training")
+        assert step < 60
+        await asyncio.sleep(1)
+        await rig.start_head()
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+
+
+async def test_o1_nothing_is_left_when_the_head_never_comes_back(make_rig: MakeRig) -> None:
+    """Members train on without it to the end of the script, wait for it a while, and then everything ends by itself."""
+    async with make_rig(membership__head_patience_s=2) as rig:
+        rig.agent_patience_s = 4
+        run = await (await rig.run("--steps", 60)).begin(2)
+        await run.arrive()
+        workers, agents = [run.pids[name] for name in ("w0", "w1", "w2")], list(rig.agents)
+        await rig.kill_head()
+        run.hurry()
+        await until(lambda: not any(map(alive, workers)), "workers are left")
+        places = sorted(path.name for path in run.gates.glob("place-*"))
+        assert places == ["place-w0", "place-w1"], "the members did not finish the training"
+        await until(lambda: not any(map(alive, agents)), "agents are left", 60)
+        await rig.start_head()

@@ -1,0 +1,211 @@
+"""Planned changes: members come and go, and nothing of it shows in the result. Scenario ids: see README.md."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+from elastic_rig import Elastic, expected_samples, judge, phase, ranked, send, until
+
+from conftest import MakeRig, Undisturbed
+from fallow.model import RunStatus, WorkerPhase
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def test_h1_h13_d4_survivors_keep_their_order_when_the_first_members_leave(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Sizes 2, 4, 2, 1, 3: nobody who began is there at the end."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        await run.arrive(2)
+        await run.grow(2)
+        await run.becomes(["w0", "w1", "w2", "w3"])
+        await run.release("w0", "w1")
+        await run.becomes(["w2", "w3"])
+        await run.release("w2")
+        await run.becomes(["w3"])
+        await run.arrive(2)
+        await run.grow(2)
+        await run.becomes(["w3", "w4", "w5"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.samples.consumed == expected_samples(120)
+    assert [g.kind for g in report.generations] == ["start", "absorb", "release", "release", "absorb"]
+    assert [len(g.members) for g in report.generations] == [2, 4, 2, 1, 3]
+    assert report.steps_discarded == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [pytest.param(72, [7, 5], id="d2-d1"), pytest.param(96, [20, 18], id="t10-d1")]
+)
+async def test_d1_d2_t10_the_global_batch_stays_when_the_members_do_not_divide_it(
+    batch: int, sizes: list[int], make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """7 members, then 5, share 18 shards; 20, then 18, share 24. The two go in the middle of an epoch."""
+    options = ("--steps", 30, "--global-batch", batch)
+    async with make_rig() as rig:
+        run = await rig.run(*options, "--pace", 0.05, most=24)
+        gate = run.hold("w1", 9)
+        await run.begin(sizes[0])
+        await run.held("w1", 9)
+        await run.release("w0", "w3")
+        await run.until(lambda view: view.generation == 2, "the change is not committed")
+        gate.unlink()
+        view = await run.becomes([f"w{i}" for i in range(sizes[0]) if i not in (0, 3)])
+        assert len(ranked(view)) == sizes[1]
+        report = await run.ends()
+    judge(report, await undisturbed(*options))
+    assert report.samples.consumed == expected_samples(30, batch)
+    # In the middle of an epoch, which has 4 or 3 steps; one step more if somebody heard late of the commit.
+    assert report.generations[1].first_step in (10, 11)
+
+
+async def test_h5_h8_e3_n5_r1_from_nothing_to_too_many_and_below_the_minimum(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Nodes come and go without anybody's asking, as Slurm's do; two are wanted to begin with, three at most."""
+    async with make_rig() as rig:
+        run = await rig.run(members=2, most=3, scripted=False)
+        assert (await run.view()).status is RunStatus.WAITING
+        await run.arrive()
+        assert (await run.view()).status is RunStatus.WAITING, "H5: it began with less than the minimum"
+        await run.arrive()
+        await run.becomes(["w0", "w1"])
+        await run.arrive()
+        await run.becomes(["w0", "w1", "w2"])
+
+        await run.arrive(2)
+        view = await run.goes_on()
+        assert ranked(view) == ["w0", "w1", "w2"], "N5: more members than allowed"
+        assert [phase(view, name) for name in ("w3", "w4")] == [WorkerPhase.READY] * 2
+        run.kill("w1")
+        await run.becomes(["w0", "w2", "w3"])
+
+        await run.release("w4")
+        await run.release("w0", "w2")
+        await run.becomes(["w3"])
+        await run.goes_on()
+        await run.grow(2)
+        await run.arrive()
+        await run.becomes(["w3", "w5"])
+
+        report = await run.ends()
+    judge(report, await undisturbed())
+
+
+async def test_r3_r4_newcomers_that_are_ready_join_at_once_and_together(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Six newcomers in two bursts: no last call, and not one change for each of them."""
+    async with make_rig() as rig:
+        run = await (await rig.run(most=8)).begin(2)
+        await run.arrive(6)
+        before = time.monotonic()
+        await run.grow(3)
+        await run.grow(3)
+        await run.becomes([f"w{i}" for i in range(8)])
+        assert time.monotonic() - before < 5, "R3: peers wait 30 s for a last call"
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert len(report.generations) <= 3
+    assert all(g.pause_s is not None and g.pause_s < 2 for g in report.generations[1:])
+
+
+async def test_s3_s4_e6_leavers_that_are_warned_hand_over_first(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """Slurm's SIGTERM and a Ctrl-C at two nodes at once, rank 0 among them; then at the only one that has the state."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(3)
+        send(run.agent_of["w0"], signal.SIGTERM)
+        send(run.agent_of["w1"], signal.SIGINT)
+        await run.becomes(["w2"])
+        assert await agent_ends(run, "w0") == await agent_ends(run, "w1") == 93
+        await run.goes_on()
+
+        await run.arrive()
+        step = (await run.view()).step + 6
+        gate = run.hold("w2", step)
+        await run.held("w2", step)
+        # Both while w2 cannot switch: it is to leave before the newcomer has anything.
+        send(run.agent_of["w2"], signal.SIGTERM)
+        await run.until(lambda view: phase(view, "w2") is WorkerPhase.LEAVING, "w2 was not warned")
+        await run.grow(2)
+        gate.unlink()
+        await run.becomes(["w3"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.steps_discarded == 0
+    assert "eject" not in [g.kind for g in report.generations]
+
+
+async def test_h12_the_last_member_is_told_to_leave_and_leaves_a_checkpoint(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """There is nobody to assign its work to, and still it hears of it in time."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(1)
+        await run.reaches(10)
+        await run.release("w0")
+        await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
+        (written,) = await run.events("checkpoint")
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w1"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.generations[1].first_step is not None
+    assert report.generations[1].first_step >= 10
+    assert f"step {report.generations[1].first_step}" in written.text
+    assert report.steps_discarded == 0
+
+
+async def test_t4_the_first_members_need_not_begin_alike(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """Everybody starts from rank 0's weights, as under DDP."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--own-seed", "--steps", 40)).begin(3)
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 40))
+
+
+async def test_e8_n6_nodes_of_several_sizes_with_gaps_in_their_names(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """One, two and three workers on the nodes n1, n4 and n30."""
+    async with make_rig() as rig:
+        run = await rig.run("--steps", 40, members=6, most=8, scripted=False, workers_per_node=None)
+        for node, slots in (("n1", 1), ("n4", 2), ("n30", 3)):
+            devices = ",".join(map(str, range(slots)))
+            await run.arrive(workers=slots, SLURMD_NODENAME=node, CUDA_VISIBLE_DEVICES=devices)
+        view = await run.becomes([f"w{i}" for i in range(6)])
+        assert [member.node for member in view.members] == ["n1", "n4", "n4", "n30", "n30", "n30"]
+        report = await run.ends()
+        places = [json.loads((run.gates / f"place-w{i}").read_text()) for i in range(6)]
+    judge(report, await undisturbed("--steps", 40))
+    assert [(place["rank"], place["size"]) for place in places] == [(i, 6) for i in range(6)]
+    assert [place["LOCAL_WORLD_SIZE"] for place in places] == ["1", "2", "2", "3", "3", "3"]
+
+
+async def test_n11_a_drained_node_is_left(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    async with make_rig() as rig:
+        run = await rig.run("--steps", 100)
+        for node in ("n0", "n1", "n2"):
+            await run.arrive(SLURMD_NODENAME=node)
+        await run.grow(3)
+        await run.becomes(["w0", "w1", "w2"])
+        await rig.call("drain", run=run.id, nodes=["n1"])
+        await run.becomes(["w0", "w2"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 100))
+    assert report.generations[-1].kind == "release"
+
+
+async def agent_ends(run: Elastic, worker: str) -> int:
+    """The exit code of a worker's agent, when it has ended."""
+    pid = run.agent_of[worker]
+    await until(lambda: run.rig.nursery.exit_code(pid) is not None, f"the agent of {worker} goes on")
+    code = run.rig.nursery.exit_code(pid)
+    assert code is not None
+    return code

@@ -1,0 +1,23 @@
+"""The table of scenarios names tests that exist and leaves no scenario out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TABLE = (TESTS / "elastic" / "README.md").read_text()
+SCENARIOS = {"H": 14, "T": 10, "E": 10, "N": 11, "R": 4, "D": 6, "P": 2, "O": 2, "S": 9}
+
+
+def test_every_scenario_has_a_row() -> None:
+    rows = "\n".join(line.split("|")[1] for line in TABLE.splitlines() if line.startswith("| "))
+    wanted = {f"{letter}{number}" for letter, last in SCENARIOS.items() for number in range(1, last + 1)}
+    assert wanted - set(re.findall(r"\b[A-Z]\d+\b", rows)) == set()
+
+
+def test_every_test_that_is_named_exists() -> None:
+    code = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", TABLE))
+    assert named
+    assert named - set(re.findall(r"def (test_\w+)\(", code)) == set()
