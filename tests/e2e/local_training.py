@@ -35,9 +35,13 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, help="raise in this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--many-threads", help="this worker computes with two threads")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    worker = os.environ.get("FALLOW_WORKER")
+    torch.set_num_threads(2 if worker is not None and worker == args.many_threads else 1)
+    torch.set_default_dtype(torch.float32 if args.float32 else torch.float64)
     torch.manual_seed(0)
 
     if args.early == "return":
@@ -61,7 +65,9 @@ def main() -> None:
         drop_last=args.drop_last,
         num_workers=args.num_workers,
     )
-    model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
+    )
     if args.early == "no-loop":
         return
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")

@@ -466,3 +466,30 @@ def test_ended_or_killed_it_leaves_no_process(number: signal.Signals, code: int,
     assert process.returncode == code
     assert "Traceback" not in stderr
     wait(box.nothing_left, 15.0)
+
+
+SHAKEN = "+1@15,kill:0@30,-m1@45,+2@60"
+
+
+def test_reproducible_bits(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    """Absorb, a kill of rank 0, a release of rank 0, uneven shares: the digest of plain `python`, to the last bit."""
+    words = ["--members", "2", "--schedule", SHAKEN, "--reproducible", "--json", "--"]
+    command = box.start(
+        sys.executable, "-m", "fallow.cli.main", "local", *words, sys.executable, *box.tiny_words("--float32")
+    )
+    done = box.finish(command).trained(90, expected_samples(90))
+    assert len(done.kinds) == 5
+    assert done.report["reproducible"] is True
+    assert done.report["steps_repeated"] >= 1
+    assert done.result == plain(TINY, "--float32", "--reproducible", "--pace", "0", "--result", "RESULT")
+
+
+def test_an_odd_member_of_a_reproducible_run_is_refused(box: Box) -> None:
+    words = ["local", "--members", "1", "--schedule", "+1@10", "--reproducible", "--json", "--", sys.executable]
+    command = box.start(
+        sys.executable, "-m", "fallow.cli.main", *words, *box.tiny_words("--many-threads", "w1", steps=20)
+    )
+    done = box.finish(command)
+    assert done.code == 0, done.stderr
+    assert done.kinds == ["start"]
+    assert "it computes with 2 thread(s), the members with 1 thread(s)" in done.stderr

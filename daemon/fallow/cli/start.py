@@ -32,9 +32,12 @@ def daemon() -> int:
     "kill:I@STEP, stop:I@STEP, cont:I@STEP, head-kill@STEP, store-kill@STEP.",
 )
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
+@click.option("--reproducible", is_flag=True, help="The result is the same, bit for bit, for every schedule.")
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def local(members: int, schedule: str, report: Path | None, as_json: bool, command: tuple[str, ...]) -> int:
+def local(
+    members: int, schedule: str, report: Path | None, reproducible: bool, as_json: bool, command: tuple[str, ...]
+) -> int:
     """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD"""
     from fallow.core.schedule import parse_schedule
     from fallow.local.main import main
@@ -43,7 +46,7 @@ def local(members: int, schedule: str, report: Path | None, as_json: bool, comma
     parse_schedule(schedule, members)
     if report is not None and not report.absolute().parent.is_dir():
         raise FallowError(f"--report {report}: its folder does not exist; make it first", Exit.CANTCREAT)
-    return int(main(list(command), members, schedule, report, as_json))
+    return int(main(list(command), members, schedule, report, as_json, reproducible))
 
 
 @click.command(short_help="Watch runs and nodes live.")

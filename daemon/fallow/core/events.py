@@ -40,6 +40,7 @@ class WorkerIsReady(Event):
     shards: int
     global_batch: int
     total_steps: int | None
+    arithmetic: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,7 @@ class WorkerFinished(Event):
     digest: str
     loss: float | None
     samples: int
+    repeated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from fallow.core import events as ev
 from fallow.core.roster import Roster
 from fallow.model import Exit, FallowError
@@ -15,11 +17,25 @@ def difference(roster: Roster, event: ev.WorkerIsReady) -> str | None:
             f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
         )
     if event.signature == roster.signature:
-        return None
+        return _other_bits(roster.arithmetic, event.arithmetic)
     for mine, theirs in zip(event.layout, roster.layout, strict=False):
         if mine != theirs:
             return f"its model differs from the members': it has {mine}, they have {theirs}"
     return f"its prepared state has {len(event.layout)} tensors, the members' has {len(roster.layout)}"
+
+
+def _other_bits(members: list[str], newcomer: list[str]) -> str | None:
+    """Why a newcomer's results would differ in the last bits, in a reproducible run."""
+    if bool(members) != bool(newcomer):
+        ours, theirs = bool(newcomer), bool(members)
+        return f"it says reproducible={ours}, the members reproducible={theirs}; start it with the same arguments"
+    for mine, theirs_line in zip_longest(newcomer, members, fillvalue="nothing of the kind"):
+        if mine != theirs_line:
+            return (
+                f"the run is reproducible, so all members must compute the same bits: it computes with {mine}, the "
+                f"members with {theirs_line}; give the run nodes and settings of one kind"
+            )
+    return None
 
 
 def check_limits(minimum: int, maximum: int) -> None:

@@ -116,7 +116,7 @@ class Membership:
         if r.signature is None:
             r.signature, r.layout = event.signature, event.layout
             r.shards, r.global_batch = event.shards, event.global_batch
-            r.total_steps = event.total_steps
+            r.total_steps, r.arithmetic = event.total_steps, event.arithmetic
         problem = difference(r, event)
         if problem:
             worker.phase = WorkerPhase.GONE
@@ -373,7 +373,9 @@ class Membership:
             return
         worker.finished = True
         worker.step = event.steps
-        final = Final(steps=event.steps, digest=event.digest, loss=event.loss, samples=event.samples)
+        final = Final(
+            steps=event.steps, digest=event.digest, loss=event.loss, samples=event.samples, repeated=event.repeated
+        )
         if r.final is None:
             r.final = final
         elif r.final.digest != final.digest:

@@ -98,6 +98,7 @@ class Final(msgspec.Struct, kw_only=True):
     digest: str
     loss: float | None
     samples: int
+    repeated: int = 0
 
 
 class Roster(msgspec.Struct, kw_only=True):
@@ -121,6 +122,8 @@ class Roster(msgspec.Struct, kw_only=True):
     change: Change | None = None
     signature: str | None = None
     layout: list[str] = []
+    arithmetic: list[str] = []
+    "what the members' bits come from; empty in the fast mode"
     shards: int | None = None
     global_batch: int | None = None
     total_steps: int | None = None

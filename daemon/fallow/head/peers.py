@@ -88,6 +88,7 @@ class Peers:
                     shards=message.shards,
                     global_batch=message.global_batch,
                     total_steps=message.total_steps,
+                    arithmetic=message.arithmetic,
                 )
                 turn.apply(run, event)
                 turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
@@ -190,6 +191,7 @@ class Peers:
             digest=message.digest,
             loss=message.loss,
             samples=message.samples,
+            repeated=message.repeated,
         )
         turn.apply(run, event)
         turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))

@@ -157,6 +157,8 @@ def run_report(run: Run, samples: SampleReport) -> RunReport:
         steps_discarded=r.steps_discarded,
         message=r.message,
         traceback=r.traceback,
+        reproducible=bool(r.arithmetic),
+        steps_repeated=0 if r.final is None else r.final.repeated,
     )
 
 

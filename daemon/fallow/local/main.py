@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
@@ -18,7 +19,12 @@ from fallow.model import Exit, FallowError, RunReport, RunStatus
 
 
 def main(
-    command: Sequence[str], members: int, schedule: str = "", report: Path | None = None, json: bool = False
+    command: Sequence[str],
+    members: int,
+    schedule: str = "",
+    report: Path | None = None,
+    json: bool = False,
+    reproducible: bool = False,
 ) -> int:
     """Train `command` on this machine with a scripted membership; returns the exit code.
 
@@ -28,6 +34,7 @@ def main(
         schedule: see `fallow.core.schedule`.
         report: file that takes the report as JSON.
         json: print the report, and nothing else, on standard output.
+        reproducible: as if the script passed `reproducible=True` to `run.prepare`.
 
     Raises:
         FallowError: bad arguments, or it could not start.
@@ -39,7 +46,8 @@ def main(
         raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
     items = parse_schedule(schedule, members)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
-    driver = Driver(folder, command, members, items, output=sys.stderr.fileno() if json else None)
+    environ = {**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ
+    driver = Driver(folder, command, members, items, output=sys.stderr.fileno() if json else None, environ=environ)
     try:
         result = asyncio.run(_train(driver))
     except asyncio.CancelledError:

@@ -36,6 +36,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     "shards in one global batch: the most members that can do something useful"
     global_batch: int
     total_steps: int | None = None
+    arithmetic: list[str] = []
+    "reproducible mode: what makes its bits, one fact per line; empty in the fast mode"
 
 
 class Vote(Message, frozen=True, kw_only=True):
@@ -150,6 +152,8 @@ class Finished(Message, frozen=True, kw_only=True):
     loss: float | None
     samples: int
     "samples consumed by all finished steps of the run"
+    repeated: int = 0
+    "finished steps that were done again because a gradient outgrew its scale (reproducible mode)"
 
 
 class Failed(Message, frozen=True, kw_only=True):

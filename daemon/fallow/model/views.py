@@ -54,6 +54,10 @@ class RunReport(Struct, frozen=True, kw_only=True):
     message: str = ""
     traceback: str = ""
     "of the failure that ended the run"
+    reproducible: bool = False
+    "the result does not depend on the membership, bit for bit"
+    steps_repeated: int = 0
+    "steps that were done again because a gradient outgrew its scale (reproducible mode only)"
 
 
 class EventRecord(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ class Arithmetic(Protocol):
 
     linear: bool
     "gradients of shards of equal weight may be summed as they are, before `add` sees them"
+    repeated: int
+    "finished steps that were done again because `judge` said so"
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type in which gradients of `dtype` are summed, over shards and over members."""
@@ -60,6 +62,7 @@ class Floating:
     """Sums in the gradients' own type: fast; the last bits depend on who computed which shard."""
 
     linear = True
+    repeated = 0
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The gradients' own."""

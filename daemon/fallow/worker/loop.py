@@ -12,6 +12,7 @@ from fallow.worker.capture import backward_seen
 from fallow.worker.loader import ElasticLoader
 from fallow.worker.member import Member
 from fallow.worker.prepared import signature_of
+from fallow.worker.signature import signature
 from fallow.worker.step import Step
 from fallow.worker.turn import Turn
 
@@ -78,7 +79,8 @@ class Loop:
             total = min(total, max_steps)
         total *= self._member.place.epochs_in_loop
         session.progress.total_steps = total
-        layout = self._member.prepared.layout()
+        prepared = self._member.prepared
+        layout = prepared.layout()
         if self.step.phases.asked:
             layout.append(f"phases {', '.join(self.step.phases.asked)}")
         session.announce(
@@ -86,6 +88,7 @@ class Loop:
                 worker=session.worker,
                 signature=signature_of(layout),
                 layout=layout,
+                arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
                 shards=loader.layout.shards,
                 global_batch=loader.layout.global_batch,
                 total_steps=total,

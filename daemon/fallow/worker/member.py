@@ -19,6 +19,7 @@ from fallow.worker.place import Place
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.session import Session
+from fallow.worker.signature import enforce
 from fallow.worker.standing import Standing
 
 
@@ -72,6 +73,8 @@ class Member:
         """Made at first use, when everything is prepared."""
         if self._reducer is None:
             prepared = self.prepared
+            if prepared.reproducible:
+                enforce(prepared.devices())
             self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
             self._reducer.before_control = self.ledger.flush

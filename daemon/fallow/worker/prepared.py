@@ -12,6 +12,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import Arithmetic, Floating
+from fallow.worker.exact import Exact
 from fallow.worker.state import tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
@@ -104,6 +105,11 @@ class Prepared:
 
         return gated
 
+    @property
+    def reproducible(self) -> bool:
+        """True if gradients are summed so that the membership does not show in the result."""
+        return isinstance(self.arithmetic, Exact)
+
     # ------------------------------------------------------------------------------------------------ parameters
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -132,6 +138,10 @@ class Prepared:
     def weight_tensors(self) -> list[torch.Tensor]:
         """What modules contribute to `export`, in its order."""
         return [tensor for module in self.modules for tensor in _module_tensors(module).values()]
+
+    def devices(self) -> set[torch.device]:
+        """Where the modules are."""
+        return {tensor.device for tensor in self.weights()}
 
     # ----------------------------------------------------------------------------------------------------- state
 

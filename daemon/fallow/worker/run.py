@@ -67,7 +67,8 @@ class Run:
             reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed as
                 integers (see `fallow.worker.exact.Exact`), at up to 1.3 times the step time and 12 bytes per
                 parameter instead of 4. A step whose gradients outgrow their scale is done again, most often the
-                first one. All calls of a script must say the same.
+                first one; deterministic kernels are chosen for the whole process. Newcomers that would compute other
+                bits (processor, threads, versions, settings) are refused. FALLOW_REPRODUCIBLE=1 does the same.
 
         Returns:
             The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
@@ -78,7 +79,7 @@ class Run:
         """
         if self._place.calls:
             raise FallowError("prepare everything before the first run.steps: members must agree on the state")
-        if reproducible and not isinstance(self._prepared.arithmetic, Exact):
+        if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
         done = [self._prepare_one(thing, global_batch) for thing in objects]
         return done[0] if len(done) == 1 else tuple(done)
@@ -284,6 +285,7 @@ class Run:
                 digest=state.digest([module.state_dict() for module in self._prepared.modules]),
                 loss=at.loss,
                 samples=at.samples,
+                repeated=self._prepared.arithmetic.repeated,
             ),
             # Nobody else has the result: a head that is away is waited for, as it would be in a broken generation.
             self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S,

@@ -120,12 +120,14 @@ class Step:
         if reducer.rounds and not reducer.interrupted:
             self._finish(samples, layout.steps)
             return
-        self._fed = None
         if reducer.again:
-            loader.replan(keys[0], member.shards)  # its batches are used up
+            # The same shards in the same generation: they are in the ledger already, only their batches are used up.
+            self._batches.clear()
+            loader.replan(keys[0], member.shards)
         else:
+            self._fed = None
             member.discarded += 1
-        member.ledger.drop_fed()
+            member.ledger.drop_fed()
         member.restore(before)
         member.drop_gradients()
 
