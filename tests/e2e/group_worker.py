@@ -94,6 +94,15 @@ def main() -> None:
         nn.Dropout(config.get("dropout", 0.2)),
         nn.Linear(16, 2),
     )
+    compiled_in: list[int] = []
+    net = model
+    if config.get("compile"):
+
+        def backend(graph, inputs):
+            compiled_in.append(run.generation)
+            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+        net = torch.compile(model, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     loader = DataLoader(
@@ -127,7 +136,7 @@ def main() -> None:
             raise ValueError("on purpose")
         if run.final_shard:
             pause(run.step)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -159,6 +168,7 @@ def main() -> None:
                 "rank": run.rank,
                 "seen": seen,
                 "epochs": epochs_seen,
+                "compiled_in": compiled_in,
             }
         )
     )

@@ -287,3 +287,17 @@ def test_a_standby_that_is_not_needed_ends_quietly(make) -> None:
     head.dismiss("w1", 93)
     assert (head.exit_code("w0"), head.exit_code("w1")) == (0, 93)
     assert "Traceback" not in head.log("w0") + head.log("w1")
+
+
+@pytest.mark.soak
+def test_a_compiled_model_is_compiled_before_ready_and_never_again(make, reference) -> None:
+    head = make(compile=True, stops={9: "w0"})
+    head.start("w0", "w1")
+    head.ready("w0", "w1")
+    head.change(["w0"])
+    head.at(9, "w0")
+    head.change(["w0", "w1"])
+    head.go(9)
+    check(head, reference, "w0", "w1")
+    for worker in ("w0", "w1"):
+        assert set(head.result(worker)["compiled_in"]) == {0}, "in the rehearsal, before its first generation"

@@ -137,8 +137,6 @@ def main() -> None:
 def _ours(
     run: Any, model: nn.Module, data: Dataset[Any], loss_of: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> Callable[[int], Iterator[None]]:
-    if args.compile:
-        model.compile()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer, loader = run.prepare(
         model,
@@ -148,9 +146,11 @@ def _ours(
         reproducible=args.reproducible,
     )
 
+    net = torch.compile(model) if args.compile else model
+
     def steps(count: int) -> Iterator[None]:
         for inputs, targets in run.steps(loader, max_steps=count):
-            loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            loss_of(net, inputs, targets).backward()  # type: ignore[no-untyped-call]
             clip_and_step(model, optimizer)
             if run.final_shard:
                 yield
@@ -162,8 +162,7 @@ def _ddp(
     run: Any, model: nn.Module, data: Dataset[Any], loss_of: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> Callable[[int], Iterator[None]]:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if args.compile:
-        wrapped.compile()
+    net = torch.compile(wrapped) if args.compile else wrapped
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
     sampler: Any = DistributedSampler(data, args.members, run.rank, shuffle=False)
     loader = DataLoader(data, BATCH, sampler=sampler)
@@ -176,9 +175,9 @@ def _ddp(
                 inputs, targets = next(batches)
                 if shard < last:
                     with wrapped.no_sync():
-                        (loss_of(wrapped, inputs, targets) / args.shards).backward()
+                        (loss_of(net, inputs, targets) / args.shards).backward()
                     continue
-                loss = loss_of(wrapped, inputs, targets)
+                loss = loss_of(net, inputs, targets)
                 (loss / args.shards if last else loss).backward()
                 clip_and_step(wrapped, optimizer)
             yield

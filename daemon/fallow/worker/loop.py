@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 from typing import Any
 
 from fallow.core.shards import mix
 from fallow.model import WorkerReady
 from fallow.worker import rng
 from fallow.worker.capture import backward_seen
+from fallow.worker.compiled import graphs_cut_at_buckets
 from fallow.worker.loader import ElasticLoader
 from fallow.worker.member import Member
 from fallow.worker.prepared import signature_of
@@ -31,7 +33,9 @@ class Loop:
         call = place.begin_call()
         member.loader = loader
         member.move()
-        with backward_seen(step.before_backward, step.after_backward):
+        alone = member.session is None and member.group.size == 1
+        overlap = nullcontext() if alone else graphs_cut_at_buckets()
+        with backward_seen(step.before_backward, step.after_backward), overlap:
             try:
                 if not place.joined:
                     if member.session is not None:

@@ -1,0 +1,61 @@
+"""Compiled models are cut where the reducer's buckets end, so that a reduction can begin before backward is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fallow.worker.compiled import graphs_cut_at_buckets
+
+
+def compiled_pieces(y: torch.Tensor) -> int:
+    """Nodes of the autograd graph that are a compiled graph's backward: each hands out its gradients by itself."""
+    seen, todo = set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return sum("Compiled" in node.name() for node in seen)
+
+
+def test_a_compiled_graph_ends_with_the_first_bucket() -> None:
+    pieces = []
+    for cut in (False, True):
+        torch._dynamo.reset()
+        model = torch.compile(nn.Sequential(*(nn.Linear(600, 600) for _ in range(3))), backend="aot_eager")
+        if cut:
+            with graphs_cut_at_buckets():
+                out = model(torch.ones(2, 600))
+        else:
+            out = model(torch.ones(2, 600))
+        pieces.append(compiled_pieces(out.sum()))
+    assert pieces == [1, 2], "1.4 MB a layer, 1 MiB in the first bucket"
+
+
+def test_torch_is_left_as_it_was() -> None:
+    assert DistributedDataParallel._active_ddp_module is None
+
+    def interrupted() -> None:
+        with graphs_cut_at_buckets():
+            assert DistributedDataParallel._active_ddp_module is not None
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+def test_a_real_ddp_module_at_work_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = object()
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", own)
+    with graphs_cut_at_buckets():
+        assert DistributedDataParallel._active_ddp_module is own
+
+
+def test_a_torch_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DistributedDataParallel, "_active_ddp_module")
+    with graphs_cut_at_buckets():
+        assert not hasattr(DistributedDataParallel, "_active_ddp_module")
