@@ -12,6 +12,7 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +44,7 @@ class Group:
         self._pg = pg
         self._streams = streams
         self.waiting = False
-        "its collectives are waited for now"
+        "the training thread waits for other members"
         self.turned_at = 0.0
         "time.monotonic at which the last wait began or ended"
         self._guard = threading.Lock()
@@ -115,29 +116,35 @@ class Group:
         self._launch(lambda pg: pg.allgather([gathered], [tensor]), (tensor, gathered))
         return gathered
 
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Inside, the training thread waits for other members: the head must not take it for one that hangs."""
+        self.waiting, self.turned_at = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting, self.turned_at = False, time.monotonic()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until everything launched is complete.
 
         Raises:
             Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
         """
-        self.waiting, self.turned_at = True, time.monotonic()
-        try:
-            self._wait(timeout_s)
-        finally:
-            self.waiting, self.turned_at = False, time.monotonic()
-
-    def _wait(self, timeout_s: float | None) -> None:
         if self._broken is None and self._kept:
-            began = time.monotonic()
-            try:
-                self._complete([work.get_future() for work, _ in self._kept], timeout_s)
-            except RuntimeError as error:
-                self.interrupt(_reason(error))
-            self.waited_s += time.monotonic() - began
+            with self.waits():
+                self._wait(timeout_s)
         if self._broken is not None:
             raise Interrupted(self._broken)
         self._kept.clear()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        began = time.monotonic()
+        try:
+            self._complete([work.get_future() for work, _ in self._kept], timeout_s)
+        except RuntimeError as error:
+            self.interrupt(_reason(error))
+        self.waited_s += time.monotonic() - began
 
     def _complete(self, futures: list[Any], timeout_s: float | None) -> None:
         """Return when all are complete or the group is broken; raises what a future raises."""

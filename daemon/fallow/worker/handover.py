@@ -104,7 +104,7 @@ class Supply:
         self._wait(lambda: not self._late_open)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        with self._changed:
+        with self._group.waits(), self._changed:
             self._changed.wait_for(lambda: done() or self._group.broken is not None)
             if not done():
                 raise Interrupted(self._group.broken)
@@ -286,7 +286,7 @@ class Intake:
         self._copies = []
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        with self._changed:
+        with self._group.waits(), self._changed:
             self._changed.wait_for(lambda: done() or self._error is not None)
         if done():
             return
