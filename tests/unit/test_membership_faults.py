@@ -154,6 +154,18 @@ def test_a_slow_link_is_looked_at_and_ejects_nobody() -> None:
     assert not kills(votes)
 
 
+def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:
+    m = started("w0", "w1", "w2")
+    others = {"w0": (WAITING, 40.9), "w2": (WAITING, 40.9)}
+    beats(m, 41, w1=(WORKING, 41), **others)
+    number = m.roster.high
+    finish_change(m, at=41.1, first_step=3)
+    out = m.handle(ev.Ticked(at=41.2))
+    assert not tells(out, Interrupt)
+    assert not tells(out, Prepare)
+    assert m.roster.generation == m.roster.high == number
+
+
 def test_a_joiner_is_not_kept_out_by_a_look_at_the_links() -> None:
     m = started("w0", "w1")
     all_wait(m, 6, 6)

@@ -74,7 +74,7 @@ class Changes:
                     self.burn(at, "its members reach each other: the links are slow, not cut")
                     self.retry_at = at
                     return
-                self._commit(change)
+                self._commit(change, at)
         if change.committed:
             here = all(w in change.active or r.workers[w].finished for w in change.members)
             away = all(w in change.left or not r.alive(w) for w in change.leavers)
@@ -132,8 +132,9 @@ class Changes:
             checkpoint=None if r.checkpoint is None else r.checkpoint.path,
         )
 
-    def _commit(self, change: Change) -> None:
+    def _commit(self, change: Change, at: float) -> None:
         r = self._roster
+        self._watch.committed(at)
         change.committed = True
         r.generation = change.generation
         r.members = list(change.members)

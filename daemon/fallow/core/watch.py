@@ -50,6 +50,7 @@ class Watch:
         self._heard: dict[str, float] = dict.fromkeys(roster.workers, at)
         self._beats: dict[str, ev.WorkerBeat] = {}
         self._stopped: dict[str, float] = {}
+        self._committed_at = at
 
     def hear(self, worker: str, at: float) -> None:
         """Something came from the worker itself."""
@@ -63,6 +64,10 @@ class Watch:
     def stopped(self, worker: str, at: float) -> None:
         """Its agent sees it stopped; a beat of its own proves the contrary."""
         self._stopped.setdefault(worker, at)
+
+    def committed(self, at: float) -> None:
+        """A generation begins: what its members waited for before is over."""
+        self._committed_at = at
 
     def heard(self, worker: str) -> float | None:
         return self._heard.get(worker)
@@ -118,7 +123,7 @@ class Watch:
         beat = self._beats.get(worker)
         if beat is None or beat.held or beat.doing is not Doing.WAITING:
             return 0.0
-        return beat.stalled_s + at - beat.at
+        return min(beat.stalled_s + at - beat.at, at - self._committed_at)
 
     def suspect(self, at: float, generation: int, reason: str) -> None:
         """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.

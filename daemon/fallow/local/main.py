@@ -16,6 +16,7 @@ import msgspec
 from fallow.core.schedule import parse_schedule
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
+from fallow.text import clean_block
 
 
 def main(
@@ -71,6 +72,8 @@ def main(
     if good:
         shutil.rmtree(folder, ignore_errors=True)
         return Exit.OK
+    if result.traceback:
+        sys.stderr.write(clean_block(result.traceback, 20_000).rstrip() + "\n")
     sys.stderr.write(f"fallow local: run is {result.status}: {result.message or 'see the report'}; logs in {folder}\n")
     return Exit.SOFTWARE
 
