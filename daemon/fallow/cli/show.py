@@ -11,7 +11,7 @@ import click
 from fallow.cli.common import ask, json_option, print_json
 from fallow.cli.tables import duration, moment, number, show_table
 from fallow.model import EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
-from fallow.text import clean
+from fallow.text import clean, clean_block
 
 
 @click.command(short_help="Runs, or one run in detail.")
@@ -145,6 +145,8 @@ def show_run(run: RunView) -> None:
     show_table(
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"], [_run_row(run)]
     )
+    for node, reason in sorted(run.barred.items()):
+        click.echo(clean(f"node {node} is barred: {reason}"))
     if run.members:
         click.echo()
         show_table(
@@ -188,6 +190,8 @@ def _member_row(member: MemberView) -> list[str]:
 
 def show_report(found: RunReport) -> None:
     """A finished (or running) run in a few lines and a row per generation."""
+    if found.traceback:
+        click.echo(clean_block(found.traceback, 20_000).rstrip())
     samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
     click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
