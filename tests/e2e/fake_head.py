@@ -244,7 +244,10 @@ class FakeHead:
     def at(self, step: int, *workers: str) -> None:
         self.wait(f"{workers} at {step}", lambda: all((self.folder / f"at-{step}-{w}").exists() for w in workers))
 
-    def go(self, step: int) -> None:
+    def file(self, name: str) -> None:
+        self.wait(name, (self.folder / name).exists)
+
+    def go(self, step: int | str) -> None:
         (self.folder / f"go-{step}").touch()
 
     def active(self, *workers: str) -> None:

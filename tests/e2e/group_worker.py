@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fallow.model import FromWorker, ToWorker
+from fallow.worker import handover
 from fallow.worker import run as run_module
 from fallow.worker.session import Session
 
@@ -80,6 +81,22 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
+def stall_late_part(folder: Path, generation: int) -> None:
+    """Hold up this worker's late pieces of one generation until the test says go."""
+    real = handover.send_piece
+    begun: set[socket.socket] = set()
+
+    def send_piece(line, memory, number, pieces):
+        if line in begun and threading.current_thread().name == f"stream-{generation}":
+            assert sum(array.size for array in memory) > 1 << 16
+            (folder / f"late-{generation}").touch()
+            wait_for(folder / f"go-late-{generation}")
+        begun.add(line)
+        return real(line, memory, number, pieces)
+
+    handover.send_piece = send_piece
+
+
 def main() -> None:
     config = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(config["folder"])
@@ -87,12 +104,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0 if worker in ("single", "w0") else 99)  # newcomers must not rely on their own weights
 
+    width = config.get("width", 16)
     model = nn.Sequential(
-        nn.Linear(6, 16, bias=False),
-        nn.BatchNorm1d(16),
+        nn.Linear(6, width, bias=False),
+        nn.BatchNorm1d(width),
         nn.ReLU(),
         nn.Dropout(config.get("dropout", 0.2)),
-        nn.Linear(16, 2),
+        nn.Linear(width, 2),
     )
     compiled_in: list[int] = []
     net = model
@@ -103,6 +121,8 @@ def main() -> None:
             return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
         net = torch.compile(model, backend=backend)
+    if worker in config.get("stall_late", {}):
+        stall_late_part(folder, config["stall_late"][worker])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     loader = DataLoader(

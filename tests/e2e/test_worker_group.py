@@ -17,6 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_head import FakeHead
 
+from fallow.model import Active
+
 BASE = {"samples": 200, "batch_size": 8, "global_batch": 32, "epochs": 4}
 STEPS = 28  # ceil(200 / 32) = 7 an epoch; the last step of each has 8 samples, one shard
 SAMPLES = 800
@@ -201,6 +203,46 @@ def test_a_kill_before_the_planned_boundary_is_reached(make, reference) -> None:
     head.go(8)
     head.change(["w0", "w2"], interrupt=True)
     check(head, reference, "w0", "w2")
+
+
+def test_kills_while_the_optimizer_state_is_on_its_way(make) -> None:
+    """First the newcomer, in the middle of receiving, then, with another newcomer, a donor in the middle of sending."""
+    wide = {"width": 4096, "epochs": 3}
+    alone = make(**wide)
+    alone.start("w0")
+    alone.ready("w0")
+    alone.change(["w0"])
+    alone.finished("w0")
+    reference = alone.result("w0")
+
+    head = make(**wide, stops={6: "all", 13: "all"}, stall_late={"w0": 2, "w1": 4})
+    head.start("w0", "w1", "w2", "w3")
+    head.ready("w0", "w1", "w2", "w3")
+    head.change(["w0", "w1"])
+    head.at(6, "w0", "w1")
+    head.change(["w0", "w1", "w2"])
+    head.go(6)
+    head.file("late-2")
+    head.kill("w2")
+    head.go("late-2")
+    head.change(["w0", "w1"], interrupt=True)
+    head.at(13, "w0", "w1")
+    head.change(["w0", "w1", "w3"])
+    head.go(13)
+    head.file("late-4")
+    head.kill("w1")
+    head.go("late-4")
+    head.change(["w0", "w3"], interrupt=True)
+
+    finished = head.finished("w0", "w3")
+    assert finished["w0"].digest == finished["w3"].digest
+    for name, value in head.result("w3")["state"].items():
+        wanted = torch.tensor(reference["state"][name])
+        torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-4, atol=1e-5, msg=name)
+    report = head.audit(21, 32)
+    assert (report.consumed, report.lost, report.duplicated) == (600, 0, 0)
+    assert not head.find("w2", Active), "it never had the whole state"
+    assert [active.generation for active in head.find("w3", Active)] == [5]
 
 
 @pytest.mark.parametrize("style", ["range", "passes"])

@@ -77,6 +77,13 @@ def _row(name: str, changes: Sequence[GenerationReport], members: int, params: i
     for part in PARTS:
         values = [getattr(change.parts, part) for change in changes]
         words.append(f"{part} {quantile(values, 0.5):.3f}/{quantile(values, 0.95):.3f}")
+    still = [change.pause_s - change.parts.drain for change in changes if change.pause_s is not None]
+    words.append(f"all but drain {quantile(still, 0.5):.3f}/{quantile(still, 0.95):.3f}")
+    received = [change for change in changes if change.bytes_in_pause]
+    if received:
+        inside = quantile([change.bytes_in_pause / 1e6 for change in received], 0.5)
+        behind = quantile([change.bytes_behind / 1e6 for change in received], 0.5)
+        words.append(f"{inside:.1f} MB in the pause and {behind:.1f} MB behind it")
     return Row(
         name=name, members=members, params=params, unit="s", ours=rows.ours(pauses), note="p50/p95: " + ", ".join(words)
     )

@@ -79,6 +79,8 @@ class WorkerActive(Event):
     first_step: int
     pause_s: float
     parts: Parts = field(default_factory=Parts)
+    bytes_received: int = 0
+    bytes_behind: int = 0
     steps_discarded: int = 0
 
 

@@ -207,6 +207,8 @@ class Membership:
         if event.worker not in change.active:
             change.active.append(event.worker)
         change.first_step = event.first_step
+        change.bytes_in_pause += event.bytes_received
+        change.bytes_behind += event.bytes_behind
         change.steps_discarded = max(change.steps_discarded, event.steps_discarded)
         if event.pause_s > (change.pause_s or 0.0):
             change.pause_s, change.parts = event.pause_s, event.parts

@@ -70,6 +70,8 @@ def report_of(change: Change, at: float) -> GenerationReport:
         first_step=change.first_step,
         pause_s=change.pause_s,
         parts=change.parts,
+        bytes_in_pause=change.bytes_in_pause,
+        bytes_behind=change.bytes_behind,
         reason=change.reason,
         took_s=at - change.began_at,
     )

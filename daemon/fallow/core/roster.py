@@ -84,6 +84,8 @@ class Change(msgspec.Struct, kw_only=True):
     first_step: int | None = None
     pause_s: float | None = None
     parts: Parts = Parts()
+    bytes_in_pause: int = 0
+    bytes_behind: int = 0
     steps_discarded: int = 0
 
     @property

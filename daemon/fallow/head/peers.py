@@ -110,6 +110,8 @@ class Peers:
                     first_step=message.first_step,
                     pause_s=message.pause_s,
                     parts=message.parts,
+                    bytes_received=message.bytes_received,
+                    bytes_behind=message.bytes_behind,
                     steps_discarded=message.steps_discarded,
                 )
                 turn.apply(run, active)

@@ -33,6 +33,10 @@ class GenerationReport(Struct, frozen=True, kw_only=True):
     first_step: int | None
     pause_s: float | None
     parts: Parts
+    bytes_in_pause: int = 0
+    "of state that newcomers received inside the pause"
+    bytes_behind: int = 0
+    "of state that they received while the first step ran"
     reason: str = ""
     at: float = 0.0
     took_s: float | None = None

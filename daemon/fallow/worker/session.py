@@ -136,6 +136,7 @@ class Session:
         self._broken_upto = 0
         self._why_broken = ""
         self._current: Group | None = None
+        self._retired: list[Group] = []
         self._ready: WorkerReady | None = None
         self._ready_seen = False
         self._end: FallowError | Dismiss | None = None
@@ -448,7 +449,7 @@ class Session:
             self._awaiting_since = None
             self.progress.move()
         if old is not None:
-            reap(old)
+            self._retired.append(old)
         return taken
 
     def _take_committed(self) -> tuple[Prepared, Group | None]:
@@ -475,6 +476,11 @@ class Session:
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)
         return taken, old
+
+    def reap_retired(self) -> None:
+        """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
+        while self._retired:
+            reap(self._retired.pop())
 
     def _raise_end(self) -> None:
         if isinstance(self._end, Dismiss):

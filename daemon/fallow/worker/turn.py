@@ -128,6 +128,7 @@ class Turn:
         member.replan()
         if member.session is not None:
             member.session.progress.step = at.step
+            member.session.reap_retired()
             self._arrival = _Arrival(
                 newcomer,
                 at.step,
