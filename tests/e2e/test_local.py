@@ -31,6 +31,7 @@ from fallow.model import Exit, FallowError, KeyFile, RunView, Snapshot  # noqa: 
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "contrib" / "examples"
+CASES_OF_MISUSE = str(HERE / "loop_cases.py")
 GAN = str(HERE / "gan_training.py")
 TINY = str(HERE / "local_training.py")
 PROBE = str(HERE / "example_probe.py")
@@ -269,6 +270,18 @@ def test_an_example_under_torchrun(
     assert done.result["loss"] == pytest.approx(alone["loss"], abs=tolerance)
 
 
+def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    alone = plain(CASES_OF_MISUSE, "RESULT")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = box.finish(box.start(*launcher, CASES_OF_MISUSE, str(box.folder / "result.json")))
+    assert done.code == 0, done.stderr
+    for fine in ("usual", "skips"):
+        assert done.result[fine] == pytest.approx(alone[fine], abs=1e-12)
+    for wrong, step in (("counts bodies", 1), ("is_main", 1), ("own rate", 1), ("own weights", 2)):
+        assert done.result[wrong].startswith(f"at step {step}: the members' weights"), wrong
+    assert "changes with each body" in alone["own rate"]
+
+
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
@@ -285,7 +298,7 @@ def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) ->
 def test_a_gan_comes_out_the_same_whoever_computes_it(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
     alone = plain(GAN, "--pace", "0", "--result", "RESULT")
     command = [GAN, "--result", str(box.folder / "result.json")]
-    done = box.finish(box.local(*command, schedule="+2@10,kill:1@20,-m0@30")).trained(40, 592)
+    done = box.finish(box.local(*command, schedule="+2@10,kill:1@20,-m0@30")).trained(40, 580)
     assert done.kinds == ["start", "absorb", "eject", "release"]
     for name, rows in alone["weights"].items():
         ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (done.result["weights"][name], rows))

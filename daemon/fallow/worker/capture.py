@@ -10,8 +10,12 @@ import torch
 
 
 @contextmanager
-def backward_seen(before: Callable[[Any], None], after: Callable[[], None]) -> Iterator[None]:
+def backward_seen(
+    before: Callable[[Any], None], after: Callable[[], None], failed: Callable[[BaseException], None]
+) -> Iterator[None]:
     """While the context is open, call `before(root)` and `after()` around each outermost backward.
+
+    `failed(error)` is called instead of `after` if it raises.
 
     `torch.Tensor.backward` looks `torch.autograd.backward` up at each call, so replacing that one name sees both.
     A backward inside a backward (reentrant activation checkpointing) is part of the outer one.
@@ -24,10 +28,13 @@ def backward_seen(before: Callable[[Any], None], after: Callable[[], None]) -> I
         if depth:
             inner(tensors, *args, **kwargs)
             return
-        before(tensors)
         depth += 1
         try:
+            before(tensors)
             inner(tensors, *args, **kwargs)
+        except BaseException as error:
+            failed(error)
+            raise
         finally:
             depth -= 1
         after()

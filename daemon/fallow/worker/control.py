@@ -32,6 +32,9 @@ class Head(NamedTuple):
     "members that saw the loss of a backward"
     more: float
     "members with gradients of further backwards, beyond this round's"
+    agreement: float
+    skipped: float
+    "members whose final body made no backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,19 @@ def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
     )
 
 
-def check(got: Head, plan: StepPlan, size: int, rounds: int) -> None:
+def check(got: Head, plan: StepPlan, size: int, rounds: int, agreement: int) -> None:
     """Compare the sums with what the plan says.
 
     Raises:
         FallowError: the members did not do the same work.
     """
     first = rounds == 0
+    if got.contributors == size and got.step == size * plan.step and got.agreement != size * agreement:
+        raise FallowError(
+            f"at step {plan.step}: the members' weights, learning rates or counts of acting steps differ; every "
+            "prepared object has to act alike on all members: no `if` around it that depends on the rank, on a count "
+            "of bodies (use run.step) or on this member's own loss (use run.mean), and no other code changes weights",
+        )
     wanted = {
         "members": (got.contributors, size),
         "step": (got.step, size * plan.step),

@@ -30,13 +30,19 @@ class Loop:
     def steps(self, loader: ElasticLoader, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
         """Bodies of one `run.steps` call, see `Run.steps`."""
         member, place, gate, step = self._member, self._member.place, self._member.gate, self.step
+        if gate.in_body:
+            raise gate.refuse(
+                "run.steps inside the body of another run.steps loop: loops cannot be nested, nor read side by side "
+                "with zip; make one dataset that gives both parts of a batch, or write one loop after the other"
+            )
         call = place.begin_call()
         member.loader = loader
         member.move()
         alone = member.session is None and member.group.size == 1
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
-        with backward_seen(step.before_backward, step.after_backward), overlap:
+        with backward_seen(step.before_backward, step.after_backward, step.backward_failed), overlap:
             try:
+                step.begin_call()
                 if not place.joined:
                     if member.session is not None:
                         yield from step.rehearse(loader)
@@ -62,7 +68,8 @@ class Loop:
             finally:
                 member.move(in_loop=False)
                 step.final_shard = False
-                gate.in_body = False
+                step.watch.end_call()
+                gate.in_body = gate.in_backward = gate.stepped = False
                 gate.open = place.in_sync and not place.wrong_epoch
                 rng.seed_everything(mix(member.seed, "between", place.position.step))
 

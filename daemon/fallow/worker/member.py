@@ -77,6 +77,8 @@ class Member:
                 enforce(prepared.devices())
             self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
+            self._reducer.elastic = self.session is not None
+            self.gate.gathered = self._reducer.gathered
             self._reducer.before_control = self.ledger.flush
         return self._reducer
 

@@ -45,10 +45,9 @@ class Phases:
         known, number = self._at.phases, len(self.asked)
         if name in self.asked or (known is not None and known[number : number + 1] != [name]):
             order = ", ".join(known if known is not None else self.asked) or "none"
-            raise FallowError(
+            raise self._gate.refuse(
                 f"run.phase({name!r}) comes out of order: the phases of this loop are {order}, as its first body asked "
-                "for them; every body asks for the same phases, in the same order, each once",
-                Exit.DATA,
+                "for them; every body asks for the same phases, in the same order, each once"
             )
         self.asked.append(name)
         self._inside = self._rehearsal or number == self._at.phase
@@ -73,8 +72,7 @@ class Phases:
 
     def _refuse_outside(self) -> None:
         if self._backward_outside and (self._at.phases or self.asked):
-            raise FallowError(
+            raise self._gate.refuse(
                 "a backward outside `if run.phase(...)` in a loop with phases would run once in each of them; "
-                "put it into one",
-                Exit.DATA,
+                "put it into one"
             )

@@ -28,9 +28,19 @@ class Gate:
         self.single = True
         "the step has one shard only, so a closure may run the model again"
         self.stepped = False
-        "an optimizer has stepped in this body"
+        "an optimizer's step was called in this body, in a void one too"
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
+        self.in_backward = False
+        self.gathered: set[int] = set()
+        "ids of parameters with a gradient from before this step"
+        self.refusal: FallowError | None = None
+        "what was refused in this body; it counts even if the body catches the exception"
+
+    def refuse(self, message: str) -> FallowError:
+        """An error to be raised in the user's body, and again by the loop if the body goes on."""
+        self.refusal = FallowError(message, Exit.DATA)
+        return self.refusal
 
 
 class Prepared:
@@ -46,6 +56,8 @@ class Prepared:
         "how the run's gradients are added up"
         self._homes: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
         "where buffers are found: a forward may put another tensor in a buffer's place"
+        self.acts: list[int] = []
+        "how often each object that acts has done so in this generation"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -58,6 +70,8 @@ class Prepared:
             raise FallowError(f"prepare: {type(thing).__name__} was given twice; prepare each object once")
         averaged = isinstance(thing, torch.optim.swa_utils.AveragedModel)
         self._homes = None
+        if isinstance(thing, nn.Module):
+            _check_module(thing)
         if isinstance(thing, nn.Module) and not averaged:
             self.modules.append(thing)
             return
@@ -92,15 +106,28 @@ class Prepared:
         inner = getattr(thing, name)
         is_optimizer = isinstance(thing, torch.optim.Optimizer)
         takes_step = name == "step" and isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler)
+        acts, number = self.acts, len(self.acts)
+        acts.append(0)
 
         def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
             closure = args[0] if args else kwargs.get("closure")
             if is_optimizer and gate.in_body and callable(closure):
                 return _with_closure(inner, gate, closure)
+            if takes_step and gate.in_body:
+                if gate.in_backward:
+                    raise gate.refuse(
+                        "an optimizer's step inside backward would use one shard's gradient: call step after backward"
+                    )
+                gate.stepped = True
+                if is_optimizer and gate.gathered and _holds(thing, gate.gathered):
+                    raise gate.refuse(
+                        "an optimizer's step on gradients that were gathered over several steps: they would be lost if "
+                        "the membership changes; call zero_grad in each step, and for larger steps raise global_batch "
+                        "in run.prepare"
+                    )
             if not gate.open:
                 return None
-            if takes_step and gate.in_body:
-                gate.stepped = True
+            acts[number] += 1
             return inner(*args, **kwargs)
 
         return gated
@@ -213,6 +240,27 @@ class Prepared:
             lines.append(f"optimizer.{number} {type(optimizer).__name__}{sizes}")
         lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
         return lines
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        advice: str | None = None
+        if kinds & {"DistributedDataParallel", "DataParallel"}:
+            advice = "give the plain module: run.prepare takes the wrapper's place"
+        elif kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+            advice = "every member holds the whole model: give the plain module, not a sharded one"
+        elif isinstance(part, nn.SyncBatchNorm):
+            advice = "use BatchNorm, whose statistics are those of a shard and do not depend on the membership"
+        elif any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
+            advice = "run one forward before run.prepare, so that lazy layers have their shapes"
+        if advice is not None:
+            where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            raise FallowError(f"prepare: {where} is a {type(part).__name__}: {advice}", Exit.DATA)
 
 
 def signature_of(layout: list[str]) -> str:

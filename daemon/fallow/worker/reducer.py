@@ -110,6 +110,14 @@ class Reducer:
         self.pace = 0.0
         "seconds per shard of this member, told to all"
         self._losses: list[_Loss] = []
+        self.elastic = False
+        "the membership may change"
+        self.skipped = False
+        "the final body made no backward"
+        self.agreement = 0
+        "32 bits that must be the same on all members in this step"
+        self.gathered: set[int] = set()
+        "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
         self.samples = 0
         self.crc = 0
         self.flags: Callable[[], tuple[bool, bool]] = lambda: (False, False)
@@ -138,6 +146,8 @@ class Reducer:
         self._carried = dict(self._left)
         self._arithmetic.begin_step(plan.phase)
         self._kept_buffers = None
+        self.skipped = False
+        self.gathered.clear()
         self.rounds = 0
         self.control = None
         self.used = False
@@ -194,6 +204,8 @@ class Reducer:
         for index, parameter in enumerate(self._params):
             grad = parameter.grad
             if grad is not None:
+                if self._live and self.elastic and not self.rounds and bool(grad.any()):
+                    self.gathered.add(id(parameter))
                 if self._live:
                     carried = self._carried.get(index)
                     grad = grad.detach()
@@ -277,6 +289,8 @@ class Reducer:
                 "build the layer with sparse=False",
                 Exit.DATA,
             )
+        if not weight:
+            return  # 0 x infinity is not nothing
         if grad.requires_grad:
             grad = grad.detach()
         touched = self._touched[number]
@@ -368,6 +382,8 @@ class Reducer:
             crc=float(self.crc) if first else 0.0,
             scalars=float(bool(self._losses)),
             more=float(further or bool(self._held)),
+            agreement=float(self.agreement),
+            skipped=float(self.skipped),
         )
         self.read_losses()
         losses = [0.0] * plan.shards
@@ -394,7 +410,7 @@ class Reducer:
         if told.buffers is not None:
             _scatter_bytes(told.buffers, self._buffers())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
-        ctl.check(control.head, self._plan, self._group.size, self.rounds)
+        ctl.check(control.head, self._plan, self._group.size, self.rounds, self.agreement)
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")

@@ -230,24 +230,34 @@ class Run:
         if not self._gate.in_body:
             return self._sum(value / self.size, value)
         slot, self._slot = self._slot, self._slot + 1
-        if slot == len(step.slots):
+        while slot >= len(step.slots):
             step.slots.append({})
-        step.slots[slot][step.shard] = step.weight * value if step.weight else 0.0
-        return self._sum_shards(step.slots[slot], value) if self.final_shard else value
+        if step.weight:
+            step.slots[slot][step.shard] = step.weight * value
+        if not self.final_shard:
+            return value
+        if slot == len(step.sums):
+            total = self._sum_shards(step.slots[slot])
+            if total is None:
+                return value
+            step.sums.append(total)
+        return step.sums[slot]
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
-        if not self._loop.step.rehearsing and self._place.in_sync and (self.final_shard or not self._gate.in_body):
+        if self._gate.in_body:
+            self.mean(0.0)
+        elif self._place.in_sync:
             self._sum(0.0, 0.0)
 
-    def _sum_shards(self, parts: dict[int, float], otherwise: float) -> float:
+    def _sum_shards(self, parts: dict[int, float]) -> float | None:
         # A place for each shard and an exact sum: who computed which shard does not show in the last bit.
         cells = torch.tensor([parts.get(shard, 0.0) for shard in range(self._loop.step.shards)], dtype=torch.float64)
         try:
             self._member.group.all_reduce(cells)
             self._member.group.wait()
         except Interrupted:
-            return otherwise  # the body is void now; the same shard comes again
+            return None  # the body is void now; the same shard comes again
         return exact_sum(cells.tolist())
 
     def _sum(self, part: float, otherwise: float) -> float:

@@ -10,13 +10,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fallow.core.shards import mix
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.control import StepPlan
 from fallow.worker.ledger import Done, Fed
 from fallow.worker.loader import ElasticLoader, Key
 from fallow.worker.member import Member
 from fallow.worker.phases import Phases
+from fallow.worker.watch import Watch
 
 
 class Step:
@@ -38,13 +39,27 @@ class Step:
         self.weight = 0.0
         self.slots: list[dict[int, float]] = []
         "run.mean: weight x value by shard, for each call in a body, in order"
+        self.sums: list[float] = []
+        "what the members have summed up together in the final body, in order"
+        self.watch = Watch(member.prepared, member.gate)
+        self._examples: dict[int, Any] = {}
+        "phase -> the last batch with which a body came to a backward"
         self.phases = Phases(member.gate, member.seed)
         self._batches: dict[int, Any] = {}
         "shard -> its batch, as long as another phase of the step needs it"
         self._fed: tuple[int, int] | None = None
         "(generation, step) whose samples are in the ledger"
+        self._backwards = 0
+        "in the body at work"
         self._began = 0.0
         self._speed = 0.0
+
+    def begin_call(self) -> None:
+        """A run.steps call begins."""
+        self._examples.clear()
+        self._batches.clear()
+        self._fed = None
+        self.watch.begin_call()
 
     def run(self, loader: ElasticLoader) -> Iterator[Any]:
         """The bodies of one step, or of one of its phases; it is finished and counted, or void if the group broke."""
@@ -56,34 +71,34 @@ class Step:
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         crcs = [loader.crc(key) for key in keys]
         mine = member.duties(shards)
-        pace = member.pace
+        pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards, at.phase))
+        self.watch.begin_step()
+        # In its first step a newcomer's optimizers may still be under way.
+        reducer.agreement = self.watch.agreement(at.step, rates=self._fed is not None and self._fed[0] == generation)
         self.slots = []
+        self.sums = []
         self.shards = shards
+        gate.single = shards == 1
         before = member.buffers()
-        feeding = self._fed != (member.group.generation, at.step)
+        feeding = self._fed != (generation, at.step)
         if feeding:
             self._batches.clear()  # of another step, or of another generation's share of this one
-        self._fed = member.group.generation, at.step
+        self._fed = generation, at.step
         for number, (shard, counts) in enumerate(mine):
             if number:
                 member.restore(before)
             first, end = layout.bounds(at.index, shard)
             pace.begin_body(whole=end - first == layout.batch_size)
             batch = self._batch(loader, keys[shard])
-            rng.seed_everything(mix(member.seed, "body", at.step, shard))
-            self.weight = (end - first) / samples if counts else 0.0
-            self.final_shard = number == len(mine) - 1
-            self.shard = shard
-            reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
             if counts:
                 reducer.samples += end - first
                 reducer.crc += crcs[shard]
             if counts and feeding:
                 member.ledger.add(
                     Fed(
-                        generation=member.group.generation,
+                        generation=generation,
                         epoch=at.data_epoch,
                         step=at.step,
                         shard=shard,
@@ -92,32 +107,29 @@ class Step:
                         crc=crcs[shard],
                     )
                 )
-            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, shards == 1
-            self.phases.begin_body(at, shard)
-            self._on_batch()
-            member.move()
-            pace.restart()
-            try:
-                yield batch
-            except GeneratorExit:
-                if self.final_shard and reducer.rounds and not reducer.interrupted:
-                    self._finish(samples, layout.steps)
-                raise
-            del batch
-            self.phases.end_body()
+            self.weight = (end - first) / samples if counts else 0.0
+            self.final_shard = number == len(mine) - 1
+            yield from self._body(batch, shard, samples, layout.steps)
             member.move()
             if not reducer.rounds:
                 pace.lap()
             if member.group.broken is not None and not self.final_shard:
                 break
-            if shard == 0 and not self.final_shard:
+            if shard == 0 and (not self.final_shard or not reducer.rounds):
                 reducer.keep_buffers()
         else:
+            if not reducer.rounds and at.phase in self._examples and member.group.broken is None:
+                # The others go on after their backward, with clipping, schedulers and the like: so must this member.
+                # A body that counts nothing does that, over a batch that is known to come to a backward.
+                member.restore(before)
+                self.weight = 0.0
+                yield from self._body(self._examples[at.phase], mine[-1].shard, samples, layout.steps)
             if not reducer.rounds:
                 self._reduce_without_backward()
         gate.in_body = False
         gate.open = True
         if reducer.rounds and not reducer.interrupted:
+            self.watch.end_step(self._touched)
             self._finish(samples, layout.steps)
             return
         if reducer.again:
@@ -131,6 +143,35 @@ class Step:
         member.restore(before)
         member.drop_gradients()
 
+    def _body(self, batch: Any, shard: int, samples: int, steps_in_pass: int) -> Iterator[Any]:
+        """One body over one shard, which weighs `self.weight`."""
+        member, reducer, gate = self._member, self._member.reducer, self._member.gate
+        at = member.place.position
+        self.shard = shard
+        self._backwards = 0
+        rng.seed_everything(mix(member.seed, "body", at.step, shard))
+        reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
+        gate.open, gate.in_body, gate.stepped = False, True, False
+        self.phases.begin_body(at, shard)
+        self.watch.begin_body()
+        self._on_batch()
+        member.move()
+        member.pace.restart()
+        try:
+            yield batch
+        except GeneratorExit:
+            if self.final_shard and reducer.rounds and not reducer.interrupted:
+                self._finish(samples, steps_in_pass)
+            raise
+        self.watch.end_body(void=not self.final_shard)
+        self.phases.end_body()
+        if self._backwards:
+            self._examples[at.phase] = batch
+
+    def _touched(self) -> list[bool]:
+        control = self._member.reducer.control
+        return control.touched if control is not None else []
+
     def rehearse(self, loader: ElasticLoader) -> Iterator[Any]:
         """One body with a real batch whose results are thrown away: compiles, starts loader processes."""
         member, gate = self._member, self._member.gate
@@ -143,6 +184,8 @@ class Step:
             member.reducer.begin_body(0, 0.0, final=True, live=False)
             gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.layout.shards == 1
             self.phases.begin_body(at, 0, rehearsal=True)
+            self.watch.begin_body()
+            others = self.watch.others()
             self.rehearsing = True
             try:
                 yield batch
@@ -150,6 +193,9 @@ class Step:
                 self.rehearsing = False
                 gate.in_body = False
             del batch
+            self.watch.end_body(void=True)
+            self.watch.check_others(others)
+            self.phases.end_body()
         member.restore(before)
         member.drop_gradients()
         member.checkpoint_asked = False
@@ -189,6 +235,7 @@ class Step:
     def _reduce_without_backward(self) -> None:
         """The final body ended without a backward: contribute what there is, and do the step that others do."""
         reducer, prepared = self._member.reducer, self._member.prepared
+        reducer.skipped = True
         reducer.before_backward()
         self._member.standing.complete()
         reducer.finish_round()
@@ -198,6 +245,13 @@ class Step:
             reducer.finish_round()
         if reducer.interrupted or not reducer.used:
             return
+        if reducer.control is not None and reducer.control.head.skipped < self._member.group.size:
+            raise FallowError(
+                f"step {self._member.place.position.step}: this member's last body made no backward while others did, "
+                "so it cannot do what they do after theirs; where a batch is left out, write "
+                "`(0 * model(batch).sum()).backward()` instead of `continue`",
+                Exit.DATA,
+            )
         self._member.gate.open = True
         scaler = prepared.scaler
         for optimizer in prepared.optimizers:
@@ -215,13 +269,15 @@ class Step:
         if not gate.in_body:
             return
         if gate.stepped:
-            raise FallowError(
+            raise gate.refuse(
                 "a backward after an optimizer's step in the same body would see other weights on a member with one "
                 "shard than on one with several; put each part with a step of its own under `if run.phase(name):`, "
                 "or write one run.steps loop per phase, or step once at the end"
             )
         reducer = self._member.reducer
         self.phases.before_backward()
+        gate.in_backward = True
+        self._backwards += 1
         reducer.before_backward()
         if isinstance(root, torch.Tensor) and root.numel() == 1:
             scaler = self._member.prepared.scaler
@@ -231,15 +287,34 @@ class Step:
     def after_backward(self) -> None:
         """An outermost backward has returned."""
         gate, reducer = self._member.gate, self._member.reducer
+        gate.in_backward = False
         if not gate.in_body:
             return
         # The losses' values are waited for here, so an accelerator's work on them is done, too.
         reducer.read_losses()
         self._member.pace.lap()
-        if self.final_shard:
-            # Others' optimizers act once this member has taken part, and they hand their state over until then. If it
-            # does not come the group is broken, and the reduction says so.
-            self._member.standing.complete()
-        reducer.after_backward()
+        try:
+            if self.final_shard:
+                # Others' optimizers act once this member has taken part, and they hand their state over until then. If
+                # it does not come the group is broken, and the reduction says so.
+                self._member.standing.complete()
+            reducer.after_backward()
+        except FallowError as error:
+            gate.refusal = error
+            raise
         self._member.pace.restart()
         gate.open = self.final_shard and reducer.rounds > 0 and not reducer.interrupted
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward has raised: the body must not go on, for a part of its gradients is counted already."""
+        gate = self._member.gate
+        gate.in_backward = False
+        if not gate.in_body:
+            return
+        if isinstance(error, FallowError):
+            gate.refusal = error
+        else:
+            gate.refuse(
+                f"a backward ended with {type(error).__name__} ({error}) and the body went on, though a part of its "
+                "gradients is counted already: do not catch exceptions of backward inside a run.steps loop"
+            )

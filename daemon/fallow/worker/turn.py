@@ -122,6 +122,7 @@ class Turn:
         place.position = done.position
         place.joined = True
         member.reducer.attach(group)
+        member.prepared.acts[:] = [0] * len(member.prepared.acts)
         at = place.position
         member.ledger.add(Start(generation=group.generation, first_step=at.step))
         member.ledger.flush()

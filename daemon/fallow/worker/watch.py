@@ -1,0 +1,234 @@
+"""What people write that cannot be right with a changing membership: found early, refused with advice."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fallow.model import Exit, FallowError
+from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.state import as_bytes, encode
+
+_CANARY = 1024
+"""Elements of one parameter that are compared between the members in each step."""
+
+
+class Watch:
+    """Looks at what bodies do to the prepared objects. One per run."""
+
+    def __init__(self, prepared: Prepared, gate: Gate) -> None:
+        self._prepared = prepared
+        self._gate = gate
+        self._known: list[nn.Parameter] | None = None
+        self._trainable: list[tuple[str, nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
+        self._owned: set[int] = set()
+        self._hooks: list[Any] = []
+        self._versions = 0
+        self._before_step: list[int] = []
+        self._rates_before: tuple[Any, ...] | None = None
+        "after the last void body of this step"
+
+    # ------------------------------------------------------------------------------------------------ run.steps
+
+    def begin_call(self) -> None:
+        """A run.steps call begins.
+
+        Raises:
+            FallowError: what was prepared does not fit together, or has changed since the first call.
+        """
+        prepared = self._prepared
+        now = [parameter for module in prepared.modules for parameter in module.parameters()]
+        if self._known is None:
+            self._known = now
+            self._trainable = prepared.parameters()
+            self._frozen = [parameter for parameter in now if not parameter.requires_grad]
+        elif len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
+            raise FallowError(
+                "the prepared modules have other parameters than in the first run.steps loop: build the whole model "
+                "before run.prepare, members must agree on it",
+                Exit.DATA,
+            )
+        self._check_optimizers()
+        self._check_schedulers()
+        self._hooks = [module.register_forward_pre_hook(_NoForward(self._gate)) for module in prepared.modules]
+
+    def end_call(self) -> None:
+        """The call is over, however it ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _check_optimizers(self) -> None:
+        prepared = self._prepared
+        inside = {id(parameter) for parameter in self._known or ()}
+        held = [p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]]
+        strange = sum(id(parameter) not in inside for parameter in held if parameter.requires_grad)
+        if strange:
+            raise FallowError(
+                f"a prepared optimizer holds {strange} parameters that belong to no prepared module, so their "
+                "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
+                Exit.DATA,
+            )
+        self._owned = {id(parameter) for parameter in held}
+
+    def _check_schedulers(self) -> None:
+        prepared = self._prepared
+        for number, optimizer in enumerate(prepared.optimizers):
+            if getattr(optimizer.step, "_wrapped_by_lr_sched", False) and not any(
+                _drives(thing, optimizer) for thing in prepared.others
+            ):
+                raise FallowError(
+                    f"a learning-rate scheduler is attached to optimizer {number} ({type(optimizer).__name__}) but was "
+                    "not prepared: it would step once per shard, and a member that joins would not have its state; "
+                    "write run.prepare(..., scheduler)",
+                    Exit.DATA,
+                )
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def agreement(self, step: int, *, rates: bool) -> int:
+        """32 bits that are the same on all members, if what they did until now to the prepared objects was.
+
+        Hyperparameters (with `rates`), how often each object has acted in this generation, and a piece of one
+        parameter, another one in each step.
+        """
+        seen = hash((tuple(self._prepared.acts), self._rates() if rates else None))
+        if self._trainable:
+            weights = self._trainable[step % len(self._trainable)][1].detach().reshape(-1)[:_CANARY]
+            seen ^= zlib.crc32(as_bytes(weights.to("cpu").contiguous()).numpy().data)
+        return seen & 0xFFFFFFFF
+
+    def begin_step(self) -> None:
+        """Remember the weights that no prepared optimizer may change."""
+        self._rates_before = None
+        self._before_step = [p._version for _, p in self._trainable if id(p) not in self._owned]
+
+    def end_step(self, touched: Callable[[], list[bool]]) -> None:
+        """Refuse an optimizer that was not prepared: it has changed weights from their gradients.
+
+        Args:
+            touched: gives, by parameter, whether it received a gradient in this step.
+        """
+        alone = [(at, n, p) for at, (n, p) in enumerate(self._trainable) if id(p) not in self._owned]
+        for (at, name, parameter), version in zip(alone, self._before_step, strict=True):
+            if parameter._version != version and touched()[at]:
+                raise FallowError(
+                    f"{name} was trained, but no prepared optimizer holds it: the state of its optimizer would not "
+                    "reach a member that joins; write run.prepare(model, optimizer, ...)",
+                    Exit.DATA,
+                )
+
+    # --------------------------------------------------------------------------------------------------- bodies
+
+    def begin_body(self) -> None:
+        """A body begins."""
+        self._gate.refusal = None
+        self._versions = self._version()
+
+    def end_body(self, *, void: bool) -> None:
+        """A body has ended.
+
+        Raises:
+            FallowError: what was refused in it, even if the body has caught that; or it has done what it must not.
+        """
+        gate = self._gate
+        gate.stepped = False
+        if gate.refusal is not None:
+            raise gate.refusal
+        if void and self._version() != self._versions:
+            raise FallowError(
+                "a body that is not the step's last one on this member has changed weights, which would happen once "
+                "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first (an Embedding with "
+                "max_norm changes its weights in forward: leave max_norm out)",
+                Exit.DATA,
+            )
+        if void:
+            rates = self._rates()
+            if self._rates_before is not None and rates != self._rates_before:
+                raise FallowError(
+                    "an optimizer's learning rate or another option changes with each body, once per shard: "
+                    "compute it from run.step, use a prepared scheduler, or write `if run.final_shard:` before it",
+                    Exit.DATA,
+                )
+            self._rates_before = rates
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise FallowError(
+                "a parameter that was frozen in the first run.steps loop has requires_grad=True now, and its gradient "
+                "would not be shared: leave requires_grad on from the start, and freeze it by a learning rate of 0",
+                Exit.DATA,
+            )
+
+    def others(self) -> int:
+        """A checksum of the prepared objects that are neither modules nor optimizers.
+
+        Raises:
+            FallowError: the state of one cannot be handed over.
+        """
+        total = 0
+        for number, thing in enumerate(self._prepared.others):
+            encoded, tensors = encode(thing.state_dict(), f"other.{number} ({type(thing).__name__})")
+            total = zlib.crc32(encoded.tree, total)
+            for tensor in tensors:
+                total = zlib.crc32(as_bytes(tensor).numpy().data, total)
+        return total
+
+    def check_others(self, before: int) -> None:
+        """After a body in which nothing acts: refuse objects whose state has changed all the same."""
+        if self.others() != before:
+            raise FallowError(
+                "a prepared object changes its state by other calls than step, update or update_parameters, so it "
+                "would change once per shard: write `if run.final_shard:` first, or do not prepare the object",
+                Exit.DATA,
+            )
+
+    def _rates(self) -> tuple[Any, ...]:
+        """Sizes and plain options of all optimizers' groups."""
+        groups = [group for optimizer in self._prepared.optimizers for group in optimizer.param_groups]
+        found: list[Any] = [len(group["params"]) for group in groups]
+        for group in groups:
+            found += [value for value in group.values() if _is_plain(value)]
+        return tuple(found)
+
+    def _version(self) -> int:
+        return sum([parameter._version for _, parameter in self._trainable])
+
+
+class _NoForward:
+    """Forward hook: after an acting step of the same body, a forward that is to be trained on is refused.
+
+    A class, so that a module with it can be pickled and copied; there the hook does nothing.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.gate.stepped and torch.is_grad_enabled():
+            raise self.gate.refuse(
+                "a forward after an optimizer's step in the same body would see other weights on a member with one "
+                "shard than on one with several; put each part with a step of its own under `if run.phase(name):`, or "
+                "write one run.steps loop per phase; for an evaluation use torch.no_grad()"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle, ()
+
+
+def _idle() -> _NoForward:
+    return _NoForward(Gate())
+
+
+def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
+    inside = list(getattr(thing, "__dict__", {}).values())
+    inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
+    return any(getattr(owner, "optimizer", None) is optimizer for owner in (thing, *inside))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (float, int, bool) or (type(value) is tuple and all(type(part) is float for part in value))

@@ -1,0 +1,113 @@
+"""What members do unalike, in a fixed world of any size: loop_cases.py RESULT.json. Each case is a short training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from torch.utils.data import DataLoader, TensorDataset
+
+from fallow.model import FallowError
+from fallow.worker import fixed
+from fallow.worker.group import Group, build_group
+from fallow.worker.run import Run
+
+SHARDS = 3
+"""Per step: of two members one has one body, the other two."""
+
+
+class Case:
+    """A training of four steps; `odd` is called in each body after backward, `skip` before it."""
+
+    def __init__(self, group: Group) -> None:
+        self.run = Run(None, None, group)
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.bodies = 0
+        self.means: list[float] = []
+
+    def train(
+        self, odd: Callable[[Case], Any] = lambda case: None, skip: Callable[[Case, torch.Tensor], bool] | None = None
+    ) -> Any:
+        x = torch.randn(8 * SHARDS, 4, generator=torch.Generator().manual_seed(1)).double()
+        loader = DataLoader(TensorDataset(torch.arange(len(x)), x), 2)
+        run = self.run
+        _, _, _, _, loader = run.prepare(
+            self.model, self.optimizer, self.schedule, self.average, loader, global_batch=2 * SHARDS
+        )
+        try:
+            for index, batch in run.steps(loader):
+                self.bodies += 1
+                mean = run.mean(batch.sum())
+                if skip is not None and skip(self, index):
+                    continue
+                self.model(batch).square().mean().backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+                odd(self)
+                self.schedule.step()
+                self.average.update_parameters(self.model)
+                if run.final_shard:
+                    self.means.append(mean)
+        except FallowError as error:
+            return error.message
+        return [*self.model.weight.tolist()[0], self.optimizer.param_groups[0]["lr"], *self.means]
+
+    def step(self, *, when: bool = True) -> None:
+        if when:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def main() -> None:
+    """Run all cases, each in a group of its own."""
+    torch.set_num_threads(1)
+    rank, size = fixed.world_from_environment()
+    store = next(iter(rendezvous("env://")))[0] if size > 1 else None
+    groups: list[Group] = []
+
+    def case() -> Case:
+        own = PrefixStore(str(len(groups)), store) if store is not None else None
+        groups.append(build_group(len(groups), rank, size, own, "127.0.0.1", 60.0))
+        return Case(groups[-1])
+
+    def decays(case: Case) -> None:
+        case.step()
+        for options in case.optimizer.param_groups:
+            options["lr"] *= 0.9
+
+    def drifts(case: Case) -> None:
+        case.step()
+        if case.run.final_shard:
+            with torch.no_grad():
+                case.model.weight += case.run.rank
+
+    def skips(case: Case, index: torch.Tensor) -> bool:
+        # Sample 10 is in the last shard of the second step, 12 in the first of the third.
+        return bool({10, 12} & set(index.tolist()))
+
+    found = {
+        "usual": case().train(Case.step),
+        "counts bodies": case().train(lambda own: own.step(when=own.bodies % 2 == 0)),
+        "is_main": case().train(lambda own: own.step(when=own.run.is_main)),
+        "own rate": case().train(decays),
+        "own weights": case().train(drifts),
+        "skips": case().train(Case.step, skips),
+    }
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    for group in groups:
+        group.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""What people write and what would be silently wrong with a changing membership: refused early, with advice."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fallow.model import FallowError
+from fallow.worker.group import Group
+from fallow.worker.run import Run
+
+torch.set_num_threads(1)
+
+
+class Script:
+    """A model, an optimizer and a loader of three shards per step, two steps per epoch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.run = Run(None, None, Group(0, 0, 1, None))
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.loader = DataLoader(TensorDataset(torch.randn(12, 3)), 2)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x).square().mean()
+        return loss
+
+    def train(self, body: Callable[[torch.Tensor], Any], *others: Any, optimizer: bool = True, epochs: int = 1) -> None:
+        objects = [self.model, *([self.optimizer] if optimizer else []), *others]
+        loader = self.run.prepare(*objects, self.loader, global_batch=6)[-1]
+        for (x,) in self.run.steps(loader, epochs=epochs):
+            body(x)
+
+    def usual(self, x: torch.Tensor) -> None:
+        self.loss(x).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+def test_the_usual_body_is_not_refused(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        for group in script.optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + script.run.step)
+        script.usual(x)
+        script.model.eval()
+        with torch.no_grad():  # an evaluation after the step
+            script.loss(x)
+        script.model.train()
+        if script.run.final_shard:
+            with torch.no_grad():
+                script.model[0].weight.clamp_(-1, 1)
+
+    script.train(body, epochs=3)
+    assert script.run.step == 6
+
+
+@pytest.mark.parametrize("make", [nn.DataParallel, nn.SyncBatchNorm, nn.LazyLinear])
+def test_wrapped_and_unfinished_modules(make: Callable[..., nn.Module], script: Script) -> None:
+    part = make(nn.Linear(3, 1)) if make is nn.DataParallel else make(3)
+    with pytest.raises(FallowError, match=rf"prepare: Sequential\.1 is a {make.__name__}: "):
+        script.run.prepare(nn.Sequential(nn.Linear(3, 3), part))
+
+
+def test_an_optimizer_of_another_module(script: Script) -> None:
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(FallowError, match="holds 2 parameters that belong to no prepared module"):
+        script.train(script.usual, other)
+
+
+def test_an_optimizer_that_was_not_prepared(script: Script) -> None:
+    with pytest.raises(FallowError, match=r"model\.0\.0\.weight was trained, but no prepared optimizer holds it"):
+        script.train(script.usual, optimizer=False)
+
+
+def test_weights_that_no_optimizer_trains_may_have_gradients(script: Script) -> None:
+    script.optimizer = torch.optim.SGD(script.model[2].parameters(), lr=0.1)
+    script.train(script.usual)
+
+
+def test_a_scheduler_that_was_not_prepared(script: Script) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 1)
+    with pytest.raises(FallowError, match=r"optimizer 0 \(SGD\) but was not prepared"):
+        script.train(script.usual)
+    inside = Script()
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        inside.optimizer, [torch.optim.lr_scheduler.StepLR(inside.optimizer, 1) for _ in range(2)], [3]
+    )
+    inside.train(inside.usual, schedule)
+
+
+def test_rates_that_change_per_shard(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        script.optimizer.param_groups[0]["lr"] *= 0.9
+
+    with pytest.raises(FallowError, match="changes with each body"):
+        script.train(body)
+
+
+def test_weights_that_change_per_shard(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(script.loss(x), list(script.model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(script.model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+
+    with pytest.raises(FallowError, match=r"changed weights, which would happen once per shard"):
+        script.train(body)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_work_after_a_step_is_refused_in_the_first_body_already(what: str, script: Script) -> None:
+    bodies = []
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(x)
+        kept = script.loss(x)
+        script.usual(x)
+        if what == "forward":
+            script.model(x)
+        else:
+            kept.backward()
+
+    with pytest.raises(FallowError, match=rf"a {what} after an optimizer's step"):
+        script.train(body)
+    assert len(bodies) == 1
+
+
+def test_a_module_in_a_loop_can_be_saved_and_copied(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        file = io.BytesIO()
+        torch.save(script.model, file)
+        file.seek(0)
+        for twin in (torch.load(file, weights_only=False), copy.deepcopy(script.model)):
+            with torch.no_grad():
+                torch.testing.assert_close(twin(x), script.model(x))
+
+    script.train(body)
+    assert not script.model._forward_pre_hooks
+
+
+def test_a_refusal_that_the_body_swallows(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        with contextlib.suppress(Exception):
+            script.loss(x).backward()
+
+    with pytest.raises(FallowError, match="after an optimizer's step"):
+        script.train(body)
+
+
+def test_a_backward_that_failed_half_way(script: Script) -> None:
+    def fails(gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    def body(x: torch.Tensor) -> None:
+        hidden = script.model[0](x)
+        hidden.register_hook(fails)
+        with contextlib.suppress(RuntimeError):
+            script.model[2](hidden).sum().backward()
+
+    with pytest.raises(FallowError, match=r"RuntimeError \(out of memory\) and the body went on"):
+        script.train(body)
+
+
+def test_a_step_inside_backward(script: Script) -> None:
+    for parameter in script.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: script.optimizer.step())
+    with pytest.raises(FallowError, match="step inside backward"):
+        script.train(script.usual)
+
+
+def test_loops_in_loops(script: Script) -> None:
+    other = script.run.prepare(DataLoader(TensorDataset(torch.randn(12, 3)), 2), global_batch=6)
+
+    def nested(x: torch.Tensor) -> None:
+        for _ in script.run.steps(other):
+            pass
+
+    with pytest.raises(FallowError, match="inside the body of another"):
+        script.train(nested)
+    beside = Script()
+    first, second = (beside.run.prepare(DataLoader(beside.loader.dataset, 2), global_batch=6) for _ in range(2))
+    with pytest.raises(FallowError, match="zip"):
+        next(zip(beside.run.steps(first), beside.run.steps(second), strict=True))
+
+
+def test_parameters_that_come_later(script: Script) -> None:
+    script.train(script.usual)
+    script.model.append(nn.Linear(1, 1))
+    with pytest.raises(FallowError, match="other parameters than in the first"):
+        next(script.run.steps(script.run._member.loader))
+
+
+def test_thawing_in_the_loop(script: Script) -> None:
+    script.model[0].requires_grad_(False)
+    with pytest.raises(FallowError, match="frozen in the first"):
+        script.train(lambda x: (script.usual(x), script.model[0].requires_grad_(True)))
+
+
+def test_freezing_a_part_for_a_while_as_gans_do(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.model[0].requires_grad_(False)
+        script.loss(x).backward()
+        script.model[0].requires_grad_(True)
+        script.usual(x)
+
+    script.train(body)
+
+
+@pytest.mark.parametrize("how", ["after", "before", "zeros", "never"])
+def test_gradients_gathered_over_steps_where_the_membership_can_change(how: str, script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        if how == "before":
+            script.optimizer.zero_grad()
+        script.loss(x).backward()
+        if how != "never" or script.run.step == 1:
+            script.optimizer.step()
+        if how in ("after", "zeros"):
+            script.optimizer.zero_grad(set_to_none=how == "after")
+
+    objects = script.run.prepare(script.model, script.optimizer)
+    script.run._member.reducer.elastic = True
+    loader = script.run.prepare(script.loader, global_batch=6)
+    assert objects[0] is script.model
+
+    def train() -> None:
+        for (x,) in script.run.steps(loader):
+            body(x)
+
+    if how == "never":
+        with pytest.raises(FallowError, match="raise global_batch"):
+            train()
+    else:
+        train()
+
+
+@pytest.mark.parametrize("bad", [1, 2, 5])
+def test_a_skipped_shard_is_zeros_and_everything_else_goes_on(bad: int, script: Script) -> None:
+    """Shard 5 is the final body of the second step: clipping and schedule must act there all the same."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    clipped = []
+
+    def body(x: torch.Tensor) -> None:
+        if torch.equal(x, script.loader.dataset.tensors[0][2 * bad : 2 * bad + 2]):
+            return
+        script.loss(x).backward()
+        clipped.append(float(nn.utils.clip_grad_norm_(script.model.parameters(), 0.01)))
+        script.optimizer.step()
+        schedule.step()
+        script.optimizer.zero_grad()
+
+    script.train(body, schedule)
+    assert schedule.get_last_lr() == [0.025]
+    assert sum(norm > 0 for norm in clipped) == 2
+    twin = Script()
+    for first in (0, 6):
+        x = twin.loader.dataset.tensors[0][first : first + 6]
+        shards = [x[n : n + 2] for n in (0, 2, 4) if first + n != 2 * bad]
+        (sum(twin.loss(shard) for shard in shards) / 3).backward()
+        nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01)
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        twin.optimizer.param_groups[0]["lr"] *= 0.5
+    for a, b in zip(script.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
