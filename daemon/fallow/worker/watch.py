@@ -97,7 +97,9 @@ class Watch:
         Hyperparameters (with `rates`), how often each object has acted in this generation, and a piece of one
         parameter, another one in each step.
         """
-        seen = hash((tuple(self._prepared.acts), self._rates() if rates else None))
+        seen = hash(
+            (tuple(self._prepared.acts), self._rates() if rates else ())
+        )  # numbers only: other hashes differ by process
         if self._trainable:
             weights = self._trainable[step % len(self._trainable)][1].detach().reshape(-1)[:_CANARY]
             seen ^= zlib.crc32(as_bytes(weights.to("cpu").contiguous()).numpy().data)
