@@ -289,12 +289,14 @@ class Reducer:
                 "build the layer with sparse=False",
                 Exit.DATA,
             )
-        if not weight:
-            return  # 0 x infinity is not nothing
         if grad.requires_grad:
             grad = grad.detach()
         touched = self._touched[number]
         place = self._sets[number].views[index]
+        if not weight:  # 0 x infinity would not be nothing
+            if not touched[index]:
+                place.zero_()
+            return
         self._arithmetic.add(number, index, place, grad, weight, first=not touched[index])
         touched[index] = True
 
