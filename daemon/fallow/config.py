@@ -68,11 +68,19 @@ class Membership(_Section, frozen=True):
     release_margin_s: Annotated[float, Meta(ge=0)] = 20.0
 
 
+class Checkpoint(_Section, frozen=True):
+    interval_s: Annotated[float, Meta(ge=0)] = 600.0
+    "most that is lost when all nodes go at once; 0: no periodic ones"
+    keep: Annotated[int, Meta(ge=1)] = 2
+    "of each run, besides those that were asked for by hand"
+
+
 class Config(_Section, frozen=True):
     slurm: Slurm = Slurm()
     harvest: Harvest = Harvest()
     head: HeadSection = HeadSection()
     membership: Membership = Membership()
+    checkpoint: Checkpoint = Checkpoint()
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -80,6 +88,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "harvest": Harvest,
     "head": HeadSection,
     "membership": Membership,
+    "checkpoint": Checkpoint,
 }
 
 

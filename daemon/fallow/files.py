@@ -16,7 +16,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import platformdirs
@@ -196,7 +196,7 @@ def private_dir(path: Path) -> Path:
     """Make `path` (0700, missing parents too) and check that it is ours, closed and no link."""
     path = Path(path)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return _check_dir(path)
+        return check_dir(path)
     try:
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
@@ -206,10 +206,11 @@ def private_dir(path: Path) -> Path:
             f"{path}: cannot make this folder ({error.strerror}); set FALLOW_STATE_DIR to a writable place",
             Exit.CANTCREAT,
         ) from error
-    return _check_dir(path)
+    return check_dir(path)
 
 
-def _check_dir(path: Path) -> Path:
+def check_dir(path: Path) -> Path:
+    """Check that a folder is ours, closed to others and no link. `FileNotFoundError` passes through."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafePath(path, "is not a folder (or is a symbolic link)", "name the real folder or remove it")
@@ -246,10 +247,11 @@ def write_private(path: Path, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    _sync_dir(path.parent)
+    sync_dir(path.parent)
 
 
-def _sync_dir(path: Path) -> None:
+def sync_dir(path: Path) -> None:
+    """Make what happened to the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -257,8 +259,8 @@ def _sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
-    """Content of a file that only we could have written. `FileNotFoundError` passes through."""
+def open_private(path: Path) -> BinaryIO:
+    """Open a file that only we could have written, for reading. `FileNotFoundError` passes through."""
     try:
         # O_NONBLOCK: somebody's FIFO under this name must not stop us before the check.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -266,11 +268,21 @@ def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
         raise
     except OSError as error:
         raise UnsafePath(path, f"cannot be read ({error.strerror})", "it must be your own regular file") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    file = os.fdopen(descriptor, "rb")
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnsafePath(path, "is not a regular file", "remove it")
         _check_owner(path, status, "chmod 600")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_private(path: Path, limit: int = READ_LIMIT) -> bytes:
+    """Content of a file that only we could have written. `FileNotFoundError` passes through."""
+    with open_private(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise FallowError(f"{path}: larger than {limit} bytes; it is not a file of Fallow's, move it away", Exit.DATA)

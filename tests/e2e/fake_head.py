@@ -145,7 +145,6 @@ class FakeHead:
                             lease_s=10,
                             head_patience_s=self.patience_s,
                             folder=str(self.folder),
-                            checkpoint=self.checkpoint,
                         ),
                     )
                 case Beat():
@@ -207,7 +206,7 @@ class FakeHead:
             members=[Peer(worker=w, address="127.0.0.1") for w in members],
             interrupt=interrupt,
             timeout_s=20,
-            checkpoint=self.checkpoint,
+            checkpoints=[] if self.checkpoint is None else [self.checkpoint],
         )
         takers = set(members) if interrupt else set(members) | set(self.members)
         for worker in takers:
@@ -276,9 +275,14 @@ class FakeHead:
             self.processes[worker].wait(DEADLINE_S)
         return self.find(worker, Failed)[0]
 
-    def checkpointed(self, worker: str) -> Checkpointed:
-        self.wait(f"{worker} checkpointed", lambda: self.find(worker, Checkpointed))
-        return self.find(worker, Checkpointed)[-1]
+    def checkpointed(self, *workers: str) -> Checkpointed:
+        """The newest checkpoint, which one of them has put together."""
+
+        def all_of_them() -> list[Checkpointed]:
+            return [message for worker in workers for message in self.find(worker, Checkpointed)]
+
+        self.wait(f"{workers} checkpointed", all_of_them)
+        return max(all_of_them(), key=lambda written: written.step)
 
     def audit(self, steps: int, per_step: int) -> SampleReport:
         records: list[Record] = []

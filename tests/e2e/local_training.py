@@ -10,13 +10,24 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
+
+
+def bodies(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
+    """In one call of run.steps, or in one per epoch."""
+    if not args.by_epoch:
+        yield from run.steps(loader, epochs=args.steps, max_steps=args.steps)
+        return
+    for _ in run.epochs(args.steps // -(-args.samples // args.global_batch)):
+        yield from run.steps(loader)
 
 
 def main() -> None:
@@ -32,6 +43,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
+    parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
     parser.add_argument("--fail-at", type=int, help="raise in this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
@@ -73,7 +85,7 @@ def main() -> None:
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
     slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
     mean = 0.0
-    for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
+    for x, y in bodies(run, loader, args):
         if args.fail_at is not None and run.step == args.fail_at and run.size:
             raise ValueError(f"sample in step {run.step} is broken")
         time.sleep(args.shard_s * (float(factor) if run.step in slow_in else 1.0))

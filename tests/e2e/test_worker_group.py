@@ -144,10 +144,10 @@ def test_suspend_and_resume(make, reference) -> None:
     head.at(10, "w0", "w1")
     head.change([])
     head.go(10)
-    saved = head.checkpointed("w0")
+    saved = head.checkpointed("w0", "w1")
     head.left("w0", "w1")
     assert saved.step == 11
-    assert os.stat(saved.path).st_mode & 0o777 == 0o600
+    assert os.stat(saved.path).st_mode & 0o777 == 0o700
     head.checkpoint = saved.path
     head.start("w2", "w3")
     head.ready("w2", "w3")

@@ -134,6 +134,7 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
         ["shrink", "r", "--worker", "w1", "--worker", "w2"],
         ["drain", "r", "n[01-02]", "x7"],
         ["checkpoint", "r"],
+        ["rollback", "r", "--to", "40"],
         ["cancel", "r"],
     ):
         assert invoke([*words, "--json"]) == 0
@@ -144,6 +145,7 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
         ("release", {"run": "r", "workers": ["w1", "w2"]}),
         ("drain", {"run": "r", "nodes": ["n01", "n02", "x7"]}),
         ("checkpoint", {"run": "r"}),
+        ("rollback", {"run": "r", "step": 40}),
         ("cancel", {"run": "r"}),
     ]
 

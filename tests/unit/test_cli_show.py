@@ -16,6 +16,8 @@ from fallow.model import (
     AllocationState,
     AllocationView,
     ChangeKind,
+    CheckpointState,
+    CheckpointView,
     EventRecord,
     GenerationReport,
     HeadView,
@@ -84,6 +86,23 @@ RUN = RunView(
     members=[MEMBER],
     allocations=[JOB],
     change="absorbing n2",
+    checkpoints=[
+        CheckpointView(
+            step=step,
+            generation=1,
+            epoch=0,
+            written_at=0.0,
+            nbytes=1536,
+            path=f"/c/{step}",
+            state=state,
+            asked=asked,
+            problem=problem,
+        )
+        for step, state, asked, problem in (
+            (4, CheckpointState.DAMAGED, False, "torn"),
+            (3, CheckpointState.USABLE, True, ""),
+        )
+    ],
 )
 SNAPSHOT = Snapshot(at=0.0, head=HEAD, nodes=[], runs=[RUN], last_event=9)
 EVENTS = [EventRecord(seq=n, at=0.0, run="r1", kind="absorb", text=f"n{n}\njoined") for n in (8, 9)]
@@ -137,10 +156,23 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
+    assert shlex.split("step 3 usable") == shown[-1][:3]
+    assert shlex.split("1.5 KiB by hand /c/3") == shown[-1][-5:]
+    assert shlex.split("1.5 KiB /c/4 (torn)") == shown[-2][-4:]
     assert head == [("status", {"run": "r1"})]
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"]])
+def test_runs_with_their_newest_usable_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["runs"]) == 0
+    titles, row = capsys.readouterr().out.splitlines()
+    assert titles.split() == shlex.split("RUN NAME BEGUN STATUS STEP CHECKPOINTS NEWEST AGE NOTE")
+    assert row.split()[4:9] == shlex.split("training 5 2 step 3")
+
+
+SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"], ["runs"]]
+
+
+@pytest.mark.parametrize("words", SHOWN)
 def test_json_is_exactly_one_value(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke([*words, "--json"]) == 0
     out, err = capsys.readouterr()

@@ -196,19 +196,32 @@ def test_leaver_that_alone_has_the_state_is_kept() -> None:
     assert change.members == ["w0", "w2"], "w2 has no state yet, so w0 may not be dropped"
 
 
+def written(worker: str, generation: int, step: int, *, asked: bool = False) -> Checkpointed:
+    return Checkpointed(
+        worker=worker,
+        generation=generation,
+        step=step,
+        epoch=0,
+        path=f"/c{generation}-{step}",
+        digest="d",
+        nbytes=1,
+        written_at=0.0,
+        asked=asked,
+    )
+
+
 def test_last_member_leaving_suspends_with_a_checkpoint_and_comes_back() -> None:
     m = started("w0")
     out = m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="walltime"))
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
     assert prepare.members == []
     m.handle(ev.VoteCast(at=1, worker="w0", generation=prepare.generation, ok=True))
-    written = Checkpointed(worker="w0", step=5, path="/c", digest="d")
-    m.handle(ev.CheckpointWritten(at=2, written=written))
+    m.handle(ev.CheckpointWritten(at=2, written=written("w0", 1, 5), keep=2))
     m.handle(ev.WorkerLeft(at=2, worker="w0"))
     assert m.roster.status is RunStatus.SUSPENDED
     out = join(m, "w1", at=3)
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
-    assert prepare.checkpoint == "/c"
+    assert prepare.checkpoints == ["/c1-5"]
 
 
 def test_all_killed_goes_on_from_the_checkpoint_but_a_failing_script_ends_the_run() -> None:
@@ -470,8 +483,8 @@ class World:
                 if w.name not in names:
                     w.alive = False
                     if not names:
-                        written = Checkpointed(worker=w.name, step=w.step, path="/c", digest="d")
-                        self.put(ev.CheckpointWritten(at=self.at, written=written))
+                        new_one = written(w.name, prepare.replaces, w.step)
+                        self.put(ev.CheckpointWritten(at=self.at, written=new_one, keep=2))
                     self.put(ev.WorkerLeft(at=self.at, worker=w.name))
             assert generation not in self.active, "a generation becomes active once"
             self.active[generation] = tuple(names)

@@ -114,7 +114,7 @@ def groups(generation: int, members: Sequence[Member], store: HashStore) -> list
 
 
 def meet(group: Group, member: Member) -> Exchanged:
-    done = exchange(group, member.prepared, member.position, member.standing, None, 0.0)
+    done = exchange(group, member.prepared, member.position, member.standing, lambda: None, 0.0)
     member.position = done.position
     return done
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.worker import checkpoint
 from fallow.worker.position import Position
 from fallow.worker.state import decode, digest, encode, fingerprint, room, tensors_in
 
@@ -114,44 +112,6 @@ def test_tensors_are_found_in_the_order_of_their_numbers() -> None:
 def test_digest_depends_on_names_not_on_order() -> None:
     a, b = torch.ones(2), torch.zeros(2)
     assert digest([{"x": a, "y": b}]) == digest([{"y": b, "x": a}]) != digest([{"x": b, "y": a}])
-
-
-def test_a_checkpoint_is_private_and_complete_and_the_oldest_go(tmp_path: Path) -> None:
-    state = {"w": torch.randn(100), "n": 3}
-    for step in (1, 2, 3):
-        path, sha = checkpoint.save(tmp_path, 7, step, 2, state)
-    assert path.name == "g00000007-s000000000003.ckpt"
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert len(sha) == 64
-    assert len(list(tmp_path.iterdir())) == 2
-    back = checkpoint.load(path)
-    assert torch.equal(back["w"], state["w"])
-    assert back["n"] == 3
-    header = checkpoint.peek(path)
-    assert (header.generation, header.step, header.epoch) == (7, 3, 2)
-
-
-@pytest.mark.parametrize("where", [3, 40, -1, -200])
-def test_a_changed_byte_is_found(tmp_path: Path, where: int) -> None:
-    path, _ = checkpoint.save(tmp_path, 1, 1, 0, {"w": torch.randn(100)})
-    data = bytearray(path.read_bytes())
-    data[where] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(FallowError, match=r"damaged|cannot be read"):
-        checkpoint.load(path)
-
-
-def test_a_short_file_is_found(tmp_path: Path) -> None:
-    path, _ = checkpoint.save(tmp_path, 1, 1, 0, {"w": torch.randn(100)})
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(FallowError, match="damaged"):
-        checkpoint.load(path)
-
-
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(FallowError, match="cannot be written"):
-        checkpoint.save(tmp_path / "file" / "folder", 1, 1, 0, {})
 
 
 def test_position_counts_passes_and_calls() -> None:

@@ -56,9 +56,23 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
 @click.argument("run")
 @json_option
 def checkpoint(run: str, as_json: bool) -> None:
-    """Ask RUN for a durable checkpoint at its next step boundary."""
+    """Ask RUN for a durable checkpoint at its next step boundary. It is kept until it is deleted by hand."""
     ask("checkpoint", run=run)
     _done(as_json, f"run {run}: a checkpoint will be written at the next step boundary", run=run)
+
+
+@click.command(short_help="Go back to a checkpoint.")
+@click.argument("run")
+@click.option("--to", "step", type=click.IntRange(min=0), required=True, help="Step of a usable checkpoint.")
+@json_option
+def rollback(run: str, step: int, as_json: bool) -> None:
+    """Take RUN back to its checkpoint of a step, which `fallow status RUN` lists; training goes on from there.
+
+    Steps after it are done again. Newer checkpoints are set aside: they are not loaded any more, and stay on disk until
+    new ones take their place.
+    """
+    ask("rollback", run=run, step=step)
+    _done(as_json, f"run {run}: going back to step {step}", run=run, step=step)
 
 
 @click.command(short_help="End a run for good.")

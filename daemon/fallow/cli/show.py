@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from typing import Any
 
 import click
 
 from fallow.cli.common import ask, json_option, print_json
-from fallow.cli.tables import duration, moment, number, show_table
-from fallow.model import EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
+from fallow.cli.tables import duration, moment, number, show_table, size
+from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
 from fallow.text import clean, clean_block
+
+_NO_RUNS = "no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT"
 
 
 @click.command(short_help="Runs, or one run in detail.")
@@ -27,6 +30,39 @@ def status(run: str | None, as_json: bool) -> None:
             show_run(view)
     else:
         show_runs(snapshot)
+
+
+@click.command(short_help="All runs with their checkpoints.")
+@json_option
+def runs(as_json: bool) -> None:
+    """List all runs, ended ones too, each with its newest usable checkpoint."""
+    found = sorted(ask("status", Snapshot).runs, key=lambda run: run.created_at)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        click.echo(_NO_RUNS)
+        return
+    now = time.time()
+    show_table(
+        ["RUN", "NAME", "BEGUN", "STATUS", "STEP", "CHECKPOINTS", "NEWEST", "AGE", "NOTE"],
+        [_saved_row(run, now) for run in found],
+    )
+
+
+def _saved_row(run: RunView, now: float) -> list[str]:
+    newest = next((one for one in run.checkpoints if one.state is CheckpointState.USABLE), None)
+    return [
+        run.run,
+        run.name,
+        moment(run.created_at),
+        run.status.value,
+        str(run.step),
+        str(len(run.checkpoints)),
+        "-" if newest is None else f"step {newest.step}",
+        "-" if newest is None else duration(now - newest.written_at),
+        run.message,
+    ]
 
 
 @click.command(short_help="What happened.")
@@ -115,7 +151,7 @@ def show_runs(snapshot: Snapshot) -> None:
     if head.slurm_error:
         click.echo(clean(f"Slurm does not answer: {head.slurm_error}"))
     if not snapshot.runs:
-        click.echo("no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT")
+        click.echo(_NO_RUNS)
         return
     show_table(
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"],
@@ -172,6 +208,24 @@ def show_run(run: RunView) -> None:
             ],
         )
 
+    if run.checkpoints:
+        click.echo()
+        now = time.time()
+        show_table(
+            ["CHECKPOINT", "STATE", "AGE", "SIZE", "KEPT", "PATH"],
+            [
+                [
+                    f"step {one.step}",
+                    one.state.value,
+                    duration(now - one.written_at),
+                    size(one.nbytes),
+                    "by hand" if one.asked else "",
+                    one.path + (f" ({one.problem})" if one.problem else ""),
+                ]
+                for one in run.checkpoints
+            ],
+        )
+
 
 def _member_row(member: MemberView) -> list[str]:
     return [
@@ -201,6 +255,10 @@ def show_report(found: RunReport) -> None:
         f"unplanned p50 {number(unplanned.p50)} s, p95 {number(unplanned.p95)} s; "
         f"{found.steps_discarded} steps discarded"
     )
+    for back in found.rolled_back:
+        click.echo(
+            f"rolled back by hand from step {back.from_step} to {back.to_step} before generation {back.generation}"
+        )
     show_table(
         ["GEN", "KIND", "MEMBERS", "FIRST STEP", "PAUSE", "DRAIN", "GROUP", "STATE", "DATA", "REASON"],
         [

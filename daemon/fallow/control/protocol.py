@@ -38,6 +38,7 @@ METHODS = frozenset(
         "drain",
         "cancel",
         "checkpoint",
+        "rollback",
         "local_allocation",
         "shutdown",
         SUBSCRIBE,

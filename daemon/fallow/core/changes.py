@@ -129,7 +129,8 @@ class Changes:
             members=[Peer(worker=w, address=r.workers[w].address) for w in change.members],
             interrupt=change.interrupt,
             timeout_s=max(0.1, change.deadline_at - at),
-            checkpoint=None if r.checkpoint is None else r.checkpoint.path,
+            checkpoints=[written.path for written in r.usable_checkpoints()],
+            rollback=r.rolling_back,
         )
 
     def _commit(self, change: Change, at: float) -> None:
@@ -153,6 +154,7 @@ class Changes:
         report = report_of(change, at)
         if change.members:
             r.status = RunStatus.TRAINING
+            r.rolling_back = False
             r.history.append(report)
         else:
             r.status = RunStatus.SUSPENDED
@@ -181,13 +183,14 @@ class Changes:
             # The generation it was to replace is broken already, so there is nothing to go back to.
             self.break_off(at, f"{change.reason}; {reason}")
 
-    def break_off(self, at: float, reason: str, code: int | None = None) -> None:
+    def break_off(self, at: float, reason: str, code: int | None = None, kind: ChangeKind = ChangeKind.EJECT) -> None:
         """A generation lost a member (or its links): abandon it and go on with whoever is left.
 
         Args:
             at: now.
             reason: why, in words.
             code: exit status of the member that was lost, where it is known.
+            kind: of the change that follows.
         """
         r, change = self._roster, self._roster.change
         self._watch.suspicion = None
@@ -201,7 +204,7 @@ class Changes:
         for name in names:
             for generation in sorted(broken - {0}):
                 self._effects.tell(name, Interrupt(term=self._effects.term, generation=generation, reason=reason))
-        proposal = after_loss(r, names, reason)
+        proposal = after_loss(r, names, reason, kind)
         if proposal is not None:
             self.begin(at, proposal, interrupt=True)
             return
@@ -212,7 +215,8 @@ class Changes:
             self.end(RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
         else:
             r.status = RunStatus.SUSPENDED
-            where = "its beginning" if r.checkpoint is None else f"the checkpoint of step {r.checkpoint.step}"
+            usable = r.usable_checkpoints()
+            where = f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
             self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {where}")
 
     def cut_off(self, at: float) -> list[str]:

@@ -158,6 +158,34 @@ class LimitChanged(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten(Event):
     written: Checkpointed
+    keep: int
+    "this many of the newest stay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointGivenUp(Event):
+    """A checkpoint was not written."""
+
+    worker: str
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUnusable(Event):
+    """A checkpoint could not be loaded."""
+
+    worker: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackWanted(Event):
+    """Go back to the usable checkpoint of `step`, which exists."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +230,13 @@ class Record(Instruction):
     kind: str
     text: str
     data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveCheckpoint(Instruction):
+    """Delete a checkpoint's folder."""
+
+    path: str
 
 
 @dataclass(frozen=True, slots=True)

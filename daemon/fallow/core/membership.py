@@ -18,6 +18,7 @@ from typing import Any
 from fallow.core import events as ev
 from fallow.core import failures
 from fallow.core.changes import Changes
+from fallow.core.checkpoints import Checkpoints
 from fallow.core.effects import Effects
 from fallow.core.invariants import check
 from fallow.core.joining import difference
@@ -50,6 +51,7 @@ class Membership:
         self._effects = Effects(roster, term, timing.resend_s)
         self._watch = Watch(roster, timing, at)
         self._changes = Changes(roster, self._effects, self._watch, timing, at)
+        self._checkpoints = Checkpoints(roster, self._effects, self._changes)
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.WorkerExpected: self._expected,
             ev.WorkerSaidHello: self._hello,
@@ -65,7 +67,10 @@ class Membership:
             ev.WorkerFinished: self._finished,
             ev.ReleaseWanted: self._release,
             ev.LimitChanged: self._limit,
-            ev.CheckpointWritten: self._checkpoint,
+            ev.CheckpointWritten: self._checkpoints.written,
+            ev.CheckpointGivenUp: self._checkpoints.given_up,
+            ev.CheckpointUnusable: self._checkpoints.unusable,
+            ev.RollbackWanted: self._checkpoints.roll_back,
             ev.Cancelled: self._cancel,
             ev.Ticked: self._tick,
         }
@@ -170,7 +175,8 @@ class Membership:
             self._effects.tell(event.worker, Dismiss(term=term, code=code, reason="it is no longer in the run"))
             return
         self._watch.beat(event)
-        worker.step = max(worker.step, event.step)
+        if not r.rolling_back:
+            worker.step = max(worker.step, event.step)
         change = r.change
         if change is None:
             if event.prepared > r.generation:
@@ -229,12 +235,6 @@ class Membership:
         if change is not None and change.committed and event.worker in change.leavers:
             change.left.append(event.worker)
         worker.phase = WorkerPhase.GONE
-
-    def _checkpoint(self, event: ev.CheckpointWritten) -> None:
-        r = self.roster
-        if r.checkpoint is None or event.written.step >= r.checkpoint.step:
-            r.checkpoint = event.written
-        self._effects.record("checkpoint", f"checkpoint of step {event.written.step}", path=event.written.path)
 
     # -- workers go -----------------------------------------------------------------------------------------------
 

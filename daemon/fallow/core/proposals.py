@@ -42,7 +42,7 @@ def wanted(roster: Roster) -> Proposal | None:
     return Proposal(kinds[bool(joiners), bool(leaving)], staying + joiners, leaving, ", ".join(reasons))
 
 
-def after_loss(roster: Roster, involved: list[str], reason: str) -> Proposal | None:
+def after_loss(roster: Roster, involved: list[str], reason: str, kind: ChangeKind) -> Proposal | None:
     """The generation of those who are left of a broken one; None: nobody is.
 
     At least one of them has to hold the state; a leaver that has not left yet is kept if it alone does.
@@ -51,7 +51,7 @@ def after_loss(roster: Roster, involved: list[str], reason: str) -> Proposal | N
     if not any(roster.workers[w].has_state for w in members):
         members = [w for w in involved if w not in members and roster.workers[w].has_state] + members
     leavers = [w for w in involved if w not in members]
-    return Proposal(ChangeKind.EJECT, members, leavers, reason) if members else None
+    return Proposal(kind, members, leavers, reason) if members else None
 
 
 def involved(roster: Roster) -> list[str]:

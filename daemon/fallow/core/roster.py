@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.model import ChangeKind, Checkpointed, GenerationReport, Parts, RunStatus, WorkerPhase
+from fallow.model import ChangeKind, Checkpointed, GenerationReport, Parts, RollbackReport, RunStatus, WorkerPhase
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -103,6 +103,20 @@ class Final(msgspec.Struct, kw_only=True):
     repeated: int = 0
 
 
+class Saved(msgspec.Struct, kw_only=True):
+    """A durable checkpoint."""
+
+    written: Checkpointed
+    problem: str = ""
+    "why it cannot be used: it is damaged"
+    aside: bool = False
+    "the run went on from an earlier step since"
+
+    @property
+    def usable(self) -> bool:
+        return not self.problem and not self.aside
+
+
 class Roster(msgspec.Struct, kw_only=True):
     """Membership of one run. Only `membership.Membership` changes it."""
 
@@ -129,7 +143,15 @@ class Roster(msgspec.Struct, kw_only=True):
     shards: int | None = None
     global_batch: int | None = None
     total_steps: int | None = None
-    checkpoint: Checkpointed | None = None
+    checkpoints: list[Saved] = []
+    "all that are on disk, in the order in which they became known"
+    checkpoint_problem: str = ""
+    "why the last one was not written; empty: it was"
+    checkpoint_given_up: tuple[int, int] = (0, 0)
+    "(generation, step) of the last one that was not written"
+    rollbacks: list[RollbackReport] = []
+    rolling_back: bool = False
+    "the generation being made drops what its members hold and loads the newest checkpoint"
     history: list[GenerationReport] = []
     steps_discarded: int = 0
     final: Final | None = None
@@ -142,6 +164,11 @@ class Roster(msgspec.Struct, kw_only=True):
     traceback: str = ""
     "of the failure that ended the run"
     message: str = ""
+
+    def usable_checkpoints(self) -> list[Checkpointed]:
+        """Newest step first."""
+        good = [saved.written for saved in self.checkpoints if saved.usable]
+        return sorted(good, key=lambda written: written.step, reverse=True)
 
     def alive(self, worker: str) -> bool:
         known = self.workers.get(worker)

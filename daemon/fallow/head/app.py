@@ -24,7 +24,7 @@ from fallow.control.broadcast import Broadcast
 from fallow.control.server import ControlServer
 from fallow.core.timing import Timing
 from fallow.files import Paths, read_private, write_private, write_struct
-from fallow.head import views
+from fallow.head import saved, views
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.harvest import Harvest
 from fallow.head.ledgers import count_samples
@@ -128,7 +128,7 @@ class Head:
         self._book: Book
         self._operations: Operations
         self._harvest = Harvest(config)
-        self._peers = Peers(config.membership)
+        self._peers = Peers(config.membership, config.checkpoint)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -322,6 +322,7 @@ class Head:
                     self._peers.hear(turn, peer, message)
                 case Tick():
                     self._tick_queued = False
+                    saved.adopt(turn, self.config.checkpoint.keep)
                     self._peers.tick(turn)
                 case Polled(cluster):
                     self._take_poll(turn, cluster)
@@ -426,6 +427,8 @@ class Head:
         for run_id in turn.ended:
             run = self._book.runs[run_id]
             write_struct(self.paths.run(run_id).report, self.report(run))
+        if turn.removals:
+            saved.remove(turn.removals)
         for key in self._book.take_revoked():
             self._router.drop(key)
 

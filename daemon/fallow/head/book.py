@@ -61,6 +61,8 @@ class Run:
         self.rendezvous = Rendezvous()
         self.beats: dict[str, Beat] = {}
         self.agent_seen: dict[tuple[str, str], float] = {}
+        self.looked_for_checkpoints = False
+        "this head has looked for some that were finished while none was there"
 
     @property
     def id(self) -> str:

@@ -33,6 +33,7 @@ class Operations:
             "drain": self.drain,
             "cancel": self.cancel,
             "checkpoint": self.checkpoint,
+            "rollback": self.rollback,
             "local_allocation": self.local_allocation,
         }
 
@@ -148,6 +149,20 @@ class Operations:
             raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
         for worker in found.roster.members:
             turn.tell(found, worker, SaveCheckpoint(term=self._book.term))
+
+    def rollback(self, turn: Turn, run: str, step: int) -> None:
+        """Go back to the checkpoint of that step."""
+        found = self._active(run)
+        r = found.roster
+        there = sorted({written.step for written in r.usable_checkpoints()})
+        if step not in there:
+            have = f"there are those of {', '.join(map(str, there))}" if there else "there is none at all"
+            raise FallowError(f"run {found.id}: no usable checkpoint of step {step}; {have}", Exit.NOINPUT)
+        if r.finishing:
+            raise FallowError(f"run {found.id}: its script has just ended; there is nothing to go back for", Exit.USAGE)
+        if r.members and not r.staying():
+            raise FallowError(f"run {found.id}: its last members are leaving; ask again in a moment", Exit.TEMPFAIL)
+        turn.apply(found, ev.RollbackWanted(at=turn.at, step=step))
 
     def _active(self, run: str) -> Run:
         found = self._book.get(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fallow import __version__
+from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
@@ -23,7 +24,10 @@ from fallow.model import (
     AllocationState,
     Beat,
     BeatAck,
+    CheckpointDamaged,
     Checkpointed,
+    CheckpointFailed,
+    CheckpointNoted,
     Exit,
     ExitNoted,
     Failed,
@@ -54,8 +58,9 @@ TRACEBACK = 20_000
 class Peers:
     """Turns what agents and workers say into events for the machines."""
 
-    def __init__(self, config: MembershipConfig) -> None:
+    def __init__(self, config: MembershipConfig, checkpoint: CheckpointConfig) -> None:
         self._config = config
+        self._checkpoint = checkpoint
 
     def hear(self, turn: Turn, peer: str, message: FromPeer) -> None:
         """Handle one message. A peer that speaks for somebody else is ignored: its key decides who it is."""
@@ -121,7 +126,14 @@ class Peers:
             case Left():
                 turn.apply(run, ev.WorkerLeft(at=at, worker=worker))
             case Checkpointed():
-                turn.apply(run, ev.CheckpointWritten(at=at, written=message))
+                turn.apply(run, ev.CheckpointWritten(at=at, written=message, keep=self._checkpoint.keep))
+                turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
+            case CheckpointFailed(generation=generation, step=step, reason=reason):
+                turn.apply(
+                    run, ev.CheckpointGivenUp(at=at, worker=worker, generation=generation, step=step, reason=reason)
+                )
+            case CheckpointDamaged():
+                turn.apply(run, ev.CheckpointUnusable(at=at, worker=worker, path=message.path, reason=message.reason))
             case Failed():
                 failed = ev.WorkerFailed(
                     at=at,
@@ -145,7 +157,8 @@ class Peers:
             turn.tell(run, worker, Refused(code=Exit.TEMPFAIL, message=f"worker {worker} was ejected"))
             return
         turn.apply(run, ev.WorkerSaidHello(at=turn.at, worker=worker, pid=message.pid, address=message.address))
-        checkpoint = run.roster.checkpoint
+        usable = run.roster.usable_checkpoints()
+        epochs = [run.beats[w].epoch for w in run.roster.members if w in run.beats]
         welcome = Welcome(
             term=turn.book.term,
             run=run.id,
@@ -155,8 +168,8 @@ class Peers:
             lease_s=self._config.lease_s,
             head_patience_s=self._config.head_patience_s,
             folder=str(turn.book.paths.run(run.id).root),
-            checkpoint=None if checkpoint is None else checkpoint.path,
-            epoch=max((run.beats[w].epoch for w in run.roster.members if w in run.beats), default=0),
+            checkpoint_s=self._checkpoint.interval_s,
+            epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
         )
         turn.tell(run, worker, welcome)
 
@@ -351,7 +364,7 @@ class Peers:
 
     def _watch(self, turn: Turn, run: Run, allocation: Allocation) -> None:
         """Release before the end; take agents that fell silent for gone."""
-        margin = self._config.release_margin_s + views.longest_pause(run)
+        margin = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
         if (
             allocation.state is AllocationState.RUNNING
             and allocation.end_at is not None

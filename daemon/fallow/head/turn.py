@@ -51,6 +51,8 @@ class Turn:
     cancels: list[tuple[str, str, str]] = field(default_factory=list)
     "(run, token, job id)"
     ended: list[str] = field(default_factory=list)
+    removals: list[str] = field(default_factory=list)
+    "folders of checkpoints to delete"
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
@@ -73,6 +75,8 @@ class Turn:
                     self.record(run, kind, text, **data)
                 case ev.MembersChanged(main):
                     self.show_output(run, main)
+                case ev.RemoveCheckpoint(path):
+                    self.removals.append(path)
                 case ev.RunEnded(status, message):
                     self._end_run(run, status, message)
         if instructions:

@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from fallow.core.allocations import Allocation
 from fallow.core.holes import is_idle
 from fallow.core.quantile import quantile
+from fallow.core.roster import Saved
 from fallow.head.book import Run
 from fallow.model import (
     AllocationState,
     AllocationView,
     ChangeKind,
+    CheckpointState,
+    CheckpointView,
     ClusterState,
     GenerationReport,
     MemberView,
@@ -33,6 +36,11 @@ RECENT_PAUSES = 50
 def longest_pause(run: Run) -> float:
     pauses = [g.pause_s for g in run.roster.history[-RECENT_PAUSES:] if g.pause_s is not None]
     return max(pauses, default=0.0)
+
+
+def longest_save(run: Run) -> float:
+    """Seconds that a durable checkpoint took: the last members write one before they leave."""
+    return max((saved.written.took_s for saved in run.roster.checkpoints), default=0.0)
 
 
 def run_view(run: Run, at: float, now: float) -> RunView:
@@ -59,9 +67,35 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
         scalars=front.scalars if front is not None else {},
-        message=r.message or run.record.harvest_paused,
+        message=r.message or run.record.harvest_paused or r.checkpoint_problem,
+        checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
     )
+
+
+def checkpoint_views(run: Run) -> list[CheckpointView]:
+    """All checkpoints of a run that are on disk, newest first."""
+    found = [
+        CheckpointView(
+            step=saved.written.step,
+            generation=saved.written.generation,
+            epoch=saved.written.epoch,
+            written_at=saved.written.written_at,
+            nbytes=saved.written.nbytes,
+            path=saved.written.path,
+            state=_state(saved),
+            asked=saved.written.asked,
+            problem=saved.problem,
+        )
+        for saved in run.roster.checkpoints
+    ]
+    return sorted(found, key=lambda view: (view.step, view.generation), reverse=True)
+
+
+def _state(saved: Saved) -> CheckpointState:
+    if saved.problem:
+        return CheckpointState.DAMAGED
+    return CheckpointState.ASIDE if saved.aside else CheckpointState.USABLE
 
 
 def _shown_workers(run: Run) -> list[str]:
@@ -155,6 +189,7 @@ def run_report(run: Run, samples: SampleReport) -> RunReport:
         generations=list(r.history),
         pause_s=PauseReport(planned=_pauses(r.history, False), unplanned=_pauses(r.history, True)),
         steps_discarded=r.steps_discarded,
+        rolled_back=list(r.rollbacks),
         message=r.message,
         traceback=r.traceback,
         reproducible=bool(r.arithmetic),

@@ -133,12 +133,42 @@ class Left(Message, frozen=True, kw_only=True):
 
 
 class Checkpointed(Message, frozen=True, kw_only=True):
-    """A durable checkpoint is complete on disk."""
+    """A durable checkpoint is complete on disk. Sent again with the beats until `CheckpointNoted`."""
 
     worker: str
+    generation: int
+    "in which it was written"
     step: int
+    "finished optimizer steps that it holds"
+    epoch: int
     path: str
+    "its folder"
     digest: str
+    "SHA-256 of its manifest, which holds those of all its files"
+    nbytes: int
+    written_at: float
+    "Unix time of the snapshot"
+    asked: bool = False
+    "somebody asked for it by hand"
+    took_s: float = 0.0
+    "from the snapshot until it was complete"
+
+
+class CheckpointFailed(Message, frozen=True, kw_only=True):
+    """A checkpoint was given up; training goes on and older ones are untouched."""
+
+    worker: str
+    generation: int
+    step: int
+    reason: str
+
+
+class CheckpointDamaged(Message, frozen=True, kw_only=True):
+    """A checkpoint that should have been loaded is missing, torn or changed; an older one is tried."""
+
+    worker: str
+    path: str
+    reason: str
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -196,7 +226,19 @@ class KvRequest(Message, frozen=True, kw_only=True):
 
 
 FromWorker = (
-    WorkerHello | WorkerReady | Vote | Beat | Active | Held | Left | Checkpointed | Finished | Failed | KvRequest
+    WorkerHello
+    | WorkerReady
+    | Vote
+    | Beat
+    | Active
+    | Held
+    | Left
+    | Checkpointed
+    | CheckpointFailed
+    | CheckpointDamaged
+    | Finished
+    | Failed
+    | KvRequest
 )
 
 # Head -> worker
@@ -217,8 +259,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "a held or ready worker gives up when the head was silent for this long"
     folder: str
     "the run's folder on the shared file system (0700)"
-    checkpoint: str | None = None
-    "newest durable checkpoint; loaded by whoever starts a generation in which nobody has the state"
+    checkpoint_s: float = 0.0
+    "seconds between durable checkpoints; 0: only those that somebody asks for"
     epoch: int = 0
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
 
@@ -244,7 +286,10 @@ class Prepare(Message, frozen=True, kw_only=True):
     interrupt: bool
     "True: `replaces` is broken; abandon its collectives now, stop at the turn of the loop and switch on `Commit`"
     timeout_s: float
-    checkpoint: str | None = None
+    checkpoints: list[str] = []
+    "usable ones, newest first; the first that can be read is loaded if nobody in this generation has the state"
+    rollback: bool = False
+    "nobody has: whatever the members hold is dropped, and the newest checkpoint is loaded"
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -285,6 +330,13 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True):
     term: int
 
 
+class CheckpointNoted(Message, frozen=True, kw_only=True):
+    """The head has written `Checkpointed` of this folder down."""
+
+    term: int
+    path: str
+
+
 class Dismiss(Message, frozen=True, kw_only=True):
     """Not (or no longer) needed: end the process with `code`. Sent to non-members, and to members of an ended run."""
 
@@ -307,7 +359,19 @@ class Refused(Message, frozen=True, kw_only=True):
     message: str
 
 
-ToWorker = Welcome | Prepare | Commit | Abort | Interrupt | BeatAck | SaveCheckpoint | Dismiss | KvReply | Refused
+ToWorker = (
+    Welcome
+    | Prepare
+    | Commit
+    | Abort
+    | Interrupt
+    | BeatAck
+    | SaveCheckpoint
+    | CheckpointNoted
+    | Dismiss
+    | KvReply
+    | Refused
+)
 
 # Agent <-> head
 

@@ -43,6 +43,16 @@ class GenerationReport(Struct, frozen=True, kw_only=True):
     "from the head's decision (a loss: from the news of it) until every member computed in it"
 
 
+class RollbackReport(Struct, frozen=True, kw_only=True):
+    """The run was taken back by hand: steps after `to_step` that were done before were done again, on purpose."""
+
+    generation: int
+    "the first that began from there"
+    from_step: int
+    "finished steps when it was asked for"
+    to_step: int
+
+
 class RunReport(Struct, frozen=True, kw_only=True):
     """Report of `fallow local`, `fallow demo` and finished runs."""
 
@@ -55,6 +65,7 @@ class RunReport(Struct, frozen=True, kw_only=True):
     generations: list[GenerationReport]
     pause_s: PauseReport
     steps_discarded: int
+    rolled_back: list[RollbackReport] = []
     message: str = ""
     traceback: str = ""
     "of the failure that ended the run"
@@ -104,6 +115,29 @@ class AllocationView(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class CheckpointState(StrEnum):
+    USABLE = "usable"
+    DAMAGED = "damaged"
+    ASIDE = "aside"
+    "the run has gone on from an earlier step since; never loaded"
+
+
+class CheckpointView(Struct, frozen=True, kw_only=True):
+    """A durable checkpoint on disk."""
+
+    step: int
+    generation: int
+    epoch: int
+    written_at: float
+    "Unix time of the snapshot"
+    nbytes: int
+    path: str
+    state: CheckpointState
+    asked: bool
+    "by hand: kept until it is deleted by hand"
+    problem: str = ""
+
+
 class RunView(Struct, frozen=True, kw_only=True):
     run: str
     name: str
@@ -129,6 +163,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     "members that would have something to do: the limit, or the shards in a step if they are fewer"
     barred: dict[str, str] = {}
     "node -> why the run does without it"
+    checkpoints: list[CheckpointView] = []
+    "newest first"
 
 
 class NodeOwner(StrEnum):

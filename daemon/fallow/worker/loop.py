@@ -55,10 +55,18 @@ class Loop:
                     return  # the members are past this call
                 place.in_sync = True
                 member.replan()  # this loader may have missed changes while another one was at work
-                while self._wants_more(epochs, max_steps):
-                    yield from step.run(loader)
-                    self._turn.take()
-                self._turn.settle()
+                while True:
+                    while self._wants_more(epochs, max_steps):
+                        yield from step.run(loader)
+                        self._turn.take()
+                        if place.elsewhere(call):
+                            self._turn.settle()
+                            return
+                    self._turn.settle()
+                    if place.elsewhere(call):
+                        return
+                    if not self._wants_more(epochs, max_steps):
+                        break
                 self._finish_call()
                 member.ledger.flush()
             except GeneratorExit:

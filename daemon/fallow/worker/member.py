@@ -11,6 +11,7 @@ import torch
 from fallow.core.shards import Duty, duties
 from fallow.core.shares import Division
 from fallow.model import Welcome
+from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
 from fallow.worker.loader import ElasticLoader, Key
@@ -58,7 +59,8 @@ class Member:
         gate.settle = self.standing.complete
         self.loader: ElasticLoader | None = None
         "of the run.steps call at work"
-        self.checkpoint_asked = False
+        self.saver = Saver(session, welcome) if session and welcome else None
+        "None in a fixed world, which has no folder"
         self.on_resize: list[Callable[[], None]] = []
         self.boundary = time.monotonic()
         "when the last step ended"
@@ -82,10 +84,10 @@ class Member:
             self._reducer.before_control = self.ledger.flush
         return self._reducer
 
-    def _flags(self) -> tuple[bool, bool]:
-        if self.session is None:
-            return False, self.checkpoint_asked
-        return self.session.switch_committed, self.checkpoint_asked or self.session.checkpoint_wanted
+    def _flags(self) -> tuple[bool, float]:
+        if self.session is None or self.saver is None:
+            return False, 0.0
+        return self.session.switch_committed, self.saver.wish(self.group.size)
 
     def move(self, *, in_loop: bool = True) -> None:
         """The script gets on: what the head takes for progress."""

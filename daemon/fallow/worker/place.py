@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fallow.model import Exit, FallowError
 from fallow.worker.position import Position
 
 
@@ -23,6 +24,8 @@ class Place:
         "the script has reached the place that `position` names"
         self.wrong_epoch = False
         "`epochs` handed out another epoch than the members are in"
+        self.went_back = False
+        "the members were rolled back to a checkpoint, and this script has not yet looked where that is"
         self.epoch_entered: tuple[int, int] | None = None
         "(number of the run.epochs loop, epoch) that the script is in"
         self.epochs_in_loop = 1
@@ -68,6 +71,33 @@ class Place:
         """Count one run.steps call of the script; returns its number."""
         self.calls += 1
         return self.calls - 1
+
+    def elsewhere(self, call: int) -> bool:
+        """After a rollback, inside the call of that number: True if the members went back to another place than here.
+
+        The script then leaves its call and comes to that place through `epochs`, as a newcomer does.
+
+        Raises:
+            FallowError: it cannot come there; another process can.
+        """
+        if not self.went_back:
+            return False
+        self.went_back = False
+        at = self.position
+        if self.epoch_entered is None:
+            reachable = here = at.call == call
+        else:
+            here = self.epoch_entered == (at.loop, at.loop_epoch) and at.call == call
+            reachable = self.epoch_entered[0] == at.loop
+        if not reachable:
+            raise FallowError(
+                f"the run was rolled back to step {at.step}, in a part of the script that this process has left; "
+                "it ends, and the run goes on from there with new processes",
+                Exit.TEMPFAIL,
+            )
+        if not here:
+            self.wrong_epoch, self.in_sync = True, False
+        return not here
 
     def meet(self, call: int) -> int:
         """Just joined, inside the call of that number: returns the call's number among the members'."""

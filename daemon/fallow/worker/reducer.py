@@ -100,7 +100,7 @@ class Reducer:
         self.switch = 0
         "members that saw the next generation committed, in any round of this step"
         self.checkpoint = False
-        "a member wants a checkpoint"
+        "a member wishes a checkpoint and none has something against it"
         self.used = False
         "some member had a gradient in this step"
         self.interrupted = False
@@ -120,8 +120,8 @@ class Reducer:
         "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
         self.samples = 0
         self.crc = 0
-        self.flags: Callable[[], tuple[bool, bool]] = lambda: (False, False)
-        "asked when the control vector leaves: (switch is committed, a checkpoint is wanted)"
+        self.flags: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
+        "asked when the control vector leaves: (switch is committed, wish for a checkpoint, see `Saver.wish`)"
         self.before_control: Callable[[], None] = lambda: None
         "called once per step, just before this member's contribution can be complete on others"
 
@@ -377,7 +377,7 @@ class Reducer:
         head = ctl.Head(
             contributors=1.0,
             switch=float(switch),
-            checkpoint=float(checkpoint),
+            checkpoint=checkpoint,
             step=float(plan.step),
             round=float(self.rounds),
             samples=float(self.samples) if first else 0.0,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
-from fallow.worker import checkpoint, fixed, process, state
+from fallow.worker import fixed, process, state
 from fallow.worker.control import exact_sum
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
@@ -131,12 +131,7 @@ class Run:
         return self._place.epochs(n, self._epoch_hint)
 
     def _epoch_hint(self) -> int:
-        welcome = self._welcome
-        if welcome is None:
-            return 0
-        if welcome.checkpoint is not None and not welcome.epoch:
-            return checkpoint.peek(Path(welcome.checkpoint)).epoch
-        return welcome.epoch
+        return 0 if self._welcome is None else self._welcome.epoch
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -270,9 +265,13 @@ class Run:
         return float(cell)
 
     def checkpoint(self) -> None:
-        """Ask for a durable checkpoint at the end of this step. Without a head there is no folder: nothing happens."""
-        if not self._loop.step.rehearsing:
-            self._member.checkpoint_asked = True
+        """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.
+
+        While the one before is being written, the next step that can take it does. Without a head there is no folder
+        of the run: nothing happens.
+        """
+        if self._member.saver is not None and not self._loop.step.rehearsing:
+            self._member.saver.asked = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Decorator: call this after each change of the membership, before the next step."""
@@ -286,6 +285,8 @@ class Run:
         self._member.ledger.flush()
         if session is None or self._released or not self._place.joined:
             return
+        if self._member.saver is not None:
+            self._member.saver.end()
         at = self._place.position
         session.deliver(
             Finished(

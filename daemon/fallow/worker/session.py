@@ -21,6 +21,8 @@ from fallow.model import (
     Abort,
     Beat,
     BeatAck,
+    Checkpointed,
+    CheckpointNoted,
     Commit,
     Dismiss,
     Doing,
@@ -142,6 +144,7 @@ class Session:
         self._end: FallowError | Dismiss | None = None
         self._deadline: float | None = None
         self._checkpoint_wanted = False
+        self._unnoted: dict[str, Checkpointed] = {}
         self._asked: dict[int, KvReply | None] = {}
         self._ask_number = 0
         self._acks = 0
@@ -245,6 +248,10 @@ class Session:
             )
         )
         self._report_held()
+        with self._changed:
+            unnoted = list(self._unnoted.values())
+        for written in unnoted:
+            self.send(written)
         ready = self._ready
         if ready is not None and not self._ready_seen and upcoming is None:
             self.send(ready)
@@ -286,6 +293,8 @@ class Session:
                         self._deadline = time.monotonic() + message.deadline_in_s
                 case SaveCheckpoint():
                     self._checkpoint_wanted = True
+                case CheckpointNoted():
+                    self._unnoted.pop(message.path, None)
                 case Dismiss():
                     self._end = message
                     self._break(self._highest, message.reason)
@@ -433,8 +442,14 @@ class Session:
         return self._checkpoint_wanted
 
     def checkpoint_done(self) -> None:
-        """The checkpoint that was asked for is written."""
+        """The checkpoint that was asked for is taken."""
         self._checkpoint_wanted = False
+
+    def announce_checkpoint(self, written: Checkpointed) -> None:
+        """It is complete; repeated with the beats until the head has noted it."""
+        with self._changed:
+            self._unnoted[written.path] = written
+        self.send(written)
 
     def await_commit(self) -> Prepared:
         """Wait until a newer generation is committed and its group stands, then make it the current one.

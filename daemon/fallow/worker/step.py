@@ -198,7 +198,8 @@ class Step:
             self.phases.end_body()
         member.restore(before)
         member.drop_gradients()
-        member.checkpoint_asked = False
+        if member.saver is not None:
+            member.saver.asked = False
 
     def _batch(self, loader: ElasticLoader, key: Key) -> Any:
         """The shard's batch; where another phase comes, the body gets a copy of its own to work on."""

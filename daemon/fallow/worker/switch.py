@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker import checkpoint, state
+from fallow.worker import state
 from fallow.worker.group import Group
 from fallow.worker.handover import Intake, Supply
 from fallow.worker.position import Position
@@ -42,6 +41,9 @@ class Verdict(NamedTuple):
     "ranks; empty if nobody has the state"
     healed: list[int]
     "ranks that are as far but whose weights are not those of the majority"
+
+
+Restore = Callable[[], dict[str, object] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
 
 
 def exchange(
-    group: Group, prepared: Prepared, position: Position, standing: Standing, newest: str | None, pace: float
+    group: Group, prepared: Prepared, position: Position, standing: Standing, restore: Restore, pace: float
 ) -> Exchanged:
     """Compare all members' states in a new group and bring everybody to the newest one.
 
@@ -83,7 +85,7 @@ def exchange(
         prepared: live objects; changed in place on those who receive.
         position: this member's position.
         standing: what its state is worth; set to what it is worth afterwards, and what is on its way.
-        newest: path of the newest checkpoint, used if nobody has the state.
+        restore: gives the state of the newest checkpoint, None: there is none; used by one if nobody has the state.
         pace: this member's seconds per shard; 0: not measured.
 
     Raises:
@@ -108,8 +110,9 @@ def exchange(
                 Exit.TEMPFAIL,
             )
         donors = [next(rank for rank, view in enumerate(views) if view.standing == FRESH)]
-        if group.rank == donors[0] and newest is not None:
-            position = load_state(prepared, checkpoint.load(Path(newest)))
+        saved = restore() if group.rank == donors[0] else None
+        if saved is not None:
+            position = load_state(prepared, saved)
     receivers = [rank for rank, view in enumerate(views) if rank not in donors and (begun or view.standing == FRESH)]
     plan = sources(donors, receivers)
     intake: Intake | None = None

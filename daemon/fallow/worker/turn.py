@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
 from fallow.core.shares import Division
-from fallow.model import Active, Checkpointed, FallowError, Left, Parts
-from fallow.worker import checkpoint
+from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
+from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.handover import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
 from fallow.worker.session import Prepared as Upcoming
-from fallow.worker.switch import exchange, export_state
+from fallow.worker.standing import FRESH
+from fallow.worker.switch import exchange
+
+_ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
+"A fixed world's only generation."
 
 
 class SwitchedOut(Exception):
@@ -34,8 +37,8 @@ class Turn:
         """Between two steps: write a checkpoint, change the generation, or neither."""
         member, reducer = self._member, self._member.reducer
         finished = reducer.control is not None and not reducer.interrupted and member.place.position.phase == 0
-        if finished and reducer.checkpoint:
-            self._save_checkpoint()
+        if finished and reducer.checkpoint and member.saver is not None:
+            member.saver.save(member.group, member.prepared, member.place.position)
         planned = finished and reducer.switch == member.group.size
         if planned or member.group.broken is not None:
             self._switch(planned)
@@ -50,7 +53,7 @@ class Turn:
             self._switch(planned=True)
             return
         try:
-            self._enter(member.group, None, Parts())
+            self._enter(member.group, _ALONE, Parts())
         except Interrupted as error:
             raise FallowError(
                 f"the first exchange between the ranks failed: {error}; see the other ranks' output"
@@ -66,20 +69,6 @@ class Turn:
         if member.division is not old:
             member.replan()
 
-    def _save_checkpoint(self) -> None:
-        member = self._member
-        member.checkpoint_asked = False
-        if member.session is None or member.welcome is None:
-            return
-        member.session.checkpoint_done()
-        if member.group.rank != 0:
-            return
-        at = member.place.position
-        folder = Path(member.welcome.folder) / "checkpoints"
-        tree = export_state(member.prepared, at)
-        path, digest = checkpoint.save(folder, member.group.generation, at.step, at.loop_epoch, tree)
-        member.session.send(Checkpointed(worker=member.session.worker, step=at.step, path=str(path), digest=digest))
-
     def _switch(self, planned: bool) -> None:
         """Go over to the next committed generation, as often as it takes until one stands."""
         member, session = self._member, self._member.session
@@ -91,6 +80,8 @@ class Turn:
         reached = time.monotonic()
         if not planned:
             session.hold(member.group.generation, member.group.broken or "interrupted")
+            if member.saver is not None:
+                member.saver.lost()
         while True:
             upcoming = session.await_commit()
             taken = time.monotonic()
@@ -99,19 +90,27 @@ class Turn:
             else:
                 parts = Parts(drain=reached - member.boundary, group=taken - reached)
                 try:
-                    self._enter(upcoming.group, upcoming.prepare.checkpoint, parts)
+                    self._enter(upcoming.group, upcoming.prepare, parts)
                     return
                 except Interrupted as error:
                     session.hold(upcoming.prepare.generation, str(error))
 
-    def _enter(self, group: Group, newest: str | None, parts: Parts) -> None:
+    def _enter(self, group: Group, prepare: Prepare, parts: Parts) -> None:
         """First exchange of a generation, after which this worker computes in it."""
         member, place = self._member, self._member.place
-        if newest is None and member.welcome is not None:
-            newest = member.welcome.checkpoint
         newcomer = not place.joined
         member.standing.give_up()
-        done = exchange(group, member.prepared, place.position, member.standing, newest, member.pace.value)
+        if prepare.rollback:
+            member.standing.value = FRESH
+        done = exchange(
+            group,
+            member.prepared,
+            place.position,
+            member.standing,
+            lambda: load_newest(prepare.checkpoints, self._unusable, self._alive),
+            member.pace.value,
+        )
+        place.went_back = prepare.rollback and not newcomer
         if group.rank in done.healed:
             sys.stderr.write(
                 f"fallow: generation {group.generation}: this member's weights were not those of the others at step "
@@ -143,6 +142,15 @@ class Turn:
             )
         for callback in member.on_resize:
             callback()
+
+    def _alive(self) -> None:
+        if self._member.session is not None:
+            self._member.session.progress.move()
+
+    def _unusable(self, path: str, reason: str) -> None:
+        session = self._member.session
+        if session is not None:
+            session.send(CheckpointDamaged(worker=session.worker, path=path, reason=reason))
 
     def report_arrival(self) -> None:
         """Tell the head that this worker computes in the new generation, once its first batch is here."""
@@ -187,8 +195,11 @@ class Turn:
     def _leave(self, upcoming: Upcoming) -> None:
         member, session = self._member, self._member.session
         assert session is not None
-        if not upcoming.prepare.members and member.standing.holds:
-            self._save_checkpoint()
+        if member.saver is not None:
+            if upcoming.prepare.members:
+                member.saver.finish()
+            elif member.standing.holds:
+                member.saver.suspend(member.group, member.prepared, member.place.position)
         member.ledger.flush()
         step = member.place.position.step
         session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)

@@ -1,0 +1,114 @@
+"""Which checkpoints a run has, which may be used, which go, and going back to one. Part of the membership machine.
+
+A checkpoint belongs to the history that led to it. Once a later generation has begun before its step (a rollback, or
+every member was lost before the checkpoint was known), it is set aside: going on from it would mix two histories.
+"""
+
+from __future__ import annotations
+
+from fallow.core import events as ev
+from fallow.core.changes import Changes
+from fallow.core.effects import Effects
+from fallow.core.roster import Roster, Saved
+from fallow.model import ChangeKind, Checkpointed, RollbackReport, RunStatus
+
+
+class Checkpoints:
+    """Keeps the roster's list of checkpoints."""
+
+    def __init__(self, roster: Roster, effects: Effects, changes: Changes) -> None:
+        self._roster = roster
+        self._effects = effects
+        self._changes = changes
+
+    def written(self, event: ev.CheckpointWritten) -> None:
+        """One is complete on disk; older ones may go."""
+        r, new = self._roster, event.written
+        if any(saved.written.path == new.path for saved in r.checkpoints):
+            return
+        aside = superseded(r, new)
+        r.checkpoints.append(Saved(written=new, aside=aside))
+        r.checkpoint_problem = ""
+        text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" if aside else "")
+        self._effects.record("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
+        if not self._held():
+            return  # one of them may be being loaded
+        for saved in spare(r.checkpoints, event.keep):
+            r.checkpoints.remove(saved)
+            self._effects.add(ev.RemoveCheckpoint(saved.written.path))
+
+    def given_up(self, event: ev.CheckpointGivenUp) -> None:
+        """One could not be written. Several members may say so; it is told once."""
+        r, which = self._roster, (event.generation, event.step)
+        if r.checkpoint_given_up != which:
+            self._effects.record("checkpoint", event.reason, worker=event.worker, failed=True)
+        r.checkpoint_given_up, r.checkpoint_problem = which, event.reason
+
+    def unusable(self, event: ev.CheckpointUnusable) -> None:
+        """One could not be loaded; the member tries the next older one by itself."""
+        r = self._roster
+        for saved in r.checkpoints:
+            if saved.written.path == event.path and not saved.problem:
+                saved.problem = event.reason
+                left = r.usable_checkpoints()
+                then = f"that of step {left[0].step} is used" if left else "no older one is left"
+                self._effects.record("damaged", f"{event.reason}; {then}", path=event.path, worker=event.worker)
+                if not left and not self._held():
+                    # Never from the beginning, silently: somebody may have a good copy.
+                    self._changes.end(
+                        RunStatus.FAILED,
+                        f"{event.reason}; no older checkpoint is left. Put a good copy in its place and submit the "
+                        "run again, or begin anew",
+                    )
+
+    def _held(self) -> bool:
+        """A living worker has the state."""
+        r = self._roster
+        return any(worker.has_state and r.alive(name) for name, worker in r.workers.items())
+
+    def roll_back(self, event: ev.RollbackWanted) -> None:
+        """Go back to a usable checkpoint: newer ones are set aside, and whatever members hold is dropped."""
+        r, step = self._roster, event.step
+        for saved in r.checkpoints:
+            saved.aside = saved.aside or saved.written.step > step
+        front = max((worker.step for worker in r.workers.values()), default=0)
+        r.rollbacks.append(RollbackReport(generation=r.high + 1, from_step=max(front, step), to_step=step))
+        for worker in r.workers.values():
+            worker.has_state = False
+            worker.step = min(worker.step, step)
+        reason = f"rolled back to step {step}"
+        self._effects.record("rollback", f"{reason}, from step {front}", step=step, from_step=front)
+        if r.members:
+            r.rolling_back = True
+            self._changes.break_off(event.at, reason, kind=ChangeKind.START)
+        elif r.change is not None and not r.change.committed:
+            # Newcomers were about to load another one.
+            self._changes.burn(event.at, reason)
+            self._changes.retry_at = event.at
+
+
+def superseded(roster: Roster, written: Checkpointed) -> bool:
+    """True if the run has gone on from before this checkpoint since the generation that wrote it."""
+    change = roster.change
+    later = [(g.generation, g.first_step) for g in roster.history if g.first_step is not None]
+    later += [(rollback.generation, rollback.to_step) for rollback in roster.rollbacks]
+    if change is not None and change.kind is ChangeKind.START and change.generation > written.generation:
+        return True
+    return any(generation > written.generation and first < written.step for generation, first in later)
+
+
+def spare(checkpoints: list[Saved], keep: int) -> list[Saved]:
+    """Those that may be deleted.
+
+    Args:
+        checkpoints: all, in the order in which they became known.
+        keep: this many of the newest usable ones stay, besides all that were asked for by hand. One that was set
+            aside or is damaged stays until so many usable ones have come after it.
+    """
+    ordinary = [saved for saved in checkpoints if not saved.written.asked]
+    good = sorted((saved for saved in ordinary if saved.usable), key=lambda saved: saved.written.step)
+    gone = good[: max(0, len(good) - keep)]
+    for number, saved in enumerate(checkpoints):
+        if saved in ordinary and not saved.usable and sum(s.usable for s in checkpoints[number:]) >= keep:
+            gone.append(saved)
+    return gone

@@ -1,0 +1,55 @@
+"""Checkpoints on disk, as the head sees them: those that nobody could tell it of, and those that go."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import structlog
+
+from fallow.core import events as ev
+from fallow.head.turn import Turn
+from fallow.model import FallowError
+from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
+
+log = structlog.get_logger("fallow.head")
+
+
+def adopt(turn: Turn, keep: int) -> None:
+    """Once per run and head: learn of checkpoints that were finished while no head was there."""
+    for run in turn.book.runs.values():
+        if run.looked_for_checkpoints:
+            continue
+        run.looked_for_checkpoints = True
+        if run.roster.status.ended:
+            continue
+        known = {saved.written.path for saved in run.roster.checkpoints}
+        for folder in complete_ones(turn.book.paths.run(run.id).checkpoints):
+            if str(folder) in known:
+                continue
+            try:
+                manifest, digest = read_manifest(folder)
+            except FallowError as error:
+                turn.record(run, "damaged", error.message, path=str(folder))
+                continue
+            written = announcement("", folder, manifest, digest)
+            turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
+
+
+def remove(folders: list[str]) -> None:
+    """Delete checkpoints beside the main loop: a shared file system takes its time."""
+    threading.Thread(target=_remove, args=(list(folders),), name="remove-checkpoints", daemon=True).start()
+
+
+def _remove(folders: list[str]) -> None:
+    for folder in folders:
+        path = Path(folder)
+        try:
+            # Renamed first: a half deleted folder must not look complete.
+            path = path.rename(path.with_suffix(REMOVED))
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("checkpoint.remove", path=folder, error=error.strerror)

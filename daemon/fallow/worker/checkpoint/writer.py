@@ -1,0 +1,255 @@
+"""Writing checkpoints beside the training. No member waits for another: whoever finds all parts there finishes.
+
+A checkpoint that cannot be finished (a member was killed, the disk is full) is given up: its temporary folder goes,
+older ones stay as they are, and the next one is tried as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from fallow.files import check_dir, read_private, sync_dir, write_private
+from fallow.model import Checkpointed, CheckpointFailed, FallowError
+from fallow.worker.checkpoint.dcp import write_index, write_part
+from fallow.worker.checkpoint.manifest import (
+    FORMAT,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    METADATA,
+    REMOVED,
+    TEMPORARY,
+    FileInfo,
+    Manifest,
+    PartInfo,
+    announcement,
+    encode_manifest,
+    folder_name,
+    outline,
+)
+from fallow.worker.checkpoint.parts import Snapshot
+
+PATIENCE_S = 600.0
+"""How long the first member waits for the others' parts after its own."""
+
+HURRY_S = 10.0
+"""The same, once it is known that a member was lost."""
+
+LOOK_S = 0.1
+LOWEST_PRIORITY = 19
+
+
+class GivenUp(Exception):
+    """Somebody else has given this checkpoint up, or finished it."""
+
+
+class Writer:
+    """Writes one snapshot at a time on a thread of its own.
+
+    Args:
+        worker: name of this worker, for reports.
+        folder: where the run's checkpoints are.
+        report: takes what the head should hear; called on the writer's thread.
+    """
+
+    def __init__(self, worker: str, folder: Path, report: Callable[[Checkpointed | CheckpointFailed], None]) -> None:
+        self._worker = worker
+        self._folder = folder
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self.newest: tuple[int, int] | None = None
+        "(generation, step) of the last snapshot"
+        self.taken_at = time.monotonic()
+        "when that was; at first, when this worker came"
+        self.took_s = 0.0
+        "from the last snapshot that was finished here until it was complete"
+
+    @property
+    def busy(self) -> bool:
+        """A snapshot is being written, or waits for the others' parts."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Write a snapshot in the background. The one before must be done."""
+        assert not self.busy
+        self.newest = snapshot.generation, snapshot.step
+        self.taken_at = time.monotonic()
+        self._hurry.clear()
+        self._thread = threading.Thread(target=self._run, args=(snapshot, self.taken_at), name="checkpoint")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """A member was lost: its part may never come."""
+        self._hurry.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the snapshot that is being written; False if that took too long."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.busy
+
+    # ------------------------------------------------------------------------------------------- on the thread
+
+    def _run(self, snapshot: Snapshot, began: float) -> None:
+        with contextlib.suppress(OSError):
+            # Of this thread alone, on Linux. The training goes first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        name = folder_name(snapshot.generation, snapshot.step)
+        temporary = self._folder / (name + TEMPORARY)
+        try:
+            done = self._write(snapshot, temporary, self._folder / name)
+            if done is not None:
+                self.took_s = time.monotonic() - began
+                self._report(msgspec.structs.replace(done, took_s=self.took_s))
+        except GivenUp:
+            return
+        except (OSError, RuntimeError, FallowError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = f"the checkpoint of step {snapshot.step} was not written: {_explain(error, self._folder)}"
+            self._report(
+                CheckpointFailed(worker=self._worker, generation=snapshot.generation, step=snapshot.step, reason=reason)
+            )
+
+    def _write(self, snapshot: Snapshot, temporary: Path, final: Path) -> Checkpointed | None:
+        """This member's part and, if it was the last, the whole; the first member stays until it is whole."""
+        for folder in (self._folder, temporary):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            check_dir(folder)
+        if snapshot.rank == 0:
+            sync_dir(self._folder)
+        with _vanishing(temporary):
+            part = _write_part(temporary, snapshot)
+            write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))
+            snapshot.copies.clear()
+        give_up_at = time.monotonic() + PATIENCE_S
+        while True:
+            with _vanishing(temporary):
+                missing = [rank for rank in range(snapshot.world) if not (temporary / _part_name(rank)).exists()]
+                if not missing and _claim(temporary):
+                    done = self._finish(snapshot, temporary, final)
+                    self._sweep(snapshot)
+                    return done
+            if snapshot.rank:
+                return None
+            if self._hurry.is_set():
+                give_up_at = min(give_up_at, time.monotonic() + HURRY_S)
+                self._hurry.clear()
+            if time.monotonic() > give_up_at:
+                raise FallowError(
+                    f"the parts of ranks {', '.join(map(str, missing))} did not come"
+                    if missing
+                    else "the member that was to finish it is gone"
+                )
+            if not temporary.exists():
+                return None
+            time.sleep(LOOK_S)
+
+    def _finish(self, snapshot: Snapshot, temporary: Path, final: Path) -> Checkpointed:
+        parts = [_read_part(temporary / _part_name(rank)) for rank in range(snapshot.world)]
+        if any(part.outline != parts[0].outline for part in parts):
+            raise FallowError("the members hold states of different layout; prepare the same objects on all of them")
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        write_index(temporary, snapshot.tensors, chunks)
+        (temporary / METADATA).chmod(0o600)
+        manifest = Manifest(
+            format=FORMAT,
+            generation=snapshot.generation,
+            step=snapshot.step,
+            epoch=snapshot.epoch,
+            world=snapshot.world,
+            written_at=snapshot.taken_at,
+            asked=snapshot.asked,
+            tensors=snapshot.tensors,
+            chunks=chunks,
+            files=[*(part.file for part in parts), _describe(temporary / METADATA)],
+        )
+        data, digest = encode_manifest(manifest)
+        write_private(temporary / MANIFEST, data)
+        for rank in range(snapshot.world):
+            (temporary / _part_name(rank)).unlink()
+        sync_dir(temporary)
+        temporary.rename(final)
+        # Not before: somebody who found all parts there a moment ago may only now come to claim it.
+        (final / _CLAIM).unlink()
+        sync_dir(self._folder)
+        return announcement(self._worker, final, manifest, digest)
+
+    def _sweep(self, snapshot: Snapshot) -> None:
+        """Remove what was given up: nothing older than a complete checkpoint is worth finishing."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                step = path.stem.rpartition("-s")[2]
+                if path.suffix in (TEMPORARY, REMOVED) and step.isdigit() and int(step) <= snapshot.step:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+_CLAIM = "finishing"
+"""Made by the one member that puts the whole together."""
+
+
+@contextlib.contextmanager
+def _vanishing(folder: Path) -> Iterator[None]:
+    """Whatever fails inside is GivenUp if the temporary folder itself is gone."""
+    try:
+        yield
+    except Exception:
+        if not folder.exists():
+            raise GivenUp from None
+        raise
+
+
+def _part_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def _write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
+    chunks = write_part(folder, snapshot)
+    name = f"__{snapshot.rank}_0.distcp"
+    (folder / name).chmod(0o600)
+    return PartInfo(rank=snapshot.rank, outline=outline(snapshot.tensors), file=_describe(folder / name), chunks=chunks)
+
+
+def _read_part(path: Path) -> PartInfo:
+    return msgspec.json.decode(read_private(path, LARGEST_MANIFEST), type=PartInfo)
+
+
+def _describe(path: Path) -> FileInfo:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileInfo(name=path.name, size=file.tell(), sha256=digest)
+
+
+def _claim(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / _CLAIM, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _explain(error: BaseException, folder: Path) -> str:
+    """The system's reason, which torch's writer hides behind one of its own, and what to do about it."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    if not isinstance(seen, OSError):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    advice = {
+        errno.ENOSPC: f"make room on the file system of {folder}",
+        errno.EDQUOT: f"your quota for {folder} is used up: remove something, or ask for more",
+        errno.EFBIG: "the limit on file sizes (ulimit -f) is too low",
+        errno.EROFS: f"the file system of {folder} has become read-only: tell its administrators",
+        errno.EIO: f"the file system of {folder} reports an error: tell its administrators",
+    }
+    return f"{seen.strerror}; {advice.get(seen.errno or 0, f'check {folder}')}; the older ones are untouched"

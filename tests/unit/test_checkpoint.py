@@ -1,0 +1,242 @@
+"""Durable checkpoints without processes: cutting, writing by several members (threads here), reading, damage."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from fallow.model import Checkpointed, CheckpointFailed, FallowError  # noqa: E402
+from fallow.worker.checkpoint import writer  # noqa: E402
+from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
+from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
+from fallow.worker.checkpoint.restore import load  # noqa: E402
+from fallow.worker.checkpoint.writer import Writer  # noqa: E402
+from fallow.worker.state import TensorSpec  # noqa: E402
+
+Report = Checkpointed | CheckpointFailed
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {
+        "objects": {
+            "models": [
+                OrderedDict({"0.weight": torch.randn(33, 7), "0.bias": torch.randn(33), "one": torch.tensor(2)})
+            ],
+            "optimizers": [{"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(40, 2, 3)}}, "lr": 0.1}],
+            "others": [{"empty": torch.empty(0, 4), "half": torch.randn(5).bfloat16(), "turned": torch.ones(4, 3).T}],
+        },
+        "position": {"step": 7, "loss": 0.5},
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, **known: Any) -> list[Report]:
+    """Let `world` members (or `only` some of them) write a checkpoint at the same time; what they report."""
+    reports: list[Report] = []
+    members = []
+    for rank in sorted(range(world) if only is None else only):
+        about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0} | known
+        member = Writer(f"w{rank}", folder, reports.append)
+        member.begin(take(state(), rank, world, step=step, **about))
+        members.append(member)
+    for member in members:
+        member.hurry()
+        assert member.drain(30)
+    return reports
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["float32", "uint8", "float64"]), st.lists(st.integers(0, 9), max_size=3))),
+    st.integers(1, 9),
+)
+def test_every_row_is_in_exactly_one_part(shapes: list[tuple[str, list[int]]], world: int) -> None:
+    specs = [TensorSpec(dtype, shape) for dtype, shape in shapes]
+    parts = cut(specs, world)
+    assert len(parts) == world
+    for number, spec in enumerate(specs):
+        pieces = sorted(piece for part in parts for piece in part if piece.tensor == number)
+        assert pieces[0].first == 0
+        assert pieces[-1].end == (spec.shape[0] if spec.shape else 1)
+        assert all(a.end == b.first for a, b in itertools.pairwise(pieces))
+
+
+def test_parts_are_equally_large() -> None:
+    specs = [TensorSpec("float32", [1000, 10]), TensorSpec("float32", []), TensorSpec("float32", [3000, 10])]
+    sizes = [
+        sum((piece.end - piece.first) * (40 if specs[piece.tensor].shape else 4) for piece in part)
+        for part in cut(specs, 4)
+    ]
+    assert sum(sizes) == 160_004
+    assert max(sizes) - min(sizes) <= 80
+    assert cut(specs, 1) == [[Slice(0, 0, 1000), Slice(1, 0, 1), Slice(2, 0, 3000)]]
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
+    reports = write(tmp_path, 7, world)
+    assert [type(report) for report in reports] == [Checkpointed], "one member finishes, nobody complains"
+    done = reports[0]
+    assert isinstance(done, Checkpointed)
+    folder = Path(done.path)
+    assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
+    assert folder.name == "g00000002-s000000000007"
+    assert same(load(folder), state())
+    manifest, digest = read_manifest(folder)
+    assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
+    assert done.nbytes == manifest.nbytes
+    names = {".metadata", "manifest", *(f"__{rank}_0.distcp" for rank in range(world))}
+    assert {path.name for path in folder.iterdir()} == names
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two members find all parts there; the second claims when the first has taken the parts' notes away."""
+    sync = writer.sync_dir
+    late: list[bool] = []
+
+    def sync_dir(path: Path) -> None:
+        if path.suffix == ".tmp" and (path / "manifest").exists() and not late:
+            late.append(writer._claim(path))
+        sync(path)
+
+    monkeypatch.setattr(writer, "sync_dir", sync_dir)
+    (done,) = write(tmp_path, 7, 2)
+    assert late == [False]
+    assert isinstance(done, Checkpointed)
+    assert same(load(Path(done.path)), state())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    (done,) = write(tmp_path, 7, 3)
+    assert isinstance(done, Checkpointed)
+    dcp_to_torch_save(done.path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    wanted = state()["objects"]
+    assert same(whole["models"], [dict(wanted["models"][0])])
+    assert torch.equal(whole["optimizers"][0]["state"]["0"]["m"], wanted["optimizers"][0]["state"][0]["m"])
+
+    import torch.distributed.checkpoint as dcp
+
+    some = {"models.0.0.weight": torch.zeros(33, 7)}
+    dcp.load(some, checkpoint_id=done.path)
+    assert torch.equal(some["models.0.0.weight"], wanted["models"][0]["0.weight"])
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest"])
+@pytest.mark.parametrize("harm", ["flip", "tear", "remove"])
+def test_damage_is_found_and_named(tmp_path: Path, file: str, harm: str) -> None:
+    (done,) = write(tmp_path, 7, 2)
+    assert isinstance(done, Checkpointed)
+    path = Path(done.path) / file
+    data = bytearray(path.read_bytes())
+    if harm == "flip":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif harm == "tear":
+        path.write_bytes(data[:-10])
+    else:
+        path.unlink()
+    with pytest.raises(FallowError, match=file):
+        load(Path(done.path))
+
+
+def test_a_checkpoint_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
+    (done,) = write(tmp_path, 7, 1)
+    assert isinstance(done, Checkpointed)
+    part = Path(done.path) / "__0_0.distcp"
+    part.chmod(0o666)
+    with pytest.raises(FallowError, match="open to others"):
+        load(Path(done.path))
+    part.chmod(0o600)
+    elsewhere = tmp_path / "elsewhere"
+    part.rename(elsewhere)
+    part.symlink_to(elsewhere)
+    with pytest.raises(FallowError, match="__0_0"):
+        load(Path(done.path))
+
+
+def test_a_member_that_never_writes_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fallow.worker.checkpoint.writer.HURRY_S", 0.2)
+    write(tmp_path, 6, 3)
+    (failed,) = write(tmp_path, 7, 3, only={0, 2})
+    assert isinstance(failed, CheckpointFailed)
+    assert "rank" in failed.reason
+    assert "1 did not come" in failed.reason
+    assert [path.name[-3:] for path in tmp_path.iterdir()] == ["006"], "the older one alone is left"
+    # Without the first member nobody gives it up: the next complete one sweeps it away.
+    assert write(tmp_path, 8, 3, only={1, 2}) == []
+    assert len(list(tmp_path.glob("*.tmp"))) == 1
+    write(tmp_path, 9, 2)
+    assert sorted(path.name[-3:] for path in tmp_path.iterdir()) == ["006", "009"]
+
+
+def test_a_folder_that_went_away_is_said_once_and_by_name(tmp_path: Path) -> None:
+    (failed,) = write(tmp_path / "gone" / "checkpoints", 7, 1)
+    assert isinstance(failed, CheckpointFailed)
+    assert "No such file" in failed.reason
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+import test_checkpoint as t
+folder = Path(sys.argv[1])
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+t.state = lambda: {"objects": {"models": [{"w": t.torch.randn(100_000)}]}, "position": {}}
+for report in t.write(folder, 8, 1):
+    print(type(report).__name__, getattr(report, "reason", ""))
+print(sorted(path.name for path in folder.iterdir()))
+"""
+
+
+@pytest.mark.parametrize("how", ["limit", "full"])
+def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path, how: str) -> None:
+    (tmp_path / "kept").mkdir(mode=0o700)
+    shutil.copytree(Path(write(tmp_path, 7, 1)[0].path), tmp_path / "kept" / "g00000002-s000000000007")  # type: ignore[union-attr]
+    script = [sys.executable, "-c", FULL, str(tmp_path / "kept"), how, str(Path(__file__).parent)]
+    if how == "full":
+        size = sum(path.stat().st_size for path in (tmp_path / "kept").rglob("*"))
+        mounted = (
+            f'cp -r "$3" "$3.old" && mount -t tmpfs -o size={size + 65536},mode=700 none "$3" && '
+            'mv "$3.old"/* "$3" && exec "$0" "$1" "$2" "$3" "$4" "$5"'
+        )
+        script = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, *script]
+        if subprocess.run([*script[:4], "true"], capture_output=True).returncode:
+            pytest.skip("no user namespaces here")
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "CheckpointFailed the checkpoint of step 8 was not written: " in done.stdout
+    wanted = {
+        "limit": "File too large; the limit on file sizes (ulimit -f)",
+        "full": "No space left on device; make room",
+    }
+    assert wanted[how] in done.stdout
+    assert "older ones are untouched" in done.stdout
+    assert "['g00000002-s000000000007']" in done.stdout, "no rest is left behind"
