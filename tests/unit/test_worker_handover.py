@@ -24,7 +24,7 @@ from fallow.worker.position import Position
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
 from fallow.worker.stream import Card, Streams, cut, receive_piece, send_piece, sources, word_sum
-from fallow.worker.switch import Exchanged, View, exchange, judge
+from fallow.worker.switch import Exchanged, Verdict, View, exchange, judge
 
 DEADLINE_S = 20.0
 torch.set_num_threads(1)
@@ -447,7 +447,7 @@ def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int) 
 
 
 STANDINGS = st.sampled_from([FRESH, HOLDS, TORN])
-VIEWS = st.lists(st.builds(View, st.just(3), STANDINGS, st.integers(0, 2), st.integers(0, 1), st.just(0)))
+VIEWS = st.lists(st.builds(View, st.just(3), STANDINGS, st.integers(0, 2), st.just(0), st.integers(0, 1), st.just(0)))
 
 
 @given(VIEWS)
@@ -459,7 +459,7 @@ def test_donors_are_the_majority_of_those_at_the_newest_step(views: list[View]) 
         with pytest.raises(FallowError):
             judge(3, views)
         return
-    donors, healed = judge(3, views)
+    donors, _, healed = judge(3, views)
     usual = [view for view in newest if view.fingerprint == (2 * ones > len(newest))]
     assert [views[rank] for rank in donors] == usual
     assert len(donors) + len(healed) == len(newest)
@@ -468,4 +468,23 @@ def test_donors_are_the_majority_of_those_at_the_newest_step(views: list[View]) 
 
 def test_a_stale_process_is_found_out() -> None:
     with pytest.raises(FallowError, match="rank 1 is in generation 2, not 3"):
-        judge(3, [View(3, HOLDS, 1, 0, 0), View(2, HOLDS, 1, 0, 0)])
+        judge(3, [View(3, HOLDS, 1, 0, 0, 0), View(2, HOLDS, 1, 0, 0, 0)])
+
+
+def seen(standing: int = HOLDS, progress: int = 5, call: int = 2, fingerprint: int = 7) -> View:
+    return View(generation=3, standing=standing, progress=progress, call=call, fingerprint=fingerprint, pace=0)
+
+
+def test_who_gives_and_who_receives() -> None:
+    views = [seen(progress=4, fingerprint=1), seen(), seen(standing=FRESH, progress=0), seen(), seen(standing=TORN)]
+    assert judge(3, views) == Verdict([1, 3], [], [])
+    assert judge(3, [seen(standing=FRESH), seen(standing=TORN)]) == Verdict([], [], [])
+    assert judge(3, [seen(), seen(fingerprint=8), seen()]) == Verdict([0, 2], [], [1])
+    with pytest.raises(FallowError, match="hold different weights"):
+        judge(3, [seen(), seen(fingerprint=8)])
+
+
+def test_a_member_that_left_its_call_already_gives_and_one_that_has_not_stays_as_it_is() -> None:
+    # Between two calls a script may do what changes weights (an average swapped in), and the other will do it, too.
+    views = [seen(call=1), seen(call=2, fingerprint=8), seen(standing=FRESH, progress=0, call=0)]
+    assert judge(3, views) == Verdict([1], [0], [])

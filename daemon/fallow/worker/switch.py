@@ -28,6 +28,8 @@ class View(NamedTuple):
     standing: int
     progress: int
     "see `Position.progress`"
+    call: int
+    "number of its run.steps call"
     fingerprint: int
     "of the weights; 0 unless it holds the state"
     pace: int
@@ -39,6 +41,8 @@ class Verdict(NamedTuple):
 
     donors: list[int]
     "ranks; empty if nobody has the state"
+    level: list[int]
+    "ranks that are as far as the donors, but still in the run.steps call that those have left"
     healed: list[int]
     "ranks that are as far but whose weights are not those of the majority"
 
@@ -98,9 +102,9 @@ def exchange(
     total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    views = _views(group, View(group.generation, standing.value, position.progress, total, round(pace * 1e9)))
+    views = _views(group, _view(group, standing, position, total, pace))
     agreed = time.monotonic()
-    donors, healed = judge(group.generation, views)
+    donors, level, healed = judge(group.generation, views)
     begun = bool(donors)
     if not begun:
         if standing.value == TORN:
@@ -113,7 +117,8 @@ def exchange(
         saved = restore() if group.rank == donors[0] else None
         if saved is not None:
             position = load_state(prepared, saved)
-    receivers = [rank for rank, view in enumerate(views) if rank not in donors and (begun or view.standing == FRESH)]
+    there = {*donors, *level}
+    receivers = [rank for rank, view in enumerate(views) if rank not in there and (begun or view.standing == FRESH)]
     plan = sources(donors, receivers)
     intake: Intake | None = None
     if group.rank in plan:
@@ -137,6 +142,17 @@ def exchange(
     )
 
 
+def _view(group: Group, standing: Standing, position: Position, fingerprint: int, pace: float) -> View:
+    return View(
+        generation=group.generation,
+        standing=standing.value,
+        progress=position.progress,
+        call=position.call,
+        fingerprint=fingerprint,
+        pace=round(pace * 1e9),
+    )
+
+
 def _views(group: Group, mine: View) -> list[View]:
     gathered = group.all_gather(torch.tensor(mine, dtype=torch.int64))
     group.wait()
@@ -146,7 +162,11 @@ def _views(group: Group, mine: View) -> list[View]:
 def judge(generation: int, views: Sequence[View]) -> Verdict:
     """Who gives the state to the others: those who are furthest.
 
-    Where their weights differ, more than half of them must agree; the others receive the state anew.
+    A member can have left its run.steps call, and have done what the script does between two calls, while another was
+    held up in the exchange at that call's last step. That one will do the same by itself, so it receives nothing; but
+    what it holds is not what a newcomer needs.
+
+    Where donors' weights differ, more than half of them must agree; the others receive the state anew.
 
     Raises:
         FallowError: a stale process answered, or weights differ and no side is the majority.
@@ -156,9 +176,11 @@ def judge(generation: int, views: Sequence[View]) -> Verdict:
             raise FallowError(f"rank {rank} is in generation {view.generation}, not {generation}: a stale process")
     holders = [rank for rank, view in enumerate(views) if view.standing == HOLDS]
     if not holders:
-        return Verdict([], [])
+        return Verdict([], [], [])
     most = max(views[rank].progress for rank in holders)
-    newest = [rank for rank in holders if views[rank].progress == most]
+    furthest = [rank for rank in holders if views[rank].progress == most]
+    call = max(views[rank].call for rank in furthest)
+    newest = [rank for rank in furthest if views[rank].call == call]
     (usual, count), *_ = Counter(views[rank].fingerprint for rank in newest).most_common(1)
     if 2 * count <= len(newest):
         sums = ", ".join(f"rank {rank}: {views[rank].fingerprint:x}" for rank in newest)
@@ -168,7 +190,8 @@ def judge(generation: int, views: Sequence[View]) -> Verdict:
             "(processor, torch version)"
         )
     donors = [rank for rank in newest if views[rank].fingerprint == usual]
-    return Verdict(donors, [rank for rank in newest if rank not in donors])
+    level = [rank for rank in furthest if rank not in newest]
+    return Verdict(donors, level, [rank for rank in newest if rank not in donors])
 
 
 def _receive(
