@@ -353,6 +353,21 @@ def test_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> Non
     assert tells(out, Dismiss) == ["w2"]
 
 
+def test_a_newcomer_whose_change_was_overtaken_by_the_end_is_not_waited_for() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    generation = m.roster.high
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.VoteCast(at=1, worker=worker, generation=generation, ok=True))
+    assert m.roster.members == ["w0", "w1", "w2"], "it is committed"
+    done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
+    m.handle(ev.WorkerFinished(at=1, worker="w0", **done))
+    assert m.roster.status is RunStatus.TRAINING
+    out = m.handle(ev.WorkerFinished(at=1, worker="w1", **done))
+    assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)
+    assert tells(out, Dismiss) == ["w2"]
+
+
 def test_a_head_that_comes_back_burns_what_was_only_prepared_and_keeps_what_was_committed() -> None:
     m = started("w0")
     join(m, "w1")

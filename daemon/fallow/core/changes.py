@@ -248,7 +248,9 @@ class Changes:
 
     def _end_if_all_finished(self) -> None:
         r = self._roster
-        if all(r.workers[w].finished or not r.alive(w) for w in r.members):
+        # A newcomer without state was overtaken by the end: the others never came to the boundary of its generation.
+        awaited = [w for w in r.members if r.alive(w) and r.workers[w].has_state]
+        if all(r.workers[w].finished for w in awaited):
             self.end(RunStatus.FINISHED, r.message if r.final is None else "")
 
     def end(self, status: RunStatus, message: str) -> None:
