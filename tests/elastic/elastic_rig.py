@@ -397,9 +397,8 @@ def judge(report: RunReport, undisturbed: RunReport) -> None:
     assert report.steps == undisturbed.steps
     assert (report.samples.lost, report.samples.duplicated) == (0, 0)
     assert report.samples.consumed == undisturbed.samples.consumed
-    assert report.final_loss is not None
-    assert undisturbed.final_loss is not None
-    assert abs(report.final_loss - undisturbed.final_loss) < 1e-9
+    assert report.final_digest == undisturbed.final_digest
+    assert report.final_loss == undisturbed.final_loss
     numbers = [generation.generation for generation in report.generations]
     assert numbers == sorted(set(numbers)), "numbers of generations are not strictly increasing"
     firsts = [generation.first_step for generation in report.generations]

@@ -1,4 +1,4 @@
-"""The training of `tests/elastic`: tiny, in float64, with everything that makes a step depend on where it is computed.
+"""The training of `tests/elastic`: tiny, reproducible, with everything that makes a step depend on where it is computed.
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
 is smaller than the others. In the folder `--gates` the tests say what happens when:
@@ -51,7 +51,7 @@ def main() -> None:
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=args.batch, shuffle=True)
     model, optimizer, scheduler, loader = run.prepare(
-        model, optimizer, scheduler, loader, global_batch=args.global_batch
+        model, optimizer, scheduler, loader, global_batch=args.global_batch, reproducible=True
     )
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
         loss = nn.functional.cross_entropy(model(x), y)

@@ -22,7 +22,7 @@ from fallow.local.driver import store_pid
 
 EVENTS = int(os.environ.get("FALLOW_SOAK_EVENTS", "1000"))
 SEED = int(os.environ.get("FALLOW_SOAK_SEED", "1"))
-STEPS_PER_EVENT = 12
+STEPS_PER_EVENT = 20
 SAMPLE_EVERY = 5
 KINDS = {
     "join": 40,
@@ -74,7 +74,7 @@ def growth(samples: list[Figures]) -> Figures:
 
 
 async def test_a_thousand_events_on_one_run(nursery: NurseryClient, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    options = ("--steps", STEPS_PER_EVENT * EVENTS)
+    options = ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", 0.1)
     drawn = random.Random(SEED)
     samples: list[Figures] = []
     (tmp_path / "rig").mkdir(mode=0o700)
@@ -87,6 +87,8 @@ async def test_a_thousand_events_on_one_run(nursery: NurseryClient, undisturbed:
             await story.turn(kind, drawn.randrange(100))
             if len(story.told) % SAMPLE_EVERY == 0:
                 samples.append(measure(rig, story.run))
+            if len(story.told) % 50 == 0:
+                print(len(story.told), "events", round(time.monotonic() - began), "s", flush=True)
         took = time.monotonic() - began
         report = await story.run.ends(within_s=1800)
     grown = growth(samples)
