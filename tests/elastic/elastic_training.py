@@ -1,4 +1,4 @@
-"""The training of `tests/elastic`: tiny, reproducible, with everything that makes a step depend on where it is computed.
+"""The training of `tests/elastic`: tiny, reproducible, with all that makes a step depend on where it is computed.
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
 is smaller than the others. In the folder `--gates` the tests say what happens when:
