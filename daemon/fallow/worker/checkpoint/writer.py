@@ -45,7 +45,6 @@ HURRY_S = 10.0
 """The same, once it is known that a member was lost."""
 
 LOOK_S = 0.1
-LOWEST_PRIORITY = 19
 
 
 class GivenUp(Exception):
@@ -102,9 +101,6 @@ class Writer:
     # ------------------------------------------------------------------------------------------- on the thread
 
     def _run(self, snapshot: Snapshot, began: float) -> None:
-        with contextlib.suppress(OSError):
-            # Of this thread alone, on Linux. The training goes first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         name = folder_name(snapshot.generation, snapshot.step)
         temporary = self._folder / (name + TEMPORARY)
         try:
