@@ -218,7 +218,7 @@ class Elastic:
                 ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
                 {**self.rig.environ, **node, **environ},
                 self.rig.folder / "agents.log",
-                eggs=workers,
+                eggs=workers + 1,  # one may be started again
             )
             self.rig.agents.append(pid)
             came = [f"w{len(self.agent_of) + i}" for i in range(workers)]

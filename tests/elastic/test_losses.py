@@ -268,17 +268,15 @@ async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
     judge(report, await undisturbed())
 
 
-async def test_p2_a_member_whose_weights_drifted_is_found_at_the_next_change(make_rig: MakeRig) -> None:
-    """Before any step of the new generation, and with a message that says what to look for."""
+async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps(make_rig: MakeRig) -> None:
+    """Nobody can say which of two is right, so the run ends with what to look for."""
     async with make_rig() as rig:
         run = await (await rig.run("--drift", "10-w1")).begin(2)
-        await run.reaches(14)
-        await run.arrive()
-        await run.grow()
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
-    assert "members at step" in report.message
-    assert "hold different weights" in report.message
+    assert "the members' weights" in report.message
+    assert "differ" in report.message
+    assert 10 <= report.steps <= 14
 
 
 async def test_e5_the_training_ends_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:

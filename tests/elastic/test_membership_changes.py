@@ -84,14 +84,16 @@ async def test_h5_h8_e3_n5_r1_from_nothing_to_too_many_and_below_the_minimum(
         assert [phase(view, name) for name in ("w3", "w4")] == [WorkerPhase.READY] * 2
         run.kill("w1")
         await run.becomes(["w0", "w2", "w3"])
+        run.agent_of["w5"] = run.agent_of["w1"]
+        await run.until(lambda view: phase(view, "w5") is WorkerPhase.READY, "nothing is started in its place")
 
-        await run.release("w4")
+        await run.release("w4", "w5")
         await run.release("w0", "w2")
         await run.becomes(["w3"])
         await run.goes_on()
         await run.grow(2)
         await run.arrive()
-        await run.becomes(["w3", "w5"])
+        await run.becomes(["w3", "w6"])
 
         report = await run.ends()
     judge(report, await undisturbed())
