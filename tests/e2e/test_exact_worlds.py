@@ -1,0 +1,75 @@
+"""`reproducible=True` in fixed worlds of 1 to 8 ranks: one digest, whatever the loop does and whoever has what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).with_name("exact_world.py")
+DENSE = [
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+]
+"""What torch.optim has without LBFGS (a closure), Muon (matrices only) and SparseAdam (sparse gradients)."""
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def results(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """The first optimizer's result in each case."""
+    words = [sys.executable, str(SCRIPT), json.dumps([{"optimizers": ["AdamW"], **case} for case in cases])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_one_digest_for_every_world() -> None:
+    """Dropout, batch norm, autocast, clipping, schedule, averages, a partial last step, layers that are seldom used."""
+    worlds = [{"world": n} for n in (1, 2, 5, 8)] + [{"world": 3, "shares": 1}, {"world": 4, "shares": 2}]
+    first, *others = (result["AdamW"] for result in results(*worlds))
+    assert first["steps"] == 6
+    assert first["finite"]
+    assert first["repeated"] >= 1
+    assert others == [first] * 5
+
+
+def test_floating_sums_would_differ() -> None:
+    """The trainings above are able to tell."""
+    one, three = results({"world": 1, "reproducible": False}, {"world": 3, "reproducible": False})
+    assert one["AdamW"]["digest"] != three["AdamW"]["digest"]
+
+
+def test_scaler_several_backwards_and_an_infinite_loss() -> None:
+    """A shard's infinity makes every member skip that step; the scale goes down; nothing else is hurt."""
+    case = {"scaler": True, "backwards": 2, "spoil": 4}
+    one, fine, *others = (
+        result["AdamW"]
+        for result in results(
+            {"world": 1, **case},
+            {"world": 1, **case, "spoil": None},
+            {"world": 3, "shares": 3, **case},
+            {"world": 2, "reborn": True, **case},
+        )
+    )
+    assert one["finite"]
+    assert one["scale"] < fine["scale"]
+    assert one["digest"] != fine["digest"]
+    assert [other["digest"] for other in others] == [one["digest"]] * 2
+    assert [other["scale"] for other in others] == [one["scale"]] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_optimizer_with_newcomers_state(dtype: str) -> None:
+    """All ranks begin anew in the middle, from the state that rank 0 hands over."""
+    case = {"optimizers": DENSE, "dtype": dtype, "autocast": False, "steps": 4}
+    one, three = results({"world": 1, **case}, {"world": 3, "reborn": True, **case})
+    assert len({one[name]["digest"] for name in DENSE}) > 10
+    differ = [name for name in DENSE if one[name]["digest"] != three[name]["digest"]]
+    assert not differ
