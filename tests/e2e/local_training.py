@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import fallow
 
@@ -30,6 +30,25 @@ def bodies(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
         yield from run.steps(loader)
 
 
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same samples without numbers; loader processes share them."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.data = inputs, targets
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order in each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        inputs, targets = self.data
+        info = get_worker_info()
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for index in order if info is None else order[info.id :: info.num_workers]:
+            yield inputs[index] + 0.01 * torch.randn(8), targets[index]
+
+
 def main() -> None:
     """Train, and have the main member write what came out."""
     parser = argparse.ArgumentParser()
@@ -40,6 +59,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--drop-last", action="store_true")
+    parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
@@ -70,10 +90,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
-    loader = DataLoader(
-        TensorDataset(inputs, targets),
+    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
+        Stream(inputs, targets) if args.stream else TensorDataset(inputs, targets),
         batch_size=args.batch_size,
-        shuffle=True,
+        shuffle=not args.stream,
         drop_last=args.drop_last,
         num_workers=args.num_workers,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fallow.model import FallowError
 from fallow.worker import fixed
@@ -21,6 +21,16 @@ from fallow.worker.run import Run
 
 SHARDS = 3
 """Per step: of two members one has one body, the other two."""
+
+
+class Stream(IterableDataset[Any]):
+    """The first `length` samples of a data set, without numbers."""
+
+    def __init__(self, data: TensorDataset, length: int) -> None:
+        self.data, self.length = data, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[number] for number in range(self.length))
 
 
 class Case:
@@ -37,10 +47,15 @@ class Case:
         self.means: list[float] = []
 
     def train(
-        self, odd: Callable[[Case], Any] = lambda case: None, skip: Callable[[Case, torch.Tensor], bool] | None = None
+        self,
+        odd: Callable[[Case], Any] = lambda case: None,
+        skip: Callable[[Case, torch.Tensor], bool] | None = None,
+        stream: int | None = None,
     ) -> Any:
+        """`stream`: the samples come as a stream of that length."""
         x = torch.randn(8 * SHARDS, 4, generator=torch.Generator().manual_seed(1)).double()
-        loader = DataLoader(TensorDataset(torch.arange(len(x)), x), 2)
+        data = TensorDataset(torch.arange(len(x)), x)
+        loader: DataLoader[Any] = DataLoader(data if stream is None else Stream(data, stream), 2)
         run = self.run
         _, _, _, _, loader = run.prepare(
             self.model, self.optimizer, self.schedule, self.average, loader, global_batch=2 * SHARDS
@@ -102,7 +117,17 @@ def main() -> None:
         "own rate": case().train(decays),
         "own weights": case().train(drifts),
         "skips": case().train(Case.step, skips),
+        "stream": case().train(Case.step, stream=8 * SHARDS),
+        **{
+            f"{name} on rank 1": case().train(Case.step, stream=6 * SHARDS + more * (rank == 1))
+            for name, more in [("one sample more", 1), ("two steps more", 4 * SHARDS), ("one batch less", -2)]
+        },
     }
+    # What one is told, all are told.
+    told = torch.tensor([float(isinstance(result, str)) for result in found.values()])
+    groups[0].all_reduce(told)
+    groups[0].wait()
+    assert set(told.tolist()) <= {0.0, float(size)}, told
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     for group in groups:

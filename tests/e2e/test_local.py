@@ -280,6 +280,9 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
     for wrong, step in (("counts bodies", 1), ("is_main", 1), ("own rate", 1), ("own weights", 2)):
         assert done.result[wrong].startswith(f"at step {step}: the members' weights"), wrong
     assert "changes with each body" in alone["own rate"]
+    assert done.result["stream"] == pytest.approx(done.result["usual"], abs=1e-12)
+    for longer in ("one sample more", "two steps more", "one batch less"):
+        assert "checksum of the samples" in done.result[f"{longer} on rank 1"], longer
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
@@ -356,6 +359,18 @@ def test_loader_processes(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny("--num-workers", "2", schedule="+1@20,-m0@40").trained(90, expected_samples(90))
     assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
     same(done, tiny())
+
+
+@pytest.mark.parametrize(("processes", "samples"), [("0", 250), ("2", 252)])
+def test_a_stream_comes_out_the_same_whoever_computes_it(
+    processes: str, samples: int, box: Box, plain: Callable[..., dict[str, Any]]
+) -> None:
+    """Eight steps an epoch; with two loader processes the last one has two small batches."""
+    words = ["--stream", "--num-workers", processes, "--samples", str(samples), "--float32", "--reproducible"]
+    done = box.tiny(*words, schedule="+1@20,kill:1@40,-m0@60").trained(90, 11 * samples + 2 * BATCH)
+    assert done.kinds == ["start", "absorb", "eject", "release"]
+    assert done.members[-1] == ["w2"]
+    assert done.result == plain(TINY, *words, "--pace", "0", "--result", "RESULT")
 
 
 # --------------------------------------------------------------------------------------------- what users get wrong

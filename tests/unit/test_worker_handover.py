@@ -85,7 +85,7 @@ class Member:
             self.model.count += 1
             self.schedule.step()
             self.average.update_parameters(self.model)
-            self.position.finish_step(6, 100)
+            self.position.finish_step(6, last=False)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(switch.state.tensors_in(self.prepared.export()))

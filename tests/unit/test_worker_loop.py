@@ -412,7 +412,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DataLoader(Stream(), 2), "map-style dataset"),
+        (lambda: DataLoader(Stream(), batch_size=None), "have it give samples"),
+        (lambda: DataLoader(Stream(), 2, num_workers=2, in_order=False), "no fixed order"),
         (lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 0)), "DistributedSampler"),
         (lambda: DataLoader(Noisy(), batch_size=None), "batch_sampler"),
         (

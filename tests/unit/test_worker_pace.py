@@ -12,8 +12,9 @@ from fallow.core.shards import duties
 from fallow.core.shares import divide
 from fallow.worker import pace as pace_module
 from fallow.worker.group import Group
-from fallow.worker.loader import ElasticLoader, Key
+from fallow.worker.loader import ElasticLoader
 from fallow.worker.pace import ENOUGH, Pace
+from fallow.worker.source import Key
 
 
 class Bodies:

@@ -116,8 +116,8 @@ def test_digest_depends_on_names_not_on_order() -> None:
 
 def test_position_counts_passes_and_calls() -> None:
     at = Position()
-    for _ in range(3):
-        at.finish_step(8, 2)
+    for step in range(3):
+        at.finish_step(8, last=step == 1)
     assert (at.step, at.samples, at.data_epoch, at.passes, at.index) == (3, 24, 1, 1, 1)
     at.finish_call()
     assert (at.call, at.data_epoch, at.index, at.passes, at.call_steps) == (1, 2, 0, 0, 0)

@@ -51,18 +51,29 @@ class Layout(NamedTuple):
         return first, min(first + self.batch_size, (step + 1) * self.global_batch, self.length)
 
 
+class Cut(NamedTuple):
+    """One step, as it is divided into shards."""
+
+    sizes: tuple[int, ...]
+    "samples of each shard"
+    crcs: tuple[int, ...]
+    "of each shard, see `shard_crc`"
+    last: bool
+    "it is the last step of its epoch"
+
+    @property
+    def samples(self) -> int:
+        """Samples in the step."""
+        return sum(self.sizes)
+
+
 def make_layout(length: int, batch_size: int, global_batch: int, drop_last: bool) -> Layout:
     """Check the numbers and return the cut of an epoch.
 
     Raises:
         FallowError: the global batch is not a multiple of the batch size, or no step fits.
     """
-    if batch_size < 1 or global_batch < batch_size or global_batch % batch_size:
-        raise FallowError(
-            f"global_batch={global_batch} is not a multiple of the DataLoader's batch_size={batch_size}; "
-            "one batch of the loader is one shard: choose a multiple",
-            Exit.DATA,
-        )
+    check_batch(batch_size, global_batch)
     if length < 1:
         raise FallowError("the DataLoader has no samples: check the dataset and the sampler", Exit.DATA)
     if drop_last and length < global_batch:
@@ -72,6 +83,20 @@ def make_layout(length: int, batch_size: int, global_batch: int, drop_last: bool
             Exit.DATA,
         )
     return Layout(length, batch_size, global_batch, drop_last)
+
+
+def check_batch(batch_size: int, global_batch: int) -> None:
+    """Refuse a step that is not a whole number of shards.
+
+    Raises:
+        FallowError: the global batch is not a multiple of the batch size.
+    """
+    if batch_size < 1 or global_batch < batch_size or global_batch % batch_size:
+        raise FallowError(
+            f"global_batch={global_batch} is not a multiple of the DataLoader's batch_size={batch_size}; "
+            "one batch of the loader is one shard: choose a multiple",
+            Exit.DATA,
+        )
 
 
 class Duty(NamedTuple):
@@ -110,6 +135,6 @@ def shard_crc(epoch: int, step: int, shard: int, indices: bytes | memoryview) ->
         epoch: of the data.
         step: in the epoch.
         shard: in the step.
-        indices: its sample numbers as 64-bit integers.
+        indices: its sample numbers as 64-bit integers; of a stream, whose samples have none, what is known of the step.
     """
     return zlib.crc32(indices, zlib.crc32(b"%d %d %d" % (epoch, step, shard)))

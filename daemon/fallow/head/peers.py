@@ -96,7 +96,7 @@ class Peers:
                     arithmetic=message.arithmetic,
                 )
                 turn.apply(run, event)
-                turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
+                turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
             case Vote():
                 vote = ev.VoteCast(
                     at=at,
@@ -170,6 +170,7 @@ class Peers:
             folder=str(turn.book.paths.run(run.id).root),
             checkpoint_s=self._checkpoint.interval_s,
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
+            reached=_reached(run),
         )
         turn.tell(run, worker, welcome)
 
@@ -194,6 +195,7 @@ class Peers:
             term=turn.book.term,
             ready=known.phase is not WorkerPhase.STARTING,
             deadline_in_s=None if end is None else end - turn.now,
+            reached=_reached(run),
         )
         turn.tell(run, worker, ack)
 
@@ -209,7 +211,7 @@ class Peers:
             repeated=message.repeated,
         )
         turn.apply(run, event)
-        turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True))
+        turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
 
     # -- agents -------------------------------------------------------------------------------------------------
 
@@ -383,3 +385,8 @@ class Peers:
                 silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
                 if silent > self._config.lease_s:
                     self.agent_gone(turn, run, allocation, node, "the run is over")
+
+
+def _reached(run: Run) -> tuple[int, int]:
+    """Where the foremost member is in its data."""
+    return max((run.beats[worker].reached for worker in run.roster.members if worker in run.beats), default=(0, 0))

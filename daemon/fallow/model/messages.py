@@ -75,6 +75,8 @@ class Beat(Message, frozen=True, kw_only=True):
     held: bool
     "stopped at the turn of the loop: its group is broken, it waits for a new generation"
     epoch: int = 0
+    reached: tuple[int, int] = (0, 0)
+    "number of the pass over data in progress, finished steps in it"
     loss: float | None = None
     samples_per_s: float = 0.0
     "of the whole global batch"
@@ -263,6 +265,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "seconds between durable checkpoints; 0: only those that somebody asks for"
     epoch: int = 0
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
+    reached: tuple[int, int] = (0, 0)
+    "where the foremost member is in its data, see `Beat.reached`: a newcomer to a stream reads its way there"
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -322,6 +326,8 @@ class BeatAck(Message, frozen=True, kw_only=True):
     ready: bool = False
     deadline_in_s: float | None = None
     "seconds until this worker's node goes away; None: unknown"
+    reached: tuple[int, int] = (0, 0)
+    "see `Welcome.reached`"
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):

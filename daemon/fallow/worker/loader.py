@@ -23,25 +23,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from fallow.core.shards import Layout, make_layout, mix, shard_crc
+from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
+from fallow.worker.source import Duties, Key, Reached, Source
 
 
-class Key(NamedTuple):
-    """One shard: epoch of the data, step in that epoch, shard in that step."""
-
-    epoch: int
-    step: int
-    shard: int
-
-
-Duties = Callable[[int], Sequence[int]]
-"""Shards in a step -> the shards that this member computes."""
-
-
-class ElasticLoader:
-    """Stands where the user's DataLoader stood. Iterated by `run.steps` only.
+class ElasticLoader(Source):
+    """A loader over a data set whose samples have numbers.
 
     Args:
         source: the user's loader; its dataset, sampler, collate function and worker settings are used.
@@ -50,23 +39,15 @@ class ElasticLoader:
     """
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
-        check_loader(source)
-        self.source = source
-        self.dataset = source.dataset
-        self._seed = seed
+        super().__init__(source, seed, global_batch)
         self._cached: dict[int, array[int]] = {}
         self._prefetch: _Prefetcher | None = None
-        self.load_s = 0.0
-        "seconds of work in the last batch that `fetch` gave, wherever it was done"
-        assert source.batch_size is not None
-        self.layout: Layout = make_layout(len(self.order(0)), source.batch_size, global_batch, source.drop_last)
+        self.layout: Layout = make_layout(len(self.order(0)), self.batch_size, global_batch, source.drop_last)
+        self.steps = self.layout.steps
 
     def __len__(self) -> int:
         """Optimizer steps in one epoch."""
         return self.layout.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        raise FallowError("a prepared DataLoader is iterated with `for batch in run.steps(loader)`", Exit.DATA)
 
     def order(self, epoch: int) -> array[int]:
         """Sample numbers of an epoch, in order: the same on every member and for every membership."""
@@ -82,15 +63,25 @@ class ElasticLoader:
         first, end = self.layout.bounds(key.step, key.shard)
         return self.order(key.epoch)[first:end].tolist()
 
-    def crc(self, key: Key) -> int:
-        """CRC of one shard, see `shard_crc`."""
-        first, end = self.layout.bounds(key.step, key.shard)
-        return shard_crc(*key, memoryview(self.order(key.epoch))[first:end])
+    def cut(self, epoch: int, step: int) -> Cut:
+        """The shards of a step of an epoch."""
+        shards = range(self.layout.shards_in(step))
+        bounds = [self.layout.bounds(step, shard) for shard in shards]
+        order = memoryview(self.order(epoch))
+        return Cut(
+            tuple(end - first for first, end in bounds),
+            tuple(shard_crc(epoch, step, shard, order[slice(*bounds[shard])]) for shard in shards),
+            step + 1 == self.layout.steps,
+        )
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Tell the prefetching processes what this member will want from `at` on."""
         if self._prefetch is not None:
             self._prefetch.replan(at, duties)
+
+    def example(self, members: Callable[[], Reached]) -> Any:
+        """The first shard of all."""
+        return self.fetch(Key(0, 0, 0), lambda shards: [0])
 
     def fetch(self, key: Key, duties: Duties) -> Any:
         """One batch, collated (and pinned) as the user's loader does it."""
@@ -117,14 +108,17 @@ class ElasticLoader:
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
-    """Refuse what cannot be cut into shards by sample number.
+    """Refuse what cannot be cut into shards.
 
     Raises:
         FallowError: the text names the feature and what to write instead.
     """
     advice: str | None = None
     if isinstance(loader.dataset, IterableDataset):
-        advice = "its dataset is an IterableDataset: give a map-style dataset (__len__ and __getitem__)"
+        if loader.batch_size is None:
+            advice = "its IterableDataset makes the batches (batch_size=None): have it give samples, and set batch_size"
+        elif not loader.in_order:
+            advice = "with in_order=False its batches come in no fixed order: remove that"
     elif isinstance(loader.sampler, DistributedSampler):
         advice = "it has a DistributedSampler: remove it (shuffle=True instead), Fallow divides the samples itself"
     elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:

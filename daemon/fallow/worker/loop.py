@@ -11,10 +11,10 @@ from fallow.model import WorkerReady
 from fallow.worker import rng
 from fallow.worker.capture import backward_seen
 from fallow.worker.compiled import graphs_cut_at_buckets
-from fallow.worker.loader import ElasticLoader
 from fallow.worker.member import Member
 from fallow.worker.prepared import signature_of
 from fallow.worker.signature import signature
+from fallow.worker.source import Source
 from fallow.worker.step import Step
 from fallow.worker.turn import Turn
 
@@ -27,7 +27,7 @@ class Loop:
         self._turn = Turn(member)
         self.step = Step(member, self._turn.report_arrival)
 
-    def steps(self, loader: ElasticLoader, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
+    def steps(self, loader: Source, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
         """Bodies of one `run.steps` call, see `Run.steps`."""
         member, place, gate, step = self._member, self._member.place, self._member.gate, self.step
         if gate.in_body:
@@ -37,6 +37,7 @@ class Loop:
             )
         call = place.begin_call()
         member.loader = loader
+        loader.moved = member.move
         member.move()
         alone = member.session is None and member.group.size == 1
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
@@ -89,14 +90,14 @@ class Loop:
         self._turn.report_arrival()
         self._member.place.position.finish_call()
 
-    def _announce(self, loader: ElasticLoader, epochs: int, max_steps: int | None) -> None:
+    def _announce(self, loader: Source, epochs: int, max_steps: int | None) -> None:
         """Rehearsed: tell the head, with a signature of the state."""
         session = self._member.session
         assert session is not None
-        total = loader.layout.steps * epochs
-        if max_steps is not None:
-            total = min(total, max_steps)
-        total *= self._member.place.epochs_in_loop
+        ends = [max_steps, None if loader.steps is None else loader.steps * epochs]
+        total = min((end for end in ends if end is not None), default=None)
+        if total is not None:
+            total *= self._member.place.epochs_in_loop
         session.progress.total_steps = total
         prepared = self._member.prepared
         layout = prepared.layout()
@@ -108,8 +109,8 @@ class Loop:
                 signature=signature_of(layout),
                 layout=layout,
                 arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
-                shards=loader.layout.shards,
-                global_batch=loader.layout.global_batch,
+                shards=loader.shards,
+                global_batch=loader.global_batch,
                 total_steps=total,
             )
         )

@@ -14,13 +14,13 @@ from fallow.model import Welcome
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
-from fallow.worker.loader import ElasticLoader, Key
 from fallow.worker.pace import Pace
 from fallow.worker.place import Place
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.session import Session
 from fallow.worker.signature import enforce
+from fallow.worker.source import Key, Reached, Source
 from fallow.worker.standing import Standing
 
 
@@ -57,7 +57,7 @@ class Member:
         "of a step's shards among the members: the same on all of them"
         self.standing = Standing()
         gate.settle = self.standing.complete
-        self.loader: ElasticLoader | None = None
+        self.loader: Source | None = None
         "of the run.steps call at work"
         self.saver = Saver(session, welcome) if session and welcome else None
         "None in a fixed world, which has no folder"
@@ -108,7 +108,18 @@ class Member:
             at = self.place.position
             self.loader.replan(Key(at.data_epoch, at.index, 0), self.shards)
             if self.session is not None:
-                self.session.progress.shards = self.division.shares(self.loader.layout.shards)[self.group.rank]
+                self.session.progress.shards = self.division.shares(self.loader.shards)[self.group.rank]
+
+    def reached(self) -> Reached:
+        """Where the members are; for a newcomer, as far as it has heard of them."""
+        at = self.place.position
+        if self.place.joined or self.session is None:
+            return Reached(at.data_epoch, at.index)
+        return Reached(*self.session.members_reached)
+
+    def follow(self) -> bool:
+        """While there is no place yet: read what the members have read, see `Source.follow`."""
+        return self.loader is not None and not self.place.joined and self.loader.follow(self.reached())
 
     def buffers(self) -> list[torch.Tensor]:
         """Copies of all buffers, for `restore`."""

@@ -54,13 +54,13 @@ class Position(msgspec.Struct, kw_only=True):
         self.phase = 0
         return True
 
-    def finish_step(self, samples: int, steps_in_pass: int) -> None:
-        """Count one finished step of `samples` samples."""
+    def finish_step(self, samples: int, *, last: bool) -> None:
+        """Count one finished step of `samples` samples; `last`: of its pass."""
         self.step += 1
         self.samples += samples
         self.call_steps += 1
         self.index += 1
-        if self.index == steps_in_pass:
+        if last:
             self.index = 0
             self.passes += 1
             self.data_epoch += 1

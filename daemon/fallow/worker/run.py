@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
 from fallow.worker import fixed, process, state
@@ -20,6 +20,8 @@ from fallow.worker.loop import Loop
 from fallow.worker.member import Member
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.session import Channel, Dismissed, Session
+from fallow.worker.source import Source
+from fallow.worker.stream_loader import StreamLoader
 from fallow.worker.turn import SwitchedOut
 
 _DELIVERY_S = 5.0
@@ -90,23 +92,24 @@ class Run:
             return thing
         check_loader(thing)
         assert thing.batch_size is not None
-        return ElasticLoader(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
+        made = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
+        return made(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def steps(self, loader: ElasticLoader, epochs: int = 1, max_steps: int | None = None) -> Generator[Any, None, None]:
+    def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Generator[Any, None, None]:
         """Batches of this member's shards; the only place where the membership changes.
 
         Args:
             loader: a DataLoader that went through `prepare`.
-            epochs: passes over the data.
+            epochs: passes over the data, or over the stream.
             max_steps: end after so many optimizer steps of this call, if that comes first.
 
         Raises:
             Released: this worker leaves the run (ends the process with code 0).
             FallowError: the members disagree, or the head is gone for good.
         """
-        if not isinstance(loader, ElasticLoader):
+        if not isinstance(loader, Source):
             raise FallowError(
                 "run.steps wants the DataLoader that run.prepare returned: loader = run.prepare(loader)", Exit.DATA
             )

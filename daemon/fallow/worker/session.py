@@ -78,6 +78,7 @@ class Progress:
     generation: int = 0
     step: int = 0
     epoch: int = 0
+    reached: tuple[int, int] = (0, 0)
     held: bool = False
     loss: float | None = None
     samples_per_s: float = 0.0
@@ -148,6 +149,8 @@ class Session:
         self._asked: dict[int, KvReply | None] = {}
         self._ask_number = 0
         self._acks = 0
+        self.members_reached = 0, 0
+        "where the members are in their data, as the head has last told"
         self._closed = threading.Event()
         self._link = connect(self._on_message, lambda: self.send(self._hello()))
 
@@ -237,6 +240,7 @@ class Session:
                 step=now.step,
                 held=now.held,
                 epoch=now.epoch,
+                reached=now.reached,
                 loss=now.loss,
                 samples_per_s=now.samples_per_s,
                 shards=now.shards,
@@ -277,6 +281,7 @@ class Session:
             match message:
                 case Welcome():
                     self._welcome = message
+                    self.members_reached = message.reached
                 case Prepare():
                     self._on_prepare(message)
                 case Commit():
@@ -289,6 +294,7 @@ class Session:
                 case BeatAck():
                     self._acks += 1
                     self._ready_seen = message.ready
+                    self.members_reached = message.reached
                     if message.deadline_in_s is not None:
                         self._deadline = time.monotonic() + message.deadline_in_s
                 case SaveCheckpoint():
@@ -451,15 +457,18 @@ class Session:
             self._unnoted[written.path] = written
         self.send(written)
 
-    def await_commit(self) -> Prepared:
+    def await_commit(self, meanwhile: Callable[[], bool]) -> Prepared:
         """Wait until a newer generation is committed and its group stands, then make it the current one.
+
+        Args:
+            meanwhile: called again and again, at once where it returns True.
 
         Raises:
             FallowError: the head was silent for its whole patience, or ended this worker.
         """
         self._awaiting_since = time.monotonic()
         try:
-            taken, old = self._take_committed()
+            taken, old = self._take_committed(meanwhile)
         finally:
             self._awaiting_since = None
             self.progress.move()
@@ -467,8 +476,9 @@ class Session:
             self._retired.append(old)
         return taken
 
-    def _take_committed(self) -> tuple[Prepared, Group | None]:
+    def _take_committed(self, meanwhile: Callable[[], bool]) -> tuple[Prepared, Group | None]:
         assert self._welcome is not None
+        busy = True
         with self._changed:
             waiting_since = time.monotonic()
             while not self.switch_committed:
@@ -481,7 +491,14 @@ class Session:
                         "this worker waited for a new generation; state is in the newest checkpoint",
                         Exit.TEMPFAIL,
                     )
-                self._changed.wait(min(left, 1.0))
+                if not busy:
+                    self._changed.wait(min(left, 1.0))
+                if not self.switch_committed:
+                    self._changed.release()  # messages arrive while something else is done
+                    try:
+                        busy = meanwhile()
+                    finally:
+                        self._changed.acquire()
             taken = self._next
             assert taken is not None
             self._next = None

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from fallow.core.shards import mix
+from fallow.core.shards import Cut, mix
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.control import StepPlan
 from fallow.worker.ledger import Done, Fed
-from fallow.worker.loader import ElasticLoader, Key
 from fallow.worker.member import Member
 from fallow.worker.phases import Phases
+from fallow.worker.source import Key, Source
+from fallow.worker.stream_loader import copied
 from fallow.worker.watch import Watch
 
 
@@ -34,7 +34,7 @@ class Step:
         self.final_shard = False
         self.rehearsing = False
         self.shards = 1
-        "shards in the step at work"
+        "shards in a full step"
         self.shard = 0
         self.weight = 0.0
         self.slots: list[dict[int, float]] = []
@@ -61,25 +61,25 @@ class Step:
         self._fed = None
         self.watch.begin_call()
 
-    def run(self, loader: ElasticLoader) -> Iterator[Any]:
+    def run(self, loader: Source) -> Iterator[Any]:
         """The bodies of one step, or of one of its phases; it is finished and counted, or void if the group broke."""
         member, reducer, gate = self._member, self._member.reducer, self._member.gate
-        at, layout = member.place.position, loader.layout
+        at = member.place.position
         if at.phase == 0:
             self._began = time.monotonic()
-        samples, shards = layout.samples_in(at.index), layout.shards_in(at.index)
+        cut = loader.cut(at.data_epoch, at.index)
+        samples, shards, crcs = cut.samples, len(cut.sizes), cut.crcs
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
-        crcs = [loader.crc(key) for key in keys]
         mine = member.duties(shards)
         pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
-        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), shards, at.phase))
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase))
         self.watch.begin_step()
         # In its first step a newcomer's optimizers may still be under way.
         reducer.agreement = self.watch.agreement(at.step, rates=self._fed is not None and self._fed[0] == generation)
         self.slots = []
         self.sums = []
-        self.shards = shards
+        self.shards = loader.shards
         gate.single = shards == 1
         before = member.buffers()
         feeding = self._fed != (generation, at.step)
@@ -89,11 +89,11 @@ class Step:
         for number, (shard, counts) in enumerate(mine):
             if number:
                 member.restore(before)
-            first, end = layout.bounds(at.index, shard)
-            pace.begin_body(whole=end - first == layout.batch_size)
+            size = cut.sizes[shard]
+            pace.begin_body(whole=size == loader.batch_size)
             batch = self._batch(loader, keys[shard])
             if counts:
-                reducer.samples += end - first
+                reducer.samples += size
                 reducer.crc += crcs[shard]
             if counts and feeding:
                 member.ledger.add(
@@ -102,14 +102,14 @@ class Step:
                         epoch=at.data_epoch,
                         step=at.step,
                         shard=shard,
-                        n=end - first,
+                        n=size,
                         total=samples,
                         crc=crcs[shard],
                     )
                 )
-            self.weight = (end - first) / samples if counts else 0.0
+            self.weight = size / samples if counts else 0.0
             self.final_shard = number == len(mine) - 1
-            yield from self._body(batch, shard, samples, layout.steps)
+            yield from self._body(batch, shard, cut)
             member.move()
             if not reducer.rounds:
                 pace.lap()
@@ -123,14 +123,14 @@ class Step:
                 # A body that counts nothing does that, over a batch that is known to come to a backward.
                 member.restore(before)
                 self.weight = 0.0
-                yield from self._body(self._examples[at.phase], mine[-1].shard, samples, layout.steps)
+                yield from self._body(self._examples[at.phase], mine[-1].shard, cut)
             if not reducer.rounds:
                 self._reduce_without_backward()
         gate.in_body = False
         gate.open = True
         if reducer.rounds and not reducer.interrupted:
             self.watch.end_step(self._touched)
-            self._finish(samples, layout.steps)
+            self._finish(cut)
             return
         if reducer.again:
             # The same shards in the same generation: they are in the ledger already, only their batches are used up.
@@ -143,7 +143,7 @@ class Step:
         member.restore(before)
         member.drop_gradients()
 
-    def _body(self, batch: Any, shard: int, samples: int, steps_in_pass: int) -> Iterator[Any]:
+    def _body(self, batch: Any, shard: int, cut: Cut) -> Iterator[Any]:
         """One body over one shard, which weighs `self.weight`."""
         member, reducer, gate = self._member, self._member.reducer, self._member.gate
         at = member.place.position
@@ -161,7 +161,7 @@ class Step:
             yield batch
         except GeneratorExit:
             if self.final_shard and reducer.rounds and not reducer.interrupted:
-                self._finish(samples, steps_in_pass)
+                self._finish(cut)
             raise
         self.watch.end_body(void=not self.final_shard)
         self.phases.end_body()
@@ -172,17 +172,16 @@ class Step:
         control = self._member.reducer.control
         return control.touched if control is not None else []
 
-    def rehearse(self, loader: ElasticLoader) -> Iterator[Any]:
+    def rehearse(self, loader: Source) -> Iterator[Any]:
         """One body with a real batch whose results are thrown away: compiles, starts loader processes."""
         member, gate = self._member, self._member.gate
         before = member.buffers()
         at = member.place.position
-        key = Key(at.data_epoch, at.index, 0)
         with rng.kept():
-            batch = loader.fetch(key, lambda shards: [0])
+            batch = loader.example(member.reached)
             rng.seed_everything(mix(member.seed, "body", 0, 0))
             member.reducer.begin_body(0, 0.0, final=True, live=False)
-            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.layout.shards == 1
+            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.shards == 1
             self.phases.begin_body(at, 0, rehearsal=True)
             self.watch.begin_body()
             others = self.watch.others()
@@ -201,7 +200,7 @@ class Step:
         if member.saver is not None:
             member.saver.asked = False
 
-    def _batch(self, loader: ElasticLoader, key: Key) -> Any:
+    def _batch(self, loader: Source, key: Key) -> Any:
         """The shard's batch; where another phase comes, the body gets a copy of its own to work on."""
         at = self._member.place.position
         batch = self._batches.pop(key.shard, None)
@@ -211,9 +210,9 @@ class Step:
         if at.phases is not None and at.phase + 1 >= len(at.phases):
             return batch
         self._batches[key.shard] = batch
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+        return copied(batch)
 
-    def _finish(self, samples: int, steps_in_pass: int) -> None:
+    def _finish(self, cut: Cut) -> None:
         member = self._member
         member.reducer.finish_step()
         at = member.place.position
@@ -224,14 +223,16 @@ class Step:
         member.pace.finish_step()
         member.reducer.pace = member.pace.value
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
-        at.finish_step(samples, steps_in_pass)
+        at.finish_step(cut.samples, last=cut.last)
         took = member.boundary - self._began
-        self._speed = samples / took if not self._speed else 0.9 * self._speed + 0.1 * samples / took
+        now = cut.samples / took
+        self._speed = now if not self._speed else 0.9 * self._speed + 0.1 * now
         if member.session is not None:
             progress = member.session.progress
             progress.step, progress.loss, progress.samples_per_s = at.step, at.loss, self._speed
             progress.pace_s = member.pace.value
             progress.epoch = member.place.epoch
+            progress.reached = at.data_epoch, at.index
 
     def _reduce_without_backward(self) -> None:
         """The final body ended without a backward: contribute what there is, and do the step that others do."""

@@ -65,7 +65,7 @@ class Turn:
         assert member.loader is not None
         assert control is not None
         old = member.division
-        member.division = old.revised(member.loader.layout.shards, control.paces, member.place.position.step)
+        member.division = old.revised(member.loader.shards, control.paces, member.place.position.step)
         if member.division is not old:
             member.replan()
 
@@ -83,7 +83,7 @@ class Turn:
             if member.saver is not None:
                 member.saver.lost()
         while True:
-            upcoming = session.await_commit()
+            upcoming = session.await_commit(member.follow)
             taken = time.monotonic()
             if upcoming.group is None:
                 self._leave(upcoming)
@@ -128,6 +128,7 @@ class Turn:
         member.replan()
         if member.session is not None:
             member.session.progress.step = at.step
+            member.session.progress.reached = at.data_epoch, at.index
             member.session.reap_retired()
             self._arrival = _Arrival(
                 newcomer,

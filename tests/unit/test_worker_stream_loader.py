@@ -1,0 +1,191 @@
+"""Streams: the same shards of the same steps for everybody who reads one, from wherever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fallow.model import FallowError
+from fallow.worker.group import Group
+from fallow.worker.run import Run
+from fallow.worker.source import Key, Reached
+from fallow.worker.stream_loader import StreamLoader
+
+
+class Numbers(IterableDataset[tuple[int, float]]):
+    """0..size-1 in an order drawn from the global generator, with noise; loader processes take turns."""
+
+    def __init__(self, size: int = 50) -> None:
+        self.size = size
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        info = get_worker_info()
+        mine = list(range(self.size))[info.id :: info.num_workers] if info else list(range(self.size))
+        random.shuffle(mine)
+        for number in mine:
+            yield number, random.random() + float(torch.rand(()))
+
+
+def stream(size: int = 50, global_batch: int = 12, seed: int = 7, **options: Any) -> StreamLoader:
+    return StreamLoader(DataLoader(Numbers(size), 4, **options), seed, global_batch)
+
+
+def values(batch: Any) -> tuple[list[int], list[float]]:
+    numbers, noise = batch
+    return numbers.tolist(), noise.tolist()
+
+
+def step_of(loader: StreamLoader, epoch: int, step: int) -> list[Any]:
+    cut = loader.cut(epoch, step)
+    batches = [values(loader.fetch(Key(epoch, step, shard), range)) for shard in range(len(cut.sizes))]
+    assert [len(numbers) for numbers, _ in batches] == list(cut.sizes)
+    return [cut, *batches]
+
+
+def passed(loader: StreamLoader, epoch: int) -> list[list[Any]]:
+    """All steps of an epoch."""
+    steps: list[list[Any]] = []
+    while not steps or not steps[-1][0].last:
+        steps.append(step_of(loader, epoch, len(steps)))
+    return steps
+
+
+def numbers_of(steps: list[list[Any]]) -> list[int]:
+    return [number for _, *batches in steps for numbers, _ in batches for number in numbers]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_everybody_reads_the_same_from_wherever(processes: int) -> None:
+    one = stream(num_workers=processes)
+    epochs = [passed(one, epoch) for epoch in range(2)]
+    assert [sorted(numbers_of(steps)) for steps in epochs] == [list(range(50))] * 2
+    assert numbers_of(epochs[0]) != numbers_of(epochs[1])
+    assert one.dataset.epochs == [0, 1]
+    assert [cut.samples for cut, *_ in epochs[0]] == [12, 12, 12, 12, 2]
+    torch.rand(3)
+    random.random()
+    other = stream(num_workers=processes)
+    assert step_of(other, 1, 3) == epochs[1][3], "a newcomer comes into the middle"
+    assert step_of(other, 0, 2) == epochs[0][2], "a checkpoint may be from before the place that it read its way to"
+    assert step_of(other, 0, 4) == epochs[0][4]
+    assert numbers_of([step_of(stream(num_workers=processes, seed=8), 0, 0)]) != numbers_of(epochs[0][:1])
+
+
+def test_reading_leaves_the_scripts_random_numbers_alone() -> None:
+    loader = stream()
+    torch.manual_seed(1)
+    random.seed(1)
+    loader.cut(0, 0)
+    drawn = float(torch.rand(())), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    assert drawn == (float(torch.rand(())), random.random())
+
+
+def test_a_step_that_is_done_again_gets_its_batches_as_they_were() -> None:
+    loader = stream()
+    loader.cut(0, 0)
+    first = loader.fetch(Key(0, 0, 1), range)
+    before = values(first)
+    first[1].zero_()
+    loader.cut(0, 0)
+    again = loader.fetch(Key(0, 0, 1), range)
+    again[1].zero_()
+    assert values(loader.fetch(Key(0, 0, 1), range)) == before
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(48, [12] * 4), (50, [12] * 4), (59, [12] * 4), (60, [12] * 5)])
+def test_drop_last_leaves_full_steps_only(size: int, sizes: list[int]) -> None:
+    assert [cut.samples for cut, *_ in passed(stream(size, drop_last=True), 0)] == sizes
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(48, [12] * 4), (49, [12] * 4 + [1]), (3, [3]), (12, [12])])
+def test_the_last_step_is_known_as_such(size: int, sizes: list[int]) -> None:
+    assert [cut.samples for cut, *_ in passed(stream(size), 0)] == sizes
+
+
+def test_each_crc_knows_the_whole_step() -> None:
+    whole = stream(60).cut(0, 4)
+    assert not set(whole.crcs) & set(stream(61).cut(0, 4).crcs), "it is not the last one"
+    assert not set(whole.crcs) & set(stream(59).cut(0, 4).crcs)
+    assert whole.crcs == stream(60).cut(0, 4).crcs
+
+
+@pytest.mark.parametrize(
+    ("loader", "at", "said"),
+    [
+        (stream(0), Reached(0, 0), "only 0 batches in epoch 0, too few for a step: check the dataset$"),
+        (stream(11, drop_last=True), Reached(2, 0), r"only 2 batches in epoch 2.*drop_last=False"),
+        (stream(24), Reached(1, 2), r"ended after 6 batches in epoch 1, where the run is at step 2 of 3 batches"),
+        (stream(24), Reached(1, 9), r"ended after 6 batches in epoch 1, where the run is at step 9 of 3 batches"),
+    ],
+)
+def test_a_stream_that_is_too_short(loader: StreamLoader, at: Reached, said: str) -> None:
+    with pytest.raises(FallowError, match=said):
+        loader.cut(*at)
+
+
+def test_the_rehearsal_begins_where_the_members_are_by_then() -> None:
+    loader = stream()
+    heard = iter([Reached(0, 1), Reached(0, 2), Reached(1, 1), Reached(1, 1), Reached(9, 9)])
+    batch = loader.example(lambda: next(heard))
+    batch[1].zero_()
+    assert next(heard) == Reached(9, 9), "it stops when nobody has moved"
+    reference = passed(stream(), 1)
+    assert values(loader.example(lambda: Reached(1, 1))) == reference[1][1]
+    assert step_of(loader, 1, 1) == reference[1], "the rehearsal used nothing up"
+
+
+def test_the_members_may_be_in_the_pass_of_another_loader() -> None:
+    loader = stream(12)
+    assert values(loader.example(lambda: Reached(3, 40))) == passed(stream(12), 3)[0][1]
+    with pytest.raises(FallowError, match="no samples"):
+        stream(0).example(lambda: Reached(0, 0))
+
+
+def test_who_waits_for_a_place_reads_along() -> None:
+    loader = stream()
+    loader.example(lambda: Reached(0, 0))
+    moves: list[int] = []
+    loader.moved = lambda: moves.append(1)
+    assert not loader.follow(Reached(0, 0))
+    assert loader.follow(Reached(0, 2))
+    assert loader.follow(Reached(0, 2))
+    assert not loader.follow(Reached(0, 2)), "no further than they are"
+    assert not loader.follow(Reached(0, 1)), "what is only late to arrive is no way back"
+    assert 4 <= len(moves) <= 6, "two steps of three batches"
+    assert loader.follow(Reached(1, 1))
+    assert loader.follow(Reached(1, 1))
+    assert not loader.follow(Reached(1, 1))
+    assert step_of(loader, 1, 1) == passed(stream(), 1)[1]
+    while loader.follow(Reached(1, 99)):
+        pass
+    assert not loader.follow(Reached(1, 99)), "the pass of another loader"
+
+
+def test_a_loop_over_a_stream() -> None:
+    run = Run(None, None, Group(0, 0, 1, None))
+    loader = run.prepare(DataLoader(Numbers(50), 4), global_batch=12)
+    seen: list[int] = []
+    for epoch in run.epochs(2):
+        for numbers, _ in run.steps(loader):
+            assert run.step == 5 * epoch + len(seen) % 50 // 12
+            seen += numbers.tolist()
+    assert sorted(seen[:50]) == sorted(seen[50:]) == list(range(50))
+    assert seen[:50] != seen[50:]
+    more = [numbers for numbers, _ in run.steps(loader, epochs=9, max_steps=6)]
+    assert (run.step, run._place.position.samples) == (16, 162)
+    assert len(more) == 5 * 3 - 2 + 3
+    with pytest.raises(FallowError, match=r"run\.steps"):
+        iter(loader)
+    with pytest.raises(FallowError, match="multiple"):
+        StreamLoader(DataLoader(Numbers(), 4), 0, 10)
