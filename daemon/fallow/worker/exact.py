@@ -137,6 +137,11 @@ class Exact:
             else:
                 target.add_(integers[: part.numel()].copy_(wide))
 
+    def add_fresh(self, number: int, grads: Sequence[tuple[int, torch.Tensor, torch.Tensor]], weight: float) -> None:
+        """`settle` converts them all at once."""
+        for index, place, grad in grads:
+            self.add(number, index, place, grad, weight, first=True)
+
     def settle(self) -> None:
         """Convert the small gradients that wait, all at once."""
         waiting, self._waiting, self._elements = self._waiting, [], 0

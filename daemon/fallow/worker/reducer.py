@@ -2,8 +2,10 @@
 
 Void bodies of equal weight let autograd add up their gradients as it does without us; only between two backwards they
 are held here, so a void body leaves None behind. In the final body a hook puts weight x gradient into the parameter's
-place in a flat bucket, one pass over the memory. Buckets are reduced in a fixed order, each as soon as it is full, so
-that the network works while backward goes on. Beside the last one goes the control exchange, a small float64 vector.
+place in a flat bucket, one pass over the memory; those of small parameters go there together, when the bucket's last
+one is there, since calls would cost more than the work. Buckets are reduced in a fixed order, each as soon as it is
+full, so that the network works while backward goes on. Beside the last one goes the control exchange, a small float64
+vector.
 
 With several backwards in a body each has sums of its own: the first backward of the final body reduces the first
 backwards of all bodies, the second the second ones. So what a backward returns does not depend on the membership.
@@ -36,6 +38,10 @@ class _Loss:
     weight: float
 
 
+_SMALL = 1 << 14
+"""Elements of a gradient below which a call costs more than the work."""
+
+
 class _Told(NamedTuple):
     """What is on its way beside the sums."""
 
@@ -62,6 +68,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
         self._buffers = buffers
+        self._small = [parameter.numel() < _SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
         "by number of the backward in a body"
@@ -225,6 +232,9 @@ class Reducer:
 
     def after_backward(self) -> None:
         """The end of an outermost backward: in the final body the round is completed here."""
+        if self._adding and not self._final:
+            for bucket in self._buckets.all:
+                self._gather(bucket)
         self._arithmetic.settle()
         if not self._live:
             self._drop()
@@ -311,14 +321,13 @@ class Reducer:
         return self._sets[self._number]
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        small = self._small[index]
+
         def hook(parameter: torch.Tensor) -> None:
             if not self._adding:
                 return
-            grad = parameter.grad
-            if grad is None:
-                return
-            parameter.grad = None
             if self.interrupted:
+                parameter.grad = None
                 return
             bucket = self._buckets.of[index]
             if bucket.launched:
@@ -327,23 +336,50 @@ class Reducer:
                     "call torch.utils.checkpoint with use_reentrant=False",
                     Exit.DATA,
                 )
-            self._add(self._number, index, grad, self._weight)
-            if self._final and not self._fired[index]:
+            if not small:
+                grad = parameter.grad
+                if grad is None:
+                    return
+                parameter.grad = None
+                self._add(self._number, index, grad, self._weight)
+            if not self._fired[index]:
                 self._fired[index] = True
                 bucket.waiting -= 1
-                if not bucket.waiting:
+                if self._final and not bucket.waiting:
                     self._launch_ready()
 
         return hook
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Put the bucket's gradients that are with their parameters still into their places."""
+        touched = self._touched[self._number]
+        fresh: list[tuple[int, torch.Tensor]] = []
+        for index in bucket.members:
+            grad = self._params[index].grad
+            if grad is None:
+                continue
+            self._params[index].grad = None
+            if touched[index] or not self._weight or not self._small[index] or grad.layout != torch.strided:
+                self._add(self._number, index, grad, self._weight)
+            else:
+                fresh.append((index, grad.detach() if grad.requires_grad else grad))
+                touched[index] = True
+        if fresh:
+            views = self._buckets.views
+            self._arithmetic.add_fresh(
+                self._number, [(index, views[index], grad) for index, grad in fresh], self._weight
+            )
 
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
         buckets = self._buckets.all
         try:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
+                if bucket.waiting and not all_of_them:
+                    return
+                # What void bodies held of parameters without a gradient in this one goes there, too.
+                self._gather(bucket)
                 if bucket.waiting:
-                    if not all_of_them:
-                        return
                     self._fill(bucket)
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
@@ -357,15 +393,9 @@ class Reducer:
             self.interrupted = True
 
     def _fill(self, bucket: Bucket) -> None:
-        """Parameters without a gradient in the final body: what void bodies held of them, else zeros."""
+        """Parameters without a gradient in any body of this member contribute zeros."""
         for index in bucket.members:
-            if self._fired[index]:
-                continue
-            parameter = self._params[index]
-            if parameter.grad is not None:
-                self._add(self._number, index, parameter.grad, self._weight)
-                parameter.grad = None
-            elif not self._touched[self._number][index]:
+            if not self._touched[self._number][index]:
                 self._buckets.views[index].zero_()
 
     def _tell(self) -> None:
