@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fallow.core import events as ev
@@ -577,6 +577,8 @@ ACTIONS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(ACTIONS)
+@example([("spawn", 0), ("head", 0), ("spawn", 0), ("deliver", 0), ("deliver", 1), ("release", 0), ("kill", 1)])
+@example([("spawn", 0), ("spawn", 0), ("kill", 0), ("deliver", 1), ("deliver", 2), ("release", 1), ("kill", 2)])
 def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actions: list[tuple[str, int]]) -> None:
     world = World()
     world.spawn()

@@ -218,6 +218,8 @@ class Changes:
             usable = r.usable_checkpoints()
             where = f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
             self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {where}")
+            for name in names:  # those who were leaving, before they had the state
+                self._effects.dismiss(name, Exit.OK, r.workers[name].leaving_because)
 
     def cut_off(self, at: float) -> list[str]:
         """Members whom the votes so far prove unreachable, once enough votes are in. A planned change is burned.

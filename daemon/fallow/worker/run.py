@@ -222,7 +222,7 @@ class Run:
         weight x value over all shards of the step. Outside `steps`: the plain mean over the members.
         """
         step = self._loop.step
-        value = float(x)
+        value = float(x.detach() if isinstance(x, torch.Tensor) else x)
         if step.rehearsing or not self._place.in_sync:
             return value
         if not self._gate.in_body:
