@@ -196,6 +196,8 @@ class Elastic:
         self._key_file = made.key_file
         self._scripted = scripted
         self.pids: dict[str, int] = {}
+        self.known: list[str] = []
+        "members in rank order, when they were last waited for"
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
@@ -296,12 +298,20 @@ class Elastic:
         return view
 
     async def becomes(self, members: list[str], *, within_s: float = WAIT_S) -> RunView:
-        """Wait until these train, in this rank order, and no change is under way."""
-        return await self.until(
-            lambda view: ranked(view) == members and view.change is None and view.status is RunStatus.TRAINING,
-            f"the members are not {members}",
-            within_s,
-        )
+        """Wait until these train and no change is under way.
+
+        Those that were there the last time come first, in this rank order; newcomers follow as they were ready.
+        """
+        stay = [worker for worker in members if worker in self.known]
+
+        def there(view: RunView) -> bool:
+            now = ranked(view)
+            same = sorted(now) == sorted(members) and now[: len(stay)] == stay
+            return same and view.change is None and view.status is RunStatus.TRAINING
+
+        view = await self.until(there, f"the members are not {members}", within_s)
+        self.known = ranked(view)
+        return view
 
     async def reaches(self, step: int) -> RunView:
         return await self.until(lambda view: view.step >= step, f"step {step} is not reached")
