@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
+from fallow.worker import state
 from fallow.worker.compiled import graphs_cut_at_buckets
+from fallow.worker.group import Group
+from fallow.worker.run import Run
 
 
 def compiled_pieces(y: torch.Tensor) -> int:
@@ -59,3 +63,27 @@ def test_a_torch_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(DistributedDataParallel, "_active_ddp_module")
     with graphs_cut_at_buckets():
         assert not hasattr(DistributedDataParallel, "_active_ddp_module")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_trains_as_itself(backend: str) -> None:
+    """The same weights under the same names, so a checkpoint or a digest does not tell whether it was compiled."""
+    torch._dynamo.reset()
+    trained = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = torch.compile(plain, backend=backend) if compiled else plain
+        run = Run(None, None, Group(0, 0, 1, None))
+        loader = DataLoader(TensorDataset(torch.randn(12, 3)), 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=6)
+        for (x,) in run.steps(loader, epochs=2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exported = run._prepared.export()["models"][0]
+        assert [name for name, _ in run._prepared.parameters()] == [f"model.0.{name}" for name in exported]
+        trained.append((state.digest([model.state_dict()]), run._prepared.layout(), list(exported)))
+    assert trained[0] == trained[1]
+    assert trained[0][2] == ["0.weight", "0.bias", "2.weight", "2.bias"]

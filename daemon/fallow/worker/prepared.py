@@ -13,7 +13,7 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import Arithmetic, Floating
 from fallow.worker.exact import Exact
-from fallow.worker.state import tensors_in
+from fallow.worker.state import plain_name, tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step; in a void body they do nothing."""
@@ -147,7 +147,7 @@ class Prepared:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    named.append((f"model.{number}.{name}", parameter))
+                    named.append((plain_name(f"model.{number}.{name}"), parameter))
         return named
 
     def buffers(self) -> list[torch.Tensor]:
@@ -285,7 +285,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor.detach() for name, tensor in named.items()}
+    return {plain_name(name): tensor.detach() for name, tensor in named.items()}
 
 
 def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:

@@ -213,14 +213,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def plain_name(name: str) -> str:
+    """A tensor's name as it is without `torch.compile`, which gives a wrapped module's tensors a longer one."""
+    return name.replace("_orig_mod.", "")
+
+
 def digest(states: Sequence[dict[str, Any]]) -> str:
-    """SHA-256 over models' state: names sorted; name, dtype, shape and raw bytes of each tensor.
+    """SHA-256 over models' state: names sorted (see `plain_name`); name, dtype, shape and raw bytes of each tensor.
 
     Args:
         states: one `state_dict()` per model; names carry the model's number where there are several.
     """
     named = {
-        (f"{number}.{name}" if len(states) > 1 else name): value
+        plain_name(f"{number}.{name}" if len(states) > 1 else name): value
         for number, state in enumerate(states)
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
