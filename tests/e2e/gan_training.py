@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a phase takes at least")
+    parser.add_argument("--reproducible", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -35,7 +36,7 @@ def main() -> None:
     data = TensorDataset(torch.randn(100, 2, generator=torch.Generator().manual_seed(1)) + 1.0)
     loader = DataLoader(data, batch_size=4, shuffle=True)
     generator, critic, opt_g, opt_d, schedule, loader = run.prepare(
-        generator, critic, opt_g, opt_d, schedule, loader, global_batch=16
+        generator, critic, opt_g, opt_d, schedule, loader, global_batch=16, reproducible=args.reproducible
     )
     seen: dict[str, int] = {"critic": 0, "generator": 0}
     for (real,) in run.steps(loader, epochs=args.steps, max_steps=args.steps):

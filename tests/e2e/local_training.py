@@ -49,6 +49,17 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             yield inputs[index] + 0.01 * torch.randn(8), targets[index]
 
 
+def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
+    """In a body: on the main member alone or on all of them."""
+    if run.step % 7 == 0 or (run.step % 5 == 0 and run.is_main and run.final_shard):
+        model.eval()
+        with torch.no_grad():
+            model(inputs)
+        model.train()
+        run.log(evaluated=run.step)
+    run.barrier()
+
+
 def main() -> None:
     """Train, and have the main member write what came out."""
     parser = argparse.ArgumentParser()
@@ -59,6 +70,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--drop-last", action="store_true")
+    parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
@@ -104,6 +116,8 @@ def main() -> None:
         return
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
     slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
+    resized: list[tuple[int, int, int]] = []
+    run.on_resize(lambda: resized.append((run.size, run.rank, run.step)))
     mean = 0.0
     for x, y in bodies(run, loader, args):
         if args.fail_at is not None and run.step == args.fail_at and run.size:
@@ -114,11 +128,14 @@ def main() -> None:
         mean = run.mean(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if args.extras:
+            evaluate(run, model, inputs)
         if run.final_shard:
             time.sleep(args.pace)
     if run.is_main and args.result is not None:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
-        args.result.write_text(json.dumps({"steps": run.step, "loss": mean, "weights": weights}))
+        extras = {"resized": resized} if args.extras else {}
+        args.result.write_text(json.dumps({"steps": run.step, "loss": mean, "weights": weights, **extras}))
 
 
 if __name__ == "__main__":

@@ -308,6 +308,29 @@ def test_a_gan_comes_out_the_same_whoever_computes_it(box: Box, plain: Callable[
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
+def test_a_gan_is_reproducible(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    words = [GAN, "--pace", "0", "--reproducible", "--result"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = box.finish(box.start(*launcher, *words, str(box.folder / "result.json")))
+    assert done.code == 0, done.stderr
+    assert done.result == plain(*words, "RESULT")
+
+
+def test_what_scripts_do_beside_the_training(box: Box, tiny: Callable[..., Any]) -> None:
+    """run.log, run.barrier, @run.on_resize; evaluation on the main member alone, while the others wait, and on all."""
+    process = box.local(*box.tiny_words("--extras"), schedule="+1@20,kill:1@40,-m0@60")
+    box.until(lambda view: view.scalars.get("evaluated", 0) >= 1)
+    done = box.finish(process).trained(90, expected_samples(90))
+    assert done.kinds == ["start", "absorb", "eject", "release"]
+    generations = [generation for generation in done.report["generations"] if "w2" in generation["members"]]
+    # The main member at the end came with the second generation.
+    assert done.result["resized"] == [
+        [len(generation["members"]), generation["members"].index("w2"), generation["first_step"]]
+        for generation in generations
+    ]
+    same(done, tiny())
+
+
 def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(schedule="+1@20,kill:1@20").trained(90, expected_samples(90))
     assert done.members[0] == ["w0", "w1"]

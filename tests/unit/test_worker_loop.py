@@ -318,6 +318,36 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     equal(model, reference)
 
 
+def test_what_is_checkpointed_twice_needs_the_modern_way() -> None:
+    """The old one runs a backward of its own for each part, so a shared parameter's gradient comes in pieces."""
+    from torch.utils.checkpoint import checkpoint
+
+    def train(*, reentrant: bool) -> tuple[nn.Module, nn.Module]:
+        model, reference = nn.Linear(5, 5), nn.Linear(5, 5)
+        reference.load_state_dict(model.state_dict())
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for x, _ in DataLoader(points(), 16):
+            optimizer.zero_grad()
+            reference(reference(x)).square().mean().backward()
+            optimizer.step()
+        run = world()
+        model, optimizer, loader = run.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
+        )
+        for x, _ in run.steps(loader):
+            once = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+            checkpoint(model, once, use_reentrant=reentrant).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, reference
+
+    equal(*train(reentrant=False))
+    with pytest.raises(
+        FallowError, match=r"twice in one backward; call torch\.utils\.checkpoint with use_reentrant=False"
+    ):
+        train(reentrant=True)
+
+
 def test_mean_and_loss_are_the_steps_own() -> None:
     run = world()
     model, loader = run.prepare(nn.Linear(5, 1), DataLoader(points(30), 4), global_batch=16)
