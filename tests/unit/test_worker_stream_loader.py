@@ -75,6 +75,7 @@ def test_everybody_reads_the_same_from_wherever(processes: int) -> None:
     random.random()
     other = stream(num_workers=processes)
     assert step_of(other, 1, 3) == epochs[1][3], "a newcomer comes into the middle"
+    assert step_of(other, 1, 1) == epochs[1][1], "back in the same pass"
     assert step_of(other, 0, 2) == epochs[0][2], "a checkpoint may be from before the place that it read its way to"
     assert step_of(other, 0, 4) == epochs[0][4]
     assert numbers_of([step_of(stream(num_workers=processes, seed=8), 0, 0)]) != numbers_of(epochs[0][:1])
