@@ -297,7 +297,7 @@ def test_a_member_gives_up_on_a_silent_head(make) -> None:
 
 def test_training_goes_on_while_the_head_is_silent(make, reference) -> None:
     head = make(stops={5: "all"})
-    head.patience_s = 0.5
+    head.patience_s = 2.0
     head.start("w0", "w1")
     head.ready("w0", "w1")
     head.change(["w0", "w1"])

@@ -57,7 +57,7 @@ class Prepared:
         self._homes: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
         "where buffers are found: a forward may put another tensor in a buffer's place"
         self.acts: list[int] = []
-        "how often each object that acts has done so in this generation"
+        "how often each object that acts has done so in bodies of this generation"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -127,7 +127,9 @@ class Prepared:
                     )
             if not gate.open:
                 return None
-            acts[number] += 1
+            if gate.in_body:
+                # Between two calls one member may be a change of the membership ahead of another.
+                acts[number] += 1
             return inner(*args, **kwargs)
 
         return gated
