@@ -25,6 +25,12 @@ from fallow.worker.stream import Card, Streams, sources
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
 
+_QUIET_S = 1.0
+"""After this, what was on its way in an abandoned group has arrived."""
+
+_STAGGER_S = 0.1
+_LATEST_S = 20.0
+
 
 class Interrupted(Exception):
     """A pending collective was given up. Never reaches the user's code."""
@@ -277,5 +283,15 @@ def _open_connections(group: Group, timeout_s: float, *, holds: bool) -> None:
 
 
 def reap(group: Group) -> None:
-    """Destroy a group on a thread of its own, since that can block for as long as a peer is stopped."""
-    threading.Thread(target=group.destroy, name=f"reaper-{group.generation}", daemon=True).start()
+    """Destroy a group later, on a thread of its own, since that can block for as long as a peer is stopped.
+
+    Later, and the higher ranks before the lower: gloo 2.13 ends the whole process ("enforce fail ... state_ <=
+    CONNECTED") if a pair is closed here in the moment in which something comes from its other end, be it a late peer's
+    data or that end's own closing.
+    """
+
+    def destroy() -> None:
+        time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _LATEST_S))
+        group.destroy()
+
+    threading.Thread(target=destroy, name=f"reaper-{group.generation}", daemon=True).start()
