@@ -234,6 +234,8 @@ class Run:
             step.slots[slot][step.shard] = step.weight * value
         if not self.final_shard:
             return value
+        if slot > len(step.sums):
+            return value  # an earlier one in this body was interrupted, so the body is void
         if slot == len(step.sums):
             total = self._sum_shards(step.slots[slot])
             if total is None:
