@@ -1,5 +1,7 @@
 """`fallow local` as its users have it: a subprocess with a real head, store, agents and workers, judged by its report.
 
+What `tests/elastic` goes through as well is left to `make soak` here.
+
 The undisturbed run to compare with is the same script under plain `python`. Another order of a sum moves the last digit
 and training amplifies that slowly: in float64 to about 1e-9 after some hundred steps, and 1e-6 is allowed; in float32
 the GPT, which has no kinks, may be 1e-5 apart after its 90 steps. A lost or repeated sample would show at about 1e-3.
@@ -288,6 +290,7 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
 # ------------------------------------------------------------------------------------------------------------ faults
 
 
+@pytest.mark.soak
 def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(members=3, schedule="kill:1@20,kill:0@45").trained(90, expected_samples(90))
     assert done.members == [["w0", "w1", "w2"], ["w0", "w2"], ["w2"]]
@@ -298,6 +301,7 @@ def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) ->
     same(done, tiny())
 
 
+@pytest.mark.soak
 def test_a_gan_comes_out_the_same_whoever_computes_it(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
     alone = plain(GAN, "--pace", "0", "--result", "RESULT")
     command = [GAN, "--result", str(box.folder / "result.json")]
@@ -331,6 +335,7 @@ def test_what_scripts_do_beside_the_training(box: Box, tiny: Callable[..., Any])
     same(done, tiny())
 
 
+@pytest.mark.soak
 def test_a_kill_while_somebody_is_being_absorbed(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(schedule="+1@20,kill:1@20").trained(90, expected_samples(90))
     assert done.members[0] == ["w0", "w1"]
@@ -363,6 +368,7 @@ def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, 
     same(done, tiny(400))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("what", ["head-kill", "store-kill"])
 def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny(steps=300, schedule=f"{what}@20,+1@40,-m0@60").trained(300, expected_samples(300))
@@ -371,6 +377,7 @@ def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Calla
     same(done, tiny(300))
 
 
+@pytest.mark.soak
 def test_members_beyond_the_shards_are_standbys_that_take_over(box: Box) -> None:
     began = time.monotonic()
     done = box.tiny("--global-batch", "8", members=4, schedule="kill:0@20,kill:1@50").trained(90, 708)
