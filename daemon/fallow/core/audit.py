@@ -53,7 +53,10 @@ def audit(records: Iterable[Record], first_steps: Mapping[int, int], steps: int,
         steps: finished steps of the run.
         per_step: samples in a full step; stands in for a step of which no record exists at all.
     """
-    owner = _owners(first_steps, steps)
+    records = list(records)
+    # A generation that was broken off before all its members had said so is known from their own records only.
+    begun = {record.generation: record.first_step for record in records if isinstance(record, Start)}
+    owner = _owners({**begun, **first_steps}, steps)
     seen: Counter[tuple[int, int]] = Counter()
     size: dict[tuple[int, int], int] = {}
     expected: dict[int, int] = {}
