@@ -25,22 +25,17 @@ INTERVAL_S = 600.0
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """One row per world and model: seconds that one checkpoint holds training up."""
     found = []
-    for params in settings.params:
-        for members in settings.members:
-            progress(f"checkpoint: {members} members, {params / 1e6:g} M parameters")
-            found.append(measure(members, params, settings.n or ROUNDS))
+    for params, members in settings.worlds:
+        progress(f"checkpoint: {members} members, {params / 1e6:g} M parameters")
+        found.append(measure(members, params, settings.n or ROUNDS))
     return found
 
 
 def measure(members: int, params: int, rounds: int) -> Row:
     """One run with `rounds` checkpoints of each kind."""
     steps = BLOCK * (4 * rounds + 1)
-    with session.folder() as scratch:
-        log = scratch / "steps"
-        log.mkdir()
-        options = ["--log", str(log), "--checkpoint-blocks", str(BLOCK)]
-        session.train(scratch / "run", params, steps, members, most=members, options=options)
-        finished = steplog.read(log)
+    options = ["--checkpoint-blocks", str(BLOCK)]
+    _, finished = session.train_noting(params, steps, members, most=members, options=options)
     mine, theirs = holdups(finished, 1), holdups(finished, 3)
     measured, middle = rows.ours(mine), quantile(theirs, 0.5)
     assert middle is not None

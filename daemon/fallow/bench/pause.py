@@ -26,10 +26,9 @@ CHANGES = 32
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
     found: list[Row] = []
-    for params in settings.params:
-        for members in settings.members:
-            progress(f"pause: {members} members, {params / 1e6:g} M parameters")
-            found += measure(members, params, settings.n or CHANGES)
+    for params, members in settings.worlds:
+        progress(f"pause: {members} members, {params / 1e6:g} M parameters")
+        found += measure(members, params, settings.n or CHANGES)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fallow.bench import rows, session, steplog
+from fallow.bench import rows, session
 from fallow.bench.rows import Progress, Row, Settings
 from fallow.bench.steplog import Finished
 from fallow.core.schedule import Action, Item, parse_schedule
@@ -21,23 +21,16 @@ SPACING = 6
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """One row per world and model."""
     found = []
-    for params in settings.params:
-        for members in settings.members:
-            progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
-            found.append(measure(members, params, settings.n or KILLS))
+    for params, members in settings.worlds:
+        progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
+        found.append(measure(members, params, settings.n or KILLS))
     return found
 
 
 def measure(members: int, params: int, kills: int) -> Row:
     """One run in which `kills` members die."""
     steps = FIRST_STEP + 4 * SPACING * kills
-    with session.folder() as scratch:
-        log = scratch / "steps"
-        log.mkdir()
-        done = session.train(
-            scratch / "run", params, steps, members, schedule(members, kills), most=members, options=["--log", str(log)]
-        )
-        finished = steplog.read(log)
+    done, finished = session.train_noting(params, steps, members, schedule(members, kills), most=members)
     killed = [at for item, at in done.happened if item.action is Action.KILL]
     times = recoveries(finished, killed)
     discarded = done.report.steps_discarded

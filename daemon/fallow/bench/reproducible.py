@@ -22,11 +22,10 @@ TURNS = 2
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """One row per world, model and number of shards: seconds per step, and how often the fast mode's that is."""
     found = []
-    for params in settings.params:
-        for members in settings.members:
-            for shards in (1, 4):
-                progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-                found.append(_row(measure(members, params, shards, settings.n or ROUNDS)))
+    for params, members in settings.worlds:
+        for shards in (1, 4):
+            progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
+            found.append(_row(measure(members, params, shards, settings.n or ROUNDS)))
     return found
 
 

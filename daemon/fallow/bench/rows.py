@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import msgspec
 
@@ -46,6 +47,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     params: list[int]
     n: int | None
     "measurements per row, about; None: each benchmark's own default"
+
+    @property
+    def worlds(self) -> list[tuple[int, int]]:
+        """(params, members) of each world to measure, one model after the other."""
+        return list(product(self.params, self.members))
 
 
 Progress = Callable[[str], None]

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fallow.bench import steplog
+from fallow.bench.steplog import Finished
 from fallow.core.schedule import Item
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
@@ -71,3 +73,16 @@ def train(
             Exit.SOFTWARE,
         )
     return Trained(report=report, happened=driver.happened)
+
+
+def train_noting(
+    params: int, steps: int, members: int, schedule: Sequence[Item] = (), *, most: int, options: Sequence[str] = ()
+) -> tuple[Trained, list[Finished]]:
+    """`train` in a folder of its own; also returns the finished steps as the training noted them."""
+    with folder() as scratch:
+        log = scratch / "steps"
+        log.mkdir()
+        done = train(
+            scratch / "run", params, steps, members, schedule, most=most, options=["--log", str(log), *options]
+        )
+        return done, steplog.read(log)

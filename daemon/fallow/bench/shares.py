@@ -60,9 +60,6 @@ def measure(members: int, params: int, steps: int) -> Row:
 def throughput(members: int, params: int, shards: int, steps: int, first: int, slow: str) -> list[float]:
     """Shards per second in each step from `first` on."""
     options = ["--shard-s", str(SHARD_S), "--slow", slow, "--slow-factor", str(FACTOR)]
-    with session.folder() as scratch:
-        log = scratch / "steps"
-        log.mkdir()
-        session.train(scratch / "run", params, steps, members, most=shards, options=["--log", str(log), *options])
-        times = [one.at for one in steplog.progress(steplog.read(log)) if one.step >= first - 1]
+    _, finished = session.train_noting(params, steps, members, most=shards, options=options)
+    times = [one.at for one in steplog.progress(finished) if one.step >= first - 1]
     return [shards / (later - earlier) for earlier, later in pairwise(times)]

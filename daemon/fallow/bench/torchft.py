@@ -28,31 +28,30 @@ def run(settings: Settings, progress: Progress) -> list[Row]:
     """Rows for absorb and kill, per world and model."""
     found = []
     installed = importlib.util.find_spec("torchft") is not None
-    for params in settings.params:
-        for members in settings.members:
-            rounds = settings.n or ROUNDS
-            progress(f"torchft: {members} members, {params / 1e6:g} M parameters, ours")
-            mine = torchrun.ours(members, params, rounds)
-            progress(f"torchft: {members} members, {params / 1e6:g} M parameters, theirs")
-            theirs = peer(members, params, rounds) if installed else {}
-            for kind in KINDS:
-                measured = rows.ours(mine[kind])
-                middle = quantile(theirs.get(kind, []), 0.5)
-                note = "torchft is not installed: pip install torchft"
-                if middle is not None:
-                    note = f"torchft: {', '.join(f'{value:.2f}' for value in theirs[kind])}"
-                found.append(
-                    Row(
-                        name=f"{kind}, against torchft",
-                        members=members,
-                        params=params,
-                        unit="s",
-                        ours=measured,
-                        peer=None if middle is None else Peer(name="torchft", p50=middle),
-                        ratio=None if middle is None else middle / max(measured.p50, 1e-3),
-                        note=note,
-                    )
+    for params, members in settings.worlds:
+        rounds = settings.n or ROUNDS
+        progress(f"torchft: {members} members, {params / 1e6:g} M parameters, ours")
+        mine = torchrun.ours(members, params, rounds)
+        progress(f"torchft: {members} members, {params / 1e6:g} M parameters, theirs")
+        theirs = peer(members, params, rounds) if installed else {}
+        for kind in KINDS:
+            measured = rows.ours(mine[kind])
+            middle = quantile(theirs.get(kind, []), 0.5)
+            note = "torchft is not installed: pip install torchft"
+            if middle is not None:
+                note = f"torchft: {', '.join(f'{value:.2f}' for value in theirs[kind])}"
+            found.append(
+                Row(
+                    name=f"{kind}, against torchft",
+                    members=members,
+                    params=params,
+                    unit="s",
+                    ours=measured,
+                    peer=None if middle is None else Peer(name="torchft", p50=middle),
+                    ratio=None if middle is None else middle / max(measured.p50, 1e-3),
+                    note=note,
                 )
+            )
     return found
 
 

@@ -35,28 +35,27 @@ KINDS = {"absorb": Action.ADD, "kill": Action.KILL, "release": Action.RELEASE}
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """Rows for absorb, kill and release, per world and model."""
     found = []
-    for params in settings.params:
-        for members in settings.members:
-            rounds = settings.n or ROUNDS
-            progress(f"torchrun: {members} members, {params / 1e6:g} M parameters, ours")
-            mine = ours(members, params, rounds)
-            theirs, dead = peer(members, params, rounds, progress)
-            for kind in KINDS:
-                middle = quantile(theirs[kind], 0.5)
-                assert middle is not None
-                measured = rows.ours(mine[kind])
-                found.append(
-                    Row(
-                        name=f"{kind}, against torchrun",
-                        members=members,
-                        params=params,
-                        unit="s",
-                        ours=measured,
-                        peer=Peer(name="torchrun", p50=middle),
-                        ratio=middle / max(measured.p50, 1e-3),
-                        note="; ".join([f"torchrun: {', '.join(f'{value:.1f}' for value in theirs[kind])}", *dead]),
-                    )
+    for params, members in settings.worlds:
+        rounds = settings.n or ROUNDS
+        progress(f"torchrun: {members} members, {params / 1e6:g} M parameters, ours")
+        mine = ours(members, params, rounds)
+        theirs, dead = peer(members, params, rounds, progress)
+        for kind in KINDS:
+            middle = quantile(theirs[kind], 0.5)
+            assert middle is not None
+            measured = rows.ours(mine[kind])
+            found.append(
+                Row(
+                    name=f"{kind}, against torchrun",
+                    members=members,
+                    params=params,
+                    unit="s",
+                    ours=measured,
+                    peer=Peer(name="torchrun", p50=middle),
+                    ratio=middle / max(measured.p50, 1e-3),
+                    note="; ".join([f"torchrun: {', '.join(f'{value:.1f}' for value in theirs[kind])}", *dead]),
                 )
+            )
     return found
 
 
@@ -70,19 +69,8 @@ def ours(members: int, params: int, rounds: int) -> dict[str, list[float]]:
             step += SPACING
         there[-1] = born
         born += 2
-    with session.folder() as scratch:
-        log = scratch / "steps"
-        log.mkdir()
-        done = session.train(
-            scratch / "run",
-            params,
-            step + SPACING,
-            members,
-            parse_schedule(",".join(words), members),
-            most=members + 1,
-            options=["--log", str(log)],
-        )
-        finished = steplog.read(log)
+    items = parse_schedule(",".join(words), members)
+    done, finished = session.train_noting(params, step + SPACING, members, items, most=members + 1)
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     times = [at for _, at in done.happened]
     for (item, at), until in zip(done.happened, [*times[1:], finished[-1].at], strict=True):

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+SMALL = 1 << 14
+"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
+
 
 class Arithmetic(Protocol):
     """What the reducer asks when a gradient arrives and when the step's sum is handed out.

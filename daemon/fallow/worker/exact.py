@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
+from fallow.worker.arithmetic import SMALL
 
 BITS = 62
 """A place holds less than 2^BITS in steady use; the bit above it is for a gradient that arrives in two parts."""
@@ -28,8 +29,6 @@ _ATTEMPTS = 8
 _CHUNK = 1 << 17
 """Elements converted at a time: the scratch stays in the processor's second-level cache."""
 _CHUNK_CUDA = 1 << 23
-_SMALL = 1 << 14
-"""Gradients below this size are converted together, since calls would cost more than the work."""
 
 
 class Exact:
@@ -118,7 +117,7 @@ class Exact:
             return
         flat, into = grad.reshape(-1), place.view(-1)
         size = flat.numel()
-        if size < _SMALL:
+        if size < SMALL:
             self._waiting.append((number, index, into, flat, weight, first))
             self._elements += size
             if self._elements >= _CHUNK:
@@ -173,7 +172,7 @@ class Exact:
     def _room(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._scratch:
             # The small ones may exceed the chunk by less than one of them.
-            size = _CHUNK + _SMALL if device.type == "cpu" else _CHUNK_CUDA
+            size = _CHUNK + SMALL if device.type == "cpu" else _CHUNK_CUDA
             self._scratch[device] = (
                 torch.empty(size, dtype=torch.float64, device=device),
                 torch.empty(size, dtype=torch.int64, device=device),
@@ -232,7 +231,7 @@ class Exact:
                 self._grads[index] = grad
             if index in self._spoilt:
                 grad.fill_(math.nan)
-            elif grad.numel() < _SMALL and _direct(grad.dtype, self._shift(self._number, index)):
+            elif grad.numel() < SMALL and _direct(grad.dtype, self._shift(self._number, index)):
                 small.append(index)
             else:
                 self._write(grad.view(-1), place.view(-1), self._shift(self._number, index))

@@ -22,7 +22,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker import control as ctl
-from fallow.worker.arithmetic import Arithmetic, Floating
+from fallow.worker.arithmetic import SMALL, Arithmetic, Floating
 from fallow.worker.buckets import Bucket, Buckets
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
@@ -36,10 +36,6 @@ class _Loss:
     value: float | torch.Tensor
     scale: float
     weight: float
-
-
-_SMALL = 1 << 14
-"""Elements of a gradient below which a call costs more than the work."""
 
 
 class _Told(NamedTuple):
@@ -68,7 +64,7 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
         self._buffers = buffers
-        self._small = [parameter.numel() < _SMALL for parameter in self._params]
+        self._small = [parameter.numel() < SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
         "by number of the backward in a body"
