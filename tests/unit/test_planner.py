@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation, observe, preempted_until
 from fallow.core.holes import find_holes, planned_ends
-from fallow.core.planner import Ask, Demand, GiveBack, HarvestRules, Withdraw, plan
+from fallow.core.neighbour import GiveBack
+from fallow.core.planner import Withdraw, plan
+from fallow.core.requests import Ask, Demand, HarvestRules
 from fallow.model import (
     AllocationKind,
     AllocationState,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from fallow.config import Config
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation, observe, preempted_until
-from fallow.core.planner import Ask, Demand, GiveBack, HarvestRules, Withdraw, plan
+from fallow.core.neighbour import GiveBack
+from fallow.core.planner import Withdraw, plan
+from fallow.core.requests import Ask, Demand, HarvestRules
 from fallow.core.sbatch import base_options, harvest_options
 from fallow.core.script import harvest_copy
 from fallow.head.book import Run
