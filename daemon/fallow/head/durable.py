@@ -1,0 +1,133 @@
+"""What survives the head: terms, runs and the event log, in its store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+
+import msgspec
+import structlog
+
+from fallow.files import Paths, read_private, write_private
+from fallow.head.book import Book, RunRecord
+from fallow.head.turn import Turn
+from fallow.model import EventRecord, Exit, FallowError, RunSpec
+from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
+from fallow.store.server import RedisServer
+
+log = structlog.get_logger("fallow.head")
+
+STORE_PATIENCE_S = 60.0
+"""A store that is away this long ends the head; whoever supervises it starts it again."""
+
+
+class Durable:
+    """The head's store; a private server belongs to it where no other is configured.
+
+    Args:
+        paths: where the head's files are.
+        redis_url: the site's Redis, or None.
+    """
+
+    def __init__(self, paths: Paths, redis_url: str | None) -> None:
+        self.last_event = 0
+        "number of the newest line of the event log"
+        self._paths = paths
+        self._redis_url = redis_url
+        self._redis = RedisServer(paths) if redis_url is None else None
+        self._store: Store | None = None
+
+    async def open(self) -> None:
+        """Start the private server, if there is one, and connect."""
+        namespace = None
+        if self._redis is not None:
+            await self._redis.start()
+        else:
+            # On a shared Redis each state folder is a world of its own.
+            namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
+        self._store = await Store.open(self._redis_url or self._paths.redis_socket, namespace=namespace)
+
+    async def close(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(FallowError, OSError):
+                await self._store.close()
+        if self._redis is not None:
+            await self._redis.stop()
+
+    @property
+    def store(self) -> Store:
+        assert self._store is not None, "open comes first"
+        return self._store
+
+    async def begin_term(self) -> int:
+        """A term above every one that this folder or the store has seen, remembered in both."""
+        floor = 0
+        if self._paths.term.exists():
+            floor = int(read_private(self._paths.term) or b"0")
+        term = await self.store.begin_term(floor)
+        write_private(self._paths.term, str(term).encode())
+        return term
+
+    async def load(self, book: Book, at: float) -> None:
+        """Put every stored run into the book; `at` is the time of the monotonic clock."""
+        specs = await self.store.load("spec/")
+        for key, (revision, value) in (await self.store.load("run/")).items():
+            run_id = key.removeprefix("run/")
+            spec = msgspec.msgpack.decode(specs[f"spec/{run_id}"][1], type=RunSpec)
+            record = msgspec.msgpack.decode(value, type=RunRecord)
+            book.add(spec, record, revision, at)
+        self.last_event = await self.store.last_event()
+
+    async def write(self, turn: Turn) -> list[EventRecord]:
+        """Make a turn durable; returns its lines of the event log, numbered.
+
+        Raises:
+            FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
+        """
+        if not turn.dirty and not turn.records:
+            return []
+        writes: list[Write] = []
+        for run_id in sorted(turn.dirty):
+            run = turn.book.runs[run_id]
+            if run.revision == 0:
+                writes.append(Write(f"spec/{run_id}", 0, msgspec.msgpack.encode(run.spec)))
+            writes.append(Write(f"run/{run_id}", run.revision, msgspec.msgpack.encode(run.record)))
+        seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
+        for run_id in turn.dirty:
+            turn.book.runs[run_id].revision += 1
+        lines = [
+            EventRecord(seq=seq, at=r.at, run=r.run, kind=r.kind, text=r.text, data=r.data)
+            for seq, r in zip(seqs, turn.records, strict=True)
+        ]
+        if lines:
+            self.last_event = lines[-1].seq
+        return lines
+
+    async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
+        deadline = time.monotonic() + STORE_PATIENCE_S
+        while True:
+            try:
+                return await self.store.save(writes, new)
+            except Fenced:
+                raise FallowError(
+                    f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
+                ) from None
+            except Unavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("store.away", error=error.message)
+                await self._revive()
+
+    async def _revive(self) -> None:
+        """The private server died or was restarted: start it, and check that it did not go back in time."""
+        await asyncio.sleep(0.2)
+        with contextlib.suppress(Unavailable):
+            if self._redis is not None:
+                await self._redis.start()
+            if not await self.store.check():
+                raise FallowError(
+                    f"the store of {self._paths.state} went back in time; the head starts again above its last term",
+                    Exit.TEMPFAIL,
+                )

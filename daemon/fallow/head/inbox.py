@@ -1,0 +1,44 @@
+"""What comes to the head's loop: one item at a time, from peers, the control socket, Slurm and the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from fallow.model import ClusterState, FallowError, FromPeer
+from fallow.slurm.client import SubmitRejected, SubmitUnknown
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    peer: str
+    message: FromPeer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    method: str
+    params: dict[str, Any]
+    answer: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    cluster: ClusterState | FallowError
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    run: str
+    token: str
+    outcome: str | SubmitRejected | SubmitUnknown
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Item = Heard | Asked | Polled | Submitted | Tick
+Inbox = asyncio.Queue[Item]

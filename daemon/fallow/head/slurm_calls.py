@@ -1,0 +1,129 @@
+"""All that the head says to Slurm: one poll at a time, one sbatch at a time, and what it cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from fallow.files import Paths
+from fallow.head.book import Book
+from fallow.head.harvest import Harvest
+from fallow.head.inbox import Inbox, Polled, Submitted
+from fallow.head.turn import Turn
+from fallow.model import ClusterConfig, ClusterState, FallowError
+from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
+
+log = structlog.get_logger("fallow.head")
+
+CONFIG_EVERY_S = 3600.0
+
+
+class SlurmCalls:
+    """Asks beside the loop, whose inbox the answers go to; they are taken in with the turn that they get.
+
+    Args:
+        slurm: the client, or None under `fallow local`.
+        paths: where the head's files are.
+        harvest: who says what is submitted and looks at what the polls show.
+        inbox: of the head's loop.
+        interval_s: from one poll to the next.
+    """
+
+    def __init__(
+        self, slurm: SlurmClient | None, paths: Paths, harvest: Harvest, inbox: Inbox, interval_s: float
+    ) -> None:
+        self.config: ClusterConfig | None = None
+        self.error: str | None = None
+        "why Slurm does not answer"
+        self.polled_at: float | None = None
+        "monotonic time of the last good poll"
+        self.polls = 0
+        self.interval_s = interval_s
+        self._slurm = slurm
+        self._paths = paths
+        self._harvest = harvest
+        self._inbox = inbox
+        self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def sources(self, book: Book) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the head's loop, until it is cancelled."""
+        return [] if self._slurm is None else [self._poll(self._slurm), self._submit(self._slurm, book)]
+
+    async def _poll(self, slurm: SlurmClient) -> None:
+        """One batch per interval, whatever the number of runs; slower while slurmctld does not answer."""
+        delay = self.interval_s
+        next_config = 0.0
+        while True:
+            began = time.monotonic()
+            try:
+                if began >= next_config:
+                    self.config = await slurm.config()
+                    next_config = began + CONFIG_EVERY_S
+                self.polls += 1
+                self._inbox.put_nowait(Polled(await slurm.poll("fallow-")))
+                delay = self.interval_s
+            except FallowError as error:
+                self._inbox.put_nowait(Polled(error))
+                delay = min(2 * delay, 10 * self.interval_s)
+            await asyncio.sleep(max(0.0, began + delay - time.monotonic()))
+
+    def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
+        if isinstance(cluster, FallowError):
+            if self.error is None:
+                turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
+            self.error = cluster.message
+            return
+        if self.error is not None:
+            turn.record(None, "slurm", "Slurm answers again")
+        self.error, self.polled_at = None, turn.at
+        self._harvest.polled(turn, cluster)
+
+    def submit(self, run: str, token: str) -> None:
+        """Submit an allocation as soon as those before it are."""
+        self._submissions.put_nowait((run, token))
+
+    async def _submit(self, slurm: SlurmClient, book: Book) -> None:
+        while True:
+            run_id, token = await self._submissions.get()
+            run = book.runs[run_id]
+            allocation = run.record.allocations[token]
+            log_file = str(self._paths.run(run_id).logs / f"{token}.out")
+            outcome: str | SubmitRejected | SubmitUnknown
+            try:
+                request = self._harvest.request(str(self._paths.state), run, allocation, log_file)
+                outcome = await slurm.submit(request)
+            except (SubmitRejected, SubmitUnknown) as failure:
+                outcome = failure
+            except FallowError as error:
+                outcome = SubmitRejected(token, error.message)
+            self._inbox.put_nowait(Submitted(run_id, token, outcome))
+
+    def take_submission(self, turn: Turn, item: Submitted) -> None:
+        run = turn.book.runs[item.run]
+        match item.outcome:
+            case str(job_id):
+                self._harvest.submitted(turn, run, item.token, job_id)
+                if run.record.allocations[item.token].asked_at is not None:
+                    turn.cancels.append((run.id, item.token, job_id))
+            case SubmitRejected() as refusal:
+                self._harvest.refused(turn, run, item.token, refusal.reason)
+            case SubmitUnknown() as unknown:
+                self._harvest.unknown(turn, run, item.token, unknown.reason)
+
+    def cancel(self, jobs: list[str]) -> None:
+        """Cancel jobs, beside the loop."""
+        if self._slurm is not None:
+            task = asyncio.get_running_loop().create_task(self._cancel(self._slurm, jobs))
+            task.add_done_callback(lambda done: done.exception())
+
+    @staticmethod
+    async def _cancel(slurm: SlurmClient, jobs: list[str]) -> None:
+        try:
+            await slurm.cancel(jobs)
+        except FallowError as error:
+            # The next poll shows what is still there, and it is cancelled again.
+            log.warning("cancel.failed", jobs=jobs, error=error.message)

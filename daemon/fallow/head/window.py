@@ -1,0 +1,129 @@
+"""What the head shows and is asked: the control socket's handler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fallow import __version__
+from fallow.control.broadcast import Broadcast
+from fallow.head import views
+from fallow.head.book import Book, Run
+from fallow.head.durable import Durable
+from fallow.head.harvest import Harvest
+from fallow.head.inbox import Asked, Inbox
+from fallow.head.ledgers import count_samples
+from fallow.head.slurm_calls import SlurmCalls
+from fallow.model import EventRecord, HeadView, RunReport, Snapshot
+
+SNAPSHOT_S = 0.5
+RECENT_EVENTS = 200
+"""As many past events a new subscriber is told."""
+
+
+class Window:
+    """Reads the head's state at once; what would change something waits in the inbox for its turn.
+
+    Args:
+        book, durable, harvest, calls: what is shown.
+        inbox: of the head's loop.
+        stop: ends the head.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        durable: Durable,
+        harvest: Harvest,
+        calls: SlurmCalls,
+        inbox: Inbox,
+        stop: Callable[[], None],
+    ) -> None:
+        self._book = book
+        self._durable = durable
+        self._harvest = harvest
+        self._calls = calls
+        self._inbox = inbox
+        self._stop = stop
+        self._broadcast = Broadcast()
+        self._started = time.monotonic()
+
+    async def handle(self, method: str, params: dict[str, Any]) -> Any:
+        """Answer one control request."""
+        match method:
+            case "status":
+                return self.snapshot(params.get("run"))
+            case "events":
+                return await self._events(**params)
+            case "report":
+                return self.report(self._book.get(params["run"]))
+            case "shutdown":
+                self._stop()
+                return None
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(Asked(method, params, answer))
+        return await answer
+
+    async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
+        """A snapshot, the last events that led to it, then everything new."""
+        stream = self._broadcast.subscribe(self.snapshot())
+        yield await anext(stream)
+        seen = 0
+        for event in await self._durable.store.events(max(0, self._durable.last_event - RECENT_EVENTS), RECENT_EVENTS):
+            seen = event.seq
+            yield event
+        async for item in stream:
+            if not isinstance(item, EventRecord) or item.seq > seen:
+                yield item
+
+    def publish(self, event: EventRecord) -> None:
+        self._broadcast.publish(event)
+
+    async def publish_snapshots(self) -> None:
+        """Again and again, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SNAPSHOT_S)
+            if self._broadcast.subscribers:
+                self._broadcast.publish(self.snapshot())
+
+    def close(self) -> None:
+        """End every subscription."""
+        self._broadcast.close()
+
+    async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
+        return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
+
+    def report(self, run: Run) -> RunReport:
+        return views.run_report(run, count_samples(self._book.paths.run(run.id).ledger, run.roster))
+
+    def snapshot(self, only: str | None = None) -> Snapshot:
+        """The head and its runs, or one of them, as they are now."""
+        at, now = time.monotonic(), time.time()
+        runs = list(self._book.runs.values()) if only is None else [self._book.get(only)]
+        calls, config = self._calls, self._calls.config
+        live = [a for r in runs for a in r.live_allocations()]
+        head = HeadView(
+            version=__version__,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            term=self._book.term,
+            uptime_s=at - self._started,
+            cluster=None if config is None else config.cluster,
+            slurm_version=None if config is None else config.slurm_version,
+            slurm_error=calls.error,
+            poll_age_s=None if calls.polled_at is None else at - calls.polled_at,
+            poll_interval_s=calls.interval_s,
+            polls=calls.polls,
+            agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
+            workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),
+        )
+        return Snapshot(
+            at=now,
+            head=head,
+            nodes=views.node_views(self._harvest.cluster, runs, now),
+            runs=[views.run_view(r, at, now) for r in runs],
+            last_event=self._durable.last_event,
+        )
