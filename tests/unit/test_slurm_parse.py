@@ -90,6 +90,86 @@ def test_nodes(version: str) -> None:
         assert (by_name["n4"].state, by_name["n4"].flags) == ("IDLE", ["PLANNED"])
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_a_node_has_and_has_given_away(version: str) -> None:
+    nodes = parse.cluster(sample(version, "scontrol_node.1pending_running_het"))[0]
+    mixed, full = nodes[0], nodes[2]
+    assert (mixed.arch, mixed.cpus_used, mixed.memory_mb, mixed.memory_used_mb) == ("x86_64", 1, 4000, 4000)
+    assert (full.cpus_used, full.features, full.owner, full.gpu_types) == (4, [], "", {"": 4})
+
+
+def test_partitions_say_who_may_use_them_and_how() -> None:
+    text = (
+        "PartitionName=gpu AllowGroups=ALL AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES MaxNodes=4 "
+        "RootOnly=NO ReqResv=YES OverSubscribe=EXCLUSIVE State=UP\n"
+        "PartitionName=any AllowAccounts=ALL AllowQos=ALL ExclusiveUser=NO MaxNodes=UNLIMITED RootOnly=YES "
+        "ReqResv=NO OverSubscribe=NO State=UP\n"
+        "PartitionName=many OverSubscribe=FORCE:2 State=UP\n"
+    )
+    gpu, every, many = parse.cluster(text)[1]
+    assert (gpu.allow_accounts, gpu.deny_accounts, gpu.allow_qos, gpu.deny_qos) == (
+        ["physics", "bio"],
+        [],
+        [],
+        ["long"],
+    )
+    assert (gpu.exclusive, gpu.exclusive_user, gpu.max_nodes, gpu.requires_reservation) == (True, True, 4, True)
+    assert (every.exclusive, every.exclusive_user, every.max_nodes, every.root_only) == (False, False, None, True)
+    assert (every.allow_accounts, every.allow_qos, every.requires_reservation) == ([], [], False)
+    assert not many.exclusive
+
+
+def test_what_a_job_needs_on_each_node() -> None:
+    # values as Slurm 22.05.8 printed them, in the order of the fields
+    layout = parse.JobFormat(
+        fields=(
+            *("JobID", "State", "NumNodes", "NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job"),
+            *("tres-per-node", "tres-per-task", "OverSubscribe", "ReqNodes", "Dependency", "EligibleTime", "Account"),
+        ),
+        separator=";",
+        end="\n",
+    )
+    rows = (
+        "3;PENDING;3;3;3;0;cpu=3,mem=12000M,node=3,billing=3;N/A;N/A;N/A;NO;n2;(null);2026-11-21T16:33:53;(null)\n"
+        "5;PENDING;2;3;3;1000M;cpu=3,mem=3000M,node=1,billing=3;N/A;N/A;gres:gpu:2;OK;;(null);2026-11-21T16:33:53;(null)\n"
+        "7;PENDING;3;5;5;1000M;cpu=5,mem=5000M,node=2,billing=5;N/A;N/A;N/A;USER;;afterany:1(unfulfilled);N/A;(null)\n"
+        "4;PENDING;1;1;1;1G;;gres:gpu:a100:3;N/A;N/A;OK;;(null);1795278833;foo\n"
+        "2;RUNNING;1;2;2;500M;cpu=2,mem=1000M,node=1;N/A;gres/gpu:1,gres/nvme:1;N/A;OK;;(null);N/A;(null)\n"
+    )
+    whole, tasks, waits, typed, newer = parse.jobs(rows, layout)
+    assert (whole.exclusive, whole.required_nodes, whole.memory_mb_per_node) == (True, ["n2"], 4000)
+    assert (tasks.exclusive, tasks.gpus_per_node, tasks.cpus_per_node, tasks.memory_mb_per_node) == (False, 3, 2, 1500)
+    assert (waits.dependency, waits.eligible_at, waits.exclusive) == ("afterany:1(unfulfilled)", None, False)
+    assert (typed.gpus_per_node, typed.gpu_type, typed.memory_mb_per_node) == (3, "a100", 1024)
+    assert (typed.account, typed.eligible_at) == ("foo", 1795278833.0)
+    assert (newer.gpus_per_node, newer.gpu_type, newer.account) == (1, "", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("gpu:4", {"": 4}),
+        ("gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1", {"a100": 2, "v100": 1}),
+        ("gpu:a100:2(S:0-1),gpu:a100:2(S:2-3)", {"a100": 4}),
+        ("gres/gpu:a100=2,cpu=4", {"a100": 2}),
+        ("gres:gpu:1g.5gb:7", {"1g.5gb": 7}),
+        ("gpu", {"": 1}),
+        ("gpu:a100", {"a100": 1}),
+        ("(null)", {}),
+        ("shard:8,mps:200", {}),
+    ],
+)
+def test_gpu_types(text: str, found: dict[str, int]) -> None:
+    assert parse.gpu_types(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"), [("4000M", 4000), ("2.5G", 2560), ("1T", 1048576), ("500", 500), ("2048K", 2), ("N/A", 0), ("", 0)]
+)
+def test_megabytes(text: str, mib: int) -> None:
+    assert parse.megabytes(text) == mib
+
+
 def test_output_of_one_scontrol_with_three_commands() -> None:
     text = (
         "scontrol: show node\n"
@@ -108,7 +188,9 @@ def test_output_of_one_scontrol_with_three_commands() -> None:
     [first, second], [gpu, old], [maint] = parse.cluster(text)
     assert (first.state, first.flags) == ("DOWN", ["NOT_RESPONDING", "DRAIN"])
     assert (first.gpus, first.gpus_used, first.features) == (4, 2, ["a100", "ib"])
-    assert second.gpus_used == 3
+    assert (first.gpu_types, first.gpu_types_used) == ({"a100": 4}, {"a100": 2})
+    assert second.gpus_used == 3 and second.gpu_types == {"": 4}
+    assert (first.arch, first.cpus_used, first.memory_mb, first.memory_used_mb) == ("", 0, 0, 0)
     assert (gpu.max_time_s, gpu.grace_s, gpu.preempt_mode, gpu.default) == (216000.0, 120.0, "SUSPEND", True)
     assert (old.nodes, old.up, old.max_time_s, old.priority_tier) == ([], False, None, 20)
     assert (maint.nodes, maint.end_at - maint.start_at, maint.flags) == (["n1", "n2"], 3600.0, ["MAINT", "SPEC_NODES"])

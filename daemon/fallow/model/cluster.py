@@ -12,10 +12,22 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     flags: list[str] = []
     "DRAIN, COMPLETING, PLANNED, NOT_RESPONDING, MAINTENANCE, RESERVED, POWERED_DOWN ..."
     partitions: list[str] = []
+    arch: str = ""
+    "as `uname -m` says: x86_64, aarch64; empty when not known"
     cpus: int = 0
+    cpus_used: int = 0
+    memory_mb: int = 0
+    memory_used_mb: int = 0
+    "what jobs were given, not what they use"
     gpus: int = 0
     gpus_used: int = 0
+    gpu_types: dict[str, int] = {}
+    "type -> GPUs; the type is empty where the site names none"
+    gpu_types_used: dict[str, int] = {}
     features: list[str] = []
+    "active ones"
+    owner: str = ""
+    "the only user whose jobs may run there now (ExclusiveUser)"
 
 
 class JobInfo(Struct, frozen=True, kw_only=True):
@@ -40,6 +52,26 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     priority: int = 0
     comment: str = ""
     het_job_id: str | None = None
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    "features that it asks for, in sbatch's words: a100&ib, [rack1|rack2]"
+    cpus_per_node: int = 1
+    "these four: what a node must have for it at least; totals are divided by num_nodes and rounded up"
+    memory_mb_per_node: int = 0
+    "0: nothing asked for, or all of the node"
+    gpus_per_node: int = 0
+    gpu_type: str = ""
+    "empty: any"
+    exclusive: bool = False
+    "takes whole nodes, because it or its partition says so"
+    required_nodes: list[str] = []
+    excluded_nodes: list[str] = []
+    "empty where the client does not say: squeue has no field for it"
+    dependency: str = ""
+    eligible_at: float | None = None
+    "before that it cannot start (--begin); None while it waits for a dependency"
+    reservation: str = ""
 
 
 class PartitionInfo(Struct, frozen=True, kw_only=True):
@@ -53,6 +85,19 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     preempt_mode: str = "OFF"
     "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND"
     grace_s: float = 0.0
+    exclusive: bool = False
+    "OverSubscribe=EXCLUSIVE: every job takes whole nodes"
+    exclusive_user: bool = False
+    "a node runs the jobs of one user at a time"
+    max_nodes: int | None = None
+    "per job; None: unlimited"
+    root_only: bool = False
+    allow_accounts: list[str] = []
+    "these four: empty means all may, or nobody is denied"
+    deny_accounts: list[str] = []
+    allow_qos: list[str] = []
+    deny_qos: list[str] = []
+    requires_reservation: bool = False
 
 
 class ReservationInfo(Struct, frozen=True, kw_only=True):
@@ -85,6 +130,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     private_data: list[str] = []
     priority_type: str = ""
     scheduler_parameters: str = ""
+    select_type: str = ""
+    "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
 
 
 class JobRequest(Struct, frozen=True, kw_only=True):

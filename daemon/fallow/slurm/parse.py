@@ -105,14 +105,34 @@ def count(text: str) -> int:
     return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else 0
 
 
+def gpu_types(text: str) -> dict[str, int]:
+    """GPUs by type in a list of gres or TRES, type "" where none is named: `gpu:a100:2(IDX:0,2),nvme:1`,
+    `gres:gpu:2`, `gres/gpu:a100=2`, `gpu`.
+    """
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
+        name, *rest = re.split("[:=]", re.sub("^gres[:/]", "", item))
+        if name == "gpu":
+            number = rest.pop() if rest and re.fullmatch(r"\d+[KMG]?", rest[-1]) else "1"
+            kind = ":".join(rest)
+            found[kind] = found.get(kind, 0) + count(number)
+    return found
+
+
 def gpus(text: str) -> int:
     """GPUs in a gres list: `gpu:4`, `gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1`."""
-    total = 0
-    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
-        name, *rest = item.split(":")
-        if name == "gpu":
-            total += count(rest[-1]) if rest else 1
-    return total
+    return sum(gpu_types(text).values())
+
+
+def megabytes(text: str) -> int:
+    """MiB of `4000M`, `2.5G`, `1T`, `500` (MiB); 0 when there is none."""
+    match = re.match(r"(\d+(?:\.\d+)?)([KMGTP]?)", word(text))
+    return int(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1)) if match else 0
+
+
+def names(text: str) -> list[str]:
+    """Words of a list with commas; [] for none and for ALL."""
+    return [] if text.strip() == "ALL" else [name for name in word(text).split(",") if name]
 
 
 def node_state(text: str) -> tuple[str, list[str]]:
@@ -136,7 +156,9 @@ def node_state(text: str) -> tuple[str, list[str]]:
 
 JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
-    *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong"),
+    *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
+    *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
+    *("OverSubscribe", "ReqNodes", "Account", "QOS", "Reservation", "Feature", "Dependency"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
 "Fields of `squeue -O` that a `JobInfo` is made of."
@@ -175,6 +197,8 @@ def jobs(text: str, layout: JobFormat) -> list[JobInfo]:
 
 
 def _job(row: dict[str, str]) -> JobInfo:
+    num_nodes = count(row.get("NumNodes", "1"))
+    gpus_each, gpu_type = _job_gpus(row, num_nodes)
     return JobInfo(
         job_id=row["JobID"].strip(),
         name=row.get("Name", ""),
@@ -183,7 +207,7 @@ def _job(row: dict[str, str]) -> JobInfo:
         partition=row.get("Partition", ""),
         reason=word(row.get("Reason", "")),
         nodes=nodes(row.get("NodeList", "")),
-        num_nodes=count(row.get("NumNodes", "1")),
+        num_nodes=num_nodes,
         planned_nodes=nodes(row.get("SchedNodes", "")),
         submit_at=when(row.get("SubmitTime", "")),
         start_at=when(row.get("StartTime", "")),
@@ -193,7 +217,43 @@ def _job(row: dict[str, str]) -> JobInfo:
         priority=count(row.get("PriorityLong", "")),
         comment=word(row.get("Comment", "")),
         het_job_id=word(row.get("HetJobID", "")) or None,
+        account=word(row.get("Account", "")),
+        qos=word(row.get("QOS", "")),
+        constraint=word(row.get("Feature", "")),
+        cpus_per_node=_each(count(row.get("NumCPUs", "1")), num_nodes),
+        memory_mb_per_node=_job_memory_mb(row, num_nodes),
+        gpus_per_node=gpus_each,
+        gpu_type=gpu_type,
+        exclusive=word(row.get("OverSubscribe", "")) in ("NO", "NODE"),
+        required_nodes=nodes(row.get("ReqNodes", "")),
+        dependency=word(row.get("Dependency", "")),
+        eligible_at=when(row.get("EligibleTime", "")),
+        reservation=word(row.get("Reservation", "")),
     )
+
+
+def _each(total: int, num_nodes: int) -> int:
+    return -(-total // max(num_nodes, 1))
+
+
+def _job_memory_mb(row: dict[str, str], num_nodes: int) -> int:
+    """From the TRES, which say what MinMemory does not: whether it is per CPU or per node."""
+    match = re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
+    return _each(megabytes(match[1]), num_nodes) if match else megabytes(row.get("MinMemory", ""))
+
+
+def _job_gpus(row: dict[str, str], num_nodes: int) -> tuple[int, str]:
+    """GPUs on each node and their type; "" where it asks for any, or for several types."""
+    total, kinds = 0, set()
+    for field, times, over in (
+        ("tres-per-node", 1, 1),
+        ("tres-per-job", 1, num_nodes),
+        ("tres-per-task", count(row.get("NumTasks", "1")), num_nodes),
+    ):
+        asked = gpu_types(row.get(field, ""))
+        total = max(total, _each(sum(asked.values()) * times, over))
+        kinds |= set(asked)
+    return total, kinds.pop() if len(kinds) == 1 else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -236,12 +296,19 @@ def _node(line: str) -> NodeInfo:
         node=row.get("NodeName", ""),
         state=state,
         flags=flags,
-        partitions=[name for name in word(row.get("Partitions", "")).split(",") if name],
+        partitions=names(row.get("Partitions", "")),
+        arch=word(row.get("Arch", "")),
         cpus=count(row.get("CPUTot", "")),
+        cpus_used=count(row.get("CPUAlloc", "")),
+        memory_mb=count(row.get("RealMemory", "")),
+        memory_used_mb=count(row.get("AllocMem", "")),
         gpus=gpus(row.get("Gres", "")),
         # sites that count GPUs as a TRES show it without -d too
         gpus_used=gpus(used) if used else _tres_gpus(row.get("AllocTRES", "")),
-        features=[name for name in word(row.get("ActiveFeatures", "")).split(",") if name],
+        gpu_types=gpu_types(row.get("Gres", "")),
+        gpu_types_used={kind: number for kind, number in gpu_types(used).items() if number},
+        features=names(row.get("ActiveFeatures", "")),
+        owner=word(row.get("Owner", "")).partition("(")[0],
     )
 
 
@@ -263,6 +330,15 @@ def _partition(line: str) -> PartitionInfo:
         priority_tier=count(row.get("PriorityTier", "")),
         preempt_mode=modes[0] if modes else "OFF",
         grace_s=float(count(row.get("GraceTime", ""))),
+        exclusive=row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
+        exclusive_user=row.get("ExclusiveUser", "").upper() == "YES",
+        max_nodes=count(most) if (most := word(row.get("MaxNodes", ""))) else None,
+        root_only=row.get("RootOnly", "").upper() == "YES",
+        allow_accounts=names(row.get("AllowAccounts", "")),
+        deny_accounts=names(row.get("DenyAccounts", "")),
+        allow_qos=names(row.get("AllowQos", "")),
+        deny_qos=names(row.get("DenyQos", "")),
+        requires_reservation=row.get("ReqResv", "").upper() == "YES",
     )
 
 
@@ -276,7 +352,7 @@ def _reservation(line: str) -> list[ReservationInfo]:
         nodes=nodes(row.get("Nodes", "")),
         start_at=start,
         end_at=end,
-        flags=[name for name in word(row.get("Flags", "")).split(",") if name],
+        flags=names(row.get("Flags", "")),
     )
     return [info]
 
@@ -302,6 +378,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         private_data=[name for name in private.split(",") if name and name != "none"],
         priority_type=values.get("PriorityType", ""),
         scheduler_parameters=scheduler,
+        select_type=values.get("SelectType", ""),
     )
     return found, when(as_of[1]) if as_of else None
 
