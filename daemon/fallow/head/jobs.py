@@ -1,0 +1,74 @@
+"""Polls become facts about allocations: started, preempted, ended, never come."""
+
+from __future__ import annotations
+
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.head.book import Run
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, ClusterState, RunStatus
+
+DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
+"""Ends of a job that are the script's own doing."""
+
+CANCEL_AGAIN_S = 30.0
+"""A job that a poll still shows this long after it was cancelled is cancelled again."""
+
+
+def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
+    """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
+    for run in list(turn.book.runs.values()):
+        for allocation in run.live_allocations():
+            if not run.spec.local:
+                _observe(turn, run, allocation, cluster, horizon_s)
+
+
+def _observe(turn: Turn, run: Run, allocation: Allocation, cluster: ClusterState, horizon_s: float) -> None:
+    changed = observe(allocation, cluster.jobs, cluster.at, horizon_s)
+    if changed is not None:
+        turn.dirty.add(run.id)
+        turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
+    grace_end = preempted_until(allocation, cluster.jobs)
+    if grace_end is not None and allocation.state is AllocationState.RUNNING:
+        allocation.end_at = grace_end
+        turn.release_allocation(run, allocation, "preempted")
+    if not allocation.live:
+        _ended(turn, run, allocation)
+    elif (
+        allocation.asked_at is not None
+        and not allocation.agents
+        and allocation.job_id is not None
+        and cluster.at - allocation.asked_at > CANCEL_AGAIN_S
+    ):
+        turn.cancel(run, allocation, allocation.reason)
+        allocation.asked_at = turn.now
+
+
+def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
+    reason = f"job {allocation.job_id} ended ({allocation.reason or 'no longer in Slurm'})"
+    for worker in allocation.workers:
+        if run.roster.alive(worker):
+            turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
+    vanished = allocation.reason in ("CANCELLED", "") and allocation.start_at is None
+    cancelled = allocation.reason == "CANCELLED" or vanished
+    if allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
+        run.record.base_wanted = False
+        if run.roster.generation == 0 and not run.roster.workers:
+            # Cancelled before anything of it ran: the user does not want the run.
+            turn.apply(run, ev.Cancelled(at=turn.at, reason=f"job {allocation.job_id} was cancelled"))
+    elif not allocation.agents and allocation.asked_at is None and allocation.reason in DUD:
+        _came_to_nothing(turn, run, allocation)
+    turn.book.end_allocation(run, allocation, reason)
+
+
+def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """The script ended before `fallow run` had an agent start: it is wrong, or something that it needs is away."""
+    run.record.duds += 1
+    turn.dirty.add(run.id)
+    log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+    where = log if allocation.kind is AllocationKind.HARVEST else "its output"
+    how = f"job {allocation.job_id} ended ({allocation.reason})"
+    text = f"{how} before its script reached `fallow run`; see {where}"
+    turn.record(run, "failed", text)
+    if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.workers:
+        turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))

@@ -1,0 +1,78 @@
+"""What is handed to sbatch for an allocation, and what its answer means."""
+
+from __future__ import annotations
+
+from fallow.config import Config
+from fallow.core.allocations import Allocation
+from fallow.core.sbatch import base_options, harvest_options
+from fallow.core.script import harvest_copy
+from fallow.head.book import Run
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, JobRequest
+
+REFUSALS = 3
+"""Submissions that Slurm refuses in a row before a run's harvesting pauses (HyperQueue pauses after 10)."""
+
+
+def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
+    """What to hand to sbatch for an allocation."""
+    spec = run.spec
+    exported = {
+        "FALLOW_RUN": run.id,
+        "FALLOW_TOKEN": allocation.token,
+        "FALLOW_KIND": allocation.kind.value,
+        "FALLOW_STATE_DIR": state,
+    }
+    if allocation.kind is AllocationKind.HARVEST:
+        options = harvest_options(
+            spec,
+            token=allocation.token,
+            partition=allocation.partition,
+            minutes=allocation.minutes or config.harvest.min_minutes,
+            output=log,
+            nice=config.harvest.nice,
+            barred=sorted(run.roster.barred),
+        )
+        script = harvest_copy(spec.script)
+    else:
+        options = base_options(
+            spec.sbatch_options, token=allocation.token, exported=exported, barred=sorted(run.roster.barred)
+        )
+        script = spec.script
+    return JobRequest(
+        token=allocation.token,
+        options=options,
+        script=script,
+        args=spec.args,
+        environment={**spec.environment, **exported},
+        cwd=spec.cwd,
+        umask=spec.umask,
+    )
+
+
+def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
+    allocation = run.record.allocations[token]
+    allocation.job_id = job_id
+    if allocation.state is AllocationState.UNKNOWN:
+        allocation.state = AllocationState.PENDING
+    run.record.failures_in_a_row = 0
+    turn.dirty.add(run.id)
+    limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
+    turn.record(run, "submit", f"{token}: job {job_id} in {allocation.partition or 'default'}{limit}")
+
+
+def refused(turn: Turn, run: Run, token: str, reason: str) -> None:
+    allocation = run.record.allocations[token]
+    turn.book.end_allocation(run, allocation, reason)
+    run.record.failures_in_a_row += 1
+    turn.dirty.add(run.id)
+    turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
+    if run.record.failures_in_a_row >= REFUSALS:
+        run.record.harvest_paused = f"Slurm refused {REFUSALS} submissions in a row: {reason}"
+        turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+
+
+def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
+    """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
+    turn.dirty.add(run.id)
+    turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")
