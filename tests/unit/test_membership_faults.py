@@ -60,16 +60,19 @@ def started(*workers: str, nodes: dict[str, str] | None = None, timing: Timing =
     return m
 
 
-def beats(m: Membership, at: float, step: int = 3, **doing: tuple[Doing, float]) -> list[ev.Instruction]:
+def beats(
+    m: Membership, at: float, step: int = 3, active: int | None = None, **doing: tuple[Doing, float]
+) -> list[ev.Instruction]:
+    """`active`: the generation in which they compute; by default the newest one."""
     out: list[ev.Instruction] = []
     for worker, (what, stalled) in doing.items():
-        generation = m.roster.generation
+        generation = m.roster.generation if active is None else active
         out += m.handle(
             ev.WorkerBeat(
                 at=at,
                 worker=worker,
                 generation=generation,
-                prepared=generation,
+                prepared=m.roster.generation,
                 step=step,
                 held=False,
                 doing=what,
@@ -152,6 +155,62 @@ def test_a_slow_link_is_looked_at_and_ejects_nobody() -> None:
     assert not tells(all_wait(m, 9, 9), Prepare), "not again at once"
     assert tells(all_wait(m, 11, 11), Prepare)
     assert not kills(votes)
+
+
+def votes(m: Membership, at: float = 1) -> None:
+    change = m.roster.change
+    assert change is not None
+    for worker in change.participants:
+        m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+    assert change.committed
+
+
+def first_exchange() -> Membership:
+    """w0 and w1 go over to a committed generation with w2."""
+    m = started("w0", "w1")
+    join(m, "w2", at=1)
+    votes(m)
+    return m
+
+
+def test_a_first_exchange_that_does_not_end_is_done_again_long_before_the_progress_deadline() -> None:
+    m = first_exchange()
+    broken = m.roster.generation
+    beats(m, 4, active=1, w0=(WAITING, 3), w1=(WAITING, 3), w2=(WAITING, 3))
+    out = beats(m, 7, active=1, w2=(WAITING, 0.5), w0=(WAITING, 6), w1=(WAITING, 6))
+    assert not tells(out, Interrupt), "w2 still receives something"
+    out = beats(m, 12, active=1, w2=(WAITING, 5.5), w0=(WAITING, 11), w1=(WAITING, 11))
+    assert set(tells(out, Interrupt)) == {"w0", "w1", "w2"}
+    change = m.roster.change
+    assert change is not None
+    assert (change.members, change.interrupt) == (["w0", "w1", "w2"], True)
+    assert f"the first exchange of generation {broken} does not end" in change.reason
+    for worker, other in (("w1", "w2"), ("w2", "w1")):
+        m.handle(
+            ev.VoteCast(at=13, worker=worker, generation=change.generation, ok=False, reason="", unreachable=[other])
+        )
+    out = m.handle(ev.VoteCast(at=13, worker="w0", generation=change.generation, ok=True))
+    assert [kill.worker for kill in kills(out)] == ["w2"], "the others have the state"
+
+
+def test_one_that_seems_to_end_never_is_left_more_time_with_each_try() -> None:
+    m = first_exchange()
+    at, tried = 1.0, []
+    while at < 60:
+        at += 0.5
+        if tells(beats(m, at, active=1, **dict.fromkeys(m.roster.members, (WAITING, at - 1))), Interrupt):
+            tried.append(at)
+            votes(m, at)
+    assert tried == [6.5, 17.0, 37.5]
+
+
+def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.ReleaseWanted(at=1, workers=["w2"], reason="asked"))
+    votes(m)
+    for at in range(2, 40):
+        waits = {"w0": (WAITING, at - 1.0), "w1": (WAITING, at - 1.0)}
+        assert not tells(beats(m, at, active=1, w2=(WORKING, at - 1.0), **waits), Interrupt)
 
 
 def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:

@@ -351,11 +351,13 @@ def test_what_arrives_damaged_is_refused() -> None:
     data = bytearray(there.recv(10_000))
     data[1234] ^= 1
     here.sendall(data)
+    moves: list[int] = []
     with pytest.raises(FallowError, match="damaged"):
-        receive_piece(there, [got], 0, 1)
+        receive_piece(there, [got], 0, 1, lambda: moves.append(1))
+    assert moves, "those who wait for it do not hear that something comes"
     here.close()
     with pytest.raises(OSError, match="closed"):
-        receive_piece(there, [got], 0, 1)
+        receive_piece(there, [got], 0, 1, lambda: None)
     there.close()
 
 

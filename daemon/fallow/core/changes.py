@@ -86,13 +86,20 @@ class Changes:
         r, change = self._roster, self._roster.change
         if r.status.ended or r.finishing or not r.members or (change is not None and not change.committed):
             return
-        stuck = self._watch.stuck_s(r.members, at)
+        # A leaver that has not left keeps the others waiting as a member does.
+        stuck = self._watch.stuck_s([w for w in involved(r) if r.alive(w)], at)
         if stuck > self._timing.progress_s:
             self.break_off(at, f"all members waited for each other for {stuck:.1f} s")
-        elif change is None and stuck > self._probe_s and len(r.members) > 1:
+        elif stuck > self._probe_s and len(r.members) > 1:
             reason = f"all members wait for each other, for {stuck:.1f} s now"
-            self.begin(at, Proposal(ChangeKind.EJECT, list(r.members), [], reason), probe=True)
-            self._effects.record("probe", f"generation {r.high} looks at the links: {reason}")
+            if change is None:
+                self.begin(at, Proposal(ChangeKind.EJECT, list(r.members), [], reason), probe=True)
+                self._effects.record("probe", f"generation {r.high} looks at the links: {reason}")
+            else:
+                # The first exchange: a state that is still on its way counts as getting on, and hardly a step can be
+                # lost. So it is done again, by a group that is built by those who reach each other.
+                self._probe_s *= 2
+                self.break_off(at, f"the first exchange of generation {r.generation} does not end: {reason}")
 
     # -- steps of a change ----------------------------------------------------------------------------------------
 

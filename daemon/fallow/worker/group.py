@@ -52,7 +52,7 @@ class Group:
         self.waiting = False
         "the training thread waits for other members"
         self.turned_at = 0.0
-        "time.monotonic at which the last wait began or ended"
+        "time.monotonic at which the last wait began or ended, or a part of the state came in"
         self._guard = threading.Lock()
         self._broken: str | None = None
         self._kept: list[tuple[Any, Any]] = []
@@ -130,6 +130,10 @@ class Group:
             yield
         finally:
             self.waiting, self.turned_at = False, time.monotonic()
+
+    def moved(self) -> None:
+        """A part of the state has come in: those who wait for the rest of it get on."""
+        self.turned_at = time.monotonic()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until everything launched is complete.

@@ -155,13 +155,13 @@ class Intake:
             line.sendall(_ASK.pack(number, pieces))
             length, crc = _HEAD.unpack(receive(line, _HEAD.size))
             self._agree(receive(line, length) if number == 0 else None, crc)
-            early = receive_piece(line, self._early, number, pieces)
+            early = receive_piece(line, self._early, number, pieces, self._group.moved)
             line.sendall(_DONE)
             with self._changed:
                 self.early_bytes += early
                 self._early_open -= 1
                 self._changed.notify_all()
-            late = receive_piece(line, self._late, number, pieces)
+            late = receive_piece(line, self._late, number, pieces, self._group.moved)
             line.sendall(_DONE)
             with self._changed:
                 self.late_bytes += late

@@ -211,8 +211,10 @@ def send_piece(line: socket.socket, memory: Sequence[Bytes], number: int, pieces
     return total
 
 
-def receive_piece(line: socket.socket, memory: Sequence[Bytes], number: int, pieces: int) -> int:
-    """The other end of `send_piece`.
+def receive_piece(
+    line: socket.socket, memory: Sequence[Bytes], number: int, pieces: int, moved: Callable[[], None]
+) -> int:
+    """The other end of `send_piece`; calls `moved` whenever something has come.
 
     Raises:
         OSError: the line broke.
@@ -222,17 +224,18 @@ def receive_piece(line: socket.socket, memory: Sequence[Bytes], number: int, pie
     for chunk in cut(memory, number, pieces):
         total += sum(part.size for part in chunk)
         told = bytearray(8)
-        _receive_into(line, [*(part.data for part in chunk), memoryview(told)])
+        _receive_into(line, [*(part.data for part in chunk), memoryview(told)], moved)
         if int.from_bytes(told, "little") != word_sum(chunk):
             raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
     return total
 
 
-def _receive_into(line: socket.socket, buffers: list[memoryview]) -> None:
+def _receive_into(line: socket.socket, buffers: list[memoryview], moved: Callable[[], None] = lambda: None) -> None:
     while buffers:
         got = line.recvmsg_into(buffers)[0]
         if not got:
             raise ConnectionResetError("the peer closed the connection")
+        moved()
         _advance(buffers, got)
 
 
