@@ -213,6 +213,16 @@ def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
         assert not tells(beats(m, at, active=1, w2=(WORKING, at - 1.0), **waits), Interrupt)
 
 
+def test_a_member_that_was_healed_is_told_of() -> None:
+    m = first_exchange()
+    out = m.handle(
+        ev.WorkerActive(at=2, worker="w1", generation=m.roster.generation, first_step=7, pause_s=0.1, healed=True)
+    )
+    (told,) = records(out, "healed")
+    assert "w1 on n-w1: its weights were not those of most members at step 7; it has received theirs" in told.text
+    assert told.data == {"worker": "w1", "node": "n-w1", "step": 7}
+
+
 def test_the_wait_for_one_that_was_ejected_is_not_held_against_those_who_are_left() -> None:
     m = started("w0", "w1", "w2")
     others = {"w0": (WAITING, 40.9), "w2": (WAITING, 40.9)}

@@ -82,6 +82,7 @@ class WorkerActive(Event):
     bytes_received: int = 0
     bytes_behind: int = 0
     steps_discarded: int = 0
+    healed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

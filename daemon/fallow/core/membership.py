@@ -206,6 +206,12 @@ class Membership:
         change = self.roster.change
         if worker is None or worker.phase is WorkerPhase.GONE:
             return
+        if event.healed:
+            text = (
+                f"{event.worker} on {worker.node}: its weights were not those of most members at step "
+                f"{event.first_step}; it has received theirs. Does this node compute differently?"
+            )
+            self._effects.record("healed", text, worker=event.worker, node=worker.node, step=event.first_step)
         if change is None or change.generation != event.generation:
             return
         worker.has_state = True

@@ -118,6 +118,7 @@ class Peers:
                     bytes_received=message.bytes_received,
                     bytes_behind=message.bytes_behind,
                     steps_discarded=message.steps_discarded,
+                    healed=message.healed,
                 )
                 turn.apply(run, active)
             case Held():

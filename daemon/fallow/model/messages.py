@@ -115,6 +115,8 @@ class Active(Message, frozen=True, kw_only=True):
     bytes_behind: int = 0
     "bytes of state that it received during its first step"
     steps_discarded: int = 0
+    healed: bool = False
+    "it was as far as the others with other weights than most of them, and received theirs"
 
 
 class Held(Message, frozen=True, kw_only=True):

@@ -134,6 +134,7 @@ class Turn:
                 newcomer,
                 at.step,
                 done.intake,
+                group.rank in done.healed,
                 Parts(
                     drain=parts.drain + done.drain_s,
                     group=parts.group + done.group_s,
@@ -170,6 +171,7 @@ class Turn:
             parts=Parts(drain=old.drain, group=old.group, state=old.state, data=now - arrival.entered),
             bytes_received=intake.early_bytes if intake is not None else 0,
             steps_discarded=member.discarded,
+            healed=arrival.healed,
         )
         member.discarded = 0
         if intake is None:
@@ -210,9 +212,12 @@ class Turn:
 class _Arrival:
     """A switch that has not been reported yet."""
 
-    def __init__(self, newcomer: bool, step: int, intake: Intake | None, parts: Parts, entered: float) -> None:
+    def __init__(
+        self, newcomer: bool, step: int, intake: Intake | None, healed: bool, parts: Parts, entered: float
+    ) -> None:
         self.newcomer = newcomer
         self.step = step
         self.intake = intake
+        self.healed = healed
         self.parts = parts
         self.entered = entered
