@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from fallow.core import events as ev
@@ -17,15 +18,20 @@ def difference(roster: Roster, event: ev.WorkerIsReady) -> str | None:
             f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
         )
     if event.signature == roster.signature:
-        return _other_bits(roster.arithmetic, event.arithmetic)
+        return other_bits(roster.arithmetic, event.arithmetic)
     for mine, theirs in zip(event.layout, roster.layout, strict=False):
         if mine != theirs:
             return f"its model differs from the members': it has {mine}, they have {theirs}"
     return f"its prepared state has {len(event.layout)} tensors, the members' has {len(roster.layout)}"
 
 
-def _other_bits(members: list[str], newcomer: list[str]) -> str | None:
-    """Why a newcomer's results would differ in the last bits, in a reproducible run."""
+def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:
+    """Why a newcomer's results would differ in the last bits, in a reproducible run.
+
+    Args:
+        members: their arithmetic signature, a line per fact; empty: their run is not reproducible.
+        newcomer: its own.
+    """
     if bool(members) != bool(newcomer):
         ours, theirs = bool(newcomer), bool(members)
         return f"it says reproducible={ours}, the members reproducible={theirs}; start it with the same arguments"

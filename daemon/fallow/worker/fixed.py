@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fallow.core.joining import other_bits
 from fallow.model import Exit, FallowError
 from fallow.worker.group import Group, build_group
 
@@ -62,6 +65,32 @@ def build_world(world: World) -> Group:
         ) from None
     address = _own_address(os.environ["MASTER_ADDR"])
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
+
+
+def check_arithmetic(group: Group, lines: Sequence[str]) -> None:
+    """Refuse a reproducible world whose ranks would not compute the same bits; all ranks are told the same.
+
+    Args:
+        group: of all ranks.
+        lines: this rank's arithmetic signature; empty if it does not want a reproducible training.
+
+    Raises:
+        FallowError: a rank differs from rank 0, in words.
+        Interrupted: a rank is gone.
+    """
+    text = "\n".join(lines).encode()
+    lengths = group.all_gather(torch.tensor([len(text)]))
+    group.wait()
+    longest = max(int(length) for length in lengths)
+    if not longest:
+        return
+    texts = group.all_gather(torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+    group.wait()
+    first, *others = (row.numpy().tobytes().decode().strip().splitlines() for row in texts)
+    for rank, other in enumerate(others, start=1):
+        problem = other_bits(first, other)
+        if problem is not None:
+            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
 
 
 def _own_address(master: str) -> str:

@@ -10,11 +10,13 @@ import msgspec
 from fallow.core.shares import Division
 from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
 from fallow.worker.checkpoint.restore import load_newest
+from fallow.worker.fixed import check_arithmetic
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.handover import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
 from fallow.worker.session import Prepared as Upcoming
+from fallow.worker.signature import signature
 from fallow.worker.standing import FRESH
 from fallow.worker.switch import exchange
 
@@ -52,7 +54,9 @@ class Turn:
             member.boundary = time.monotonic()
             self._switch(planned=True)
             return
+        prepared, _ = member.prepared, member.reducer  # which has chosen the kernels that the signature tells
         try:
+            check_arithmetic(member.group, signature(prepared.devices()) if prepared.reproducible else [])
             self._enter(member.group, _ALONE, Parts())
         except Interrupted as error:
             raise FallowError(

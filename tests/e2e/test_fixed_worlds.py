@@ -1,0 +1,77 @@
+"""Scripts without a head: what ends them ends them in order, and ranks that do not fit together are told so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_local import TINY, Box, box, wait  # noqa: F401
+
+from fallow.model import Exit
+
+pytestmark = pytest.mark.timeout(120)
+
+
+TELLING = """
+import torch, fallow
+from torch.utils.data import DataLoader, TensorDataset
+run = fallow.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, num_workers=2)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+for (x,) in run.steps(loader, epochs=10**6):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(run.step, flush=True)
+"""
+
+
+def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:  # noqa: F811
+    """To the whole process group, as a terminal sends it: script and loader processes end, with one traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TELLING],
+        cwd=box.folder,
+        env=box.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    box.started.append(process)
+    assert process.stdout is not None
+    for step in range(30):
+        assert int(process.stdout.readline()) == step
+    assert len(box.processes()) == 3
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT, "a shell calls that 130"
+    assert stderr.count("Traceback") == 1, stderr
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    wait(box.nothing_left, 10.0)
+
+
+def test_ranks_that_compute_other_bits_are_refused_in_a_reproducible_world(box: Box) -> None:  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [
+        box.start(
+            *(sys.executable, TINY, "--steps", "20", "--reproducible"),
+            **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **other},
+        )
+        for rank, other in enumerate([{}, {"ATEN_CPU_CAPABILITY": "default"}])
+    ]
+    for process in ranks:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == Exit.DATA, stderr
+        assert "fallow: rank 1 does not fit to rank 0: the run is reproducible" in stderr
+        assert "it computes with DEFAULT kernels, the members with " in stderr
+        assert "Traceback" not in stderr
