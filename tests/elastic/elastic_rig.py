@@ -69,9 +69,12 @@ class NurseryClient:
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, argv: list[str], environ: dict[str, str], log: Path, eggs: int = 1) -> int:
-        """Start an agent; returns its process id."""
-        pid: int = self._ask({"argv": argv, "environ": environ, "log": str(log), "eggs": eggs})["pid"]
+    def start(
+        self, argv: list[str], environ: dict[str, str], log: Path, eggs: int = 1, namespace: str | None = None
+    ) -> int:
+        """Start an agent, in another network namespace than this process's if one is named; returns its process id."""
+        request = {"argv": argv, "environ": environ, "log": str(log), "eggs": eggs, "namespace": namespace}
+        pid: int = self._ask(request)["pid"]
         return pid
 
     def exit_code(self, pid: int) -> int | None:
@@ -155,6 +158,13 @@ class Rig:
         command = [sys.executable, TRAINING, "--gates", str(gates), *map(str, options)]
         return Elastic(self, made, command, gates, scripted)
 
+    async def agent_ends(self, pid: int) -> int:
+        """The exit code of an agent, when it has ended."""
+        await until(lambda: self.nursery.exit_code(pid) is not None, f"agent {pid} goes on")
+        code = self.nursery.exit_code(pid)
+        assert code is not None
+        return code
+
     async def kill_head(self) -> None:
         """As a crash would; it stays away."""
         await self._control.aclose()
@@ -201,28 +211,21 @@ class Elastic:
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
-    async def arrive(self, count: int = 1, *, ready: bool = True, workers: int = 1, **environ: str) -> list[str]:
+    async def arrive(
+        self, count: int = 1, *, ready: bool = True, workers: int = 1, namespace: str | None = None, **environ: str
+    ) -> list[str]:
         """Start that many agents with so many workers each; returns the workers' names.
 
         Args:
             count: agents to start.
             ready: wait until all workers are standbys (or members).
             workers: of each agent; their number is up to the run's `workers_per_node` and the environment.
+            namespace: the agents' network namespace, see `network.py`.
             environ: added to the agents' environment.
         """
         names = []
         for _ in range(count):
-            if self._scripted:
-                place = await self.rig.call("local_allocation", run=self.id, slots=1)
-                self._key_file = msgspec.convert(place, LocalAllocation).key_file
-            node = {} if self._scripted else {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": f"n{len(self.agent_of)}"}
-            pid = self.rig.nursery.start(
-                ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
-                {**self.rig.environ, **node, **environ},
-                self.rig.folder / "agents.log",
-                eggs=workers + 1,  # one may be started again
-            )
-            self.rig.agents.append(pid)
+            pid = await self.knock(workers=workers, namespace=namespace, **environ)
             came = [f"w{len(self.agent_of) + i}" for i in range(workers)]
             self.agent_of.update(dict.fromkeys(came, pid))
             names += came
@@ -235,6 +238,22 @@ class Elastic:
                 f"{names} are not ready",
             )
         return names
+
+    async def knock(self, *, workers: int = 1, namespace: str | None = None, **environ: str) -> int:
+        """Start an agent, whatever the head makes of it; returns its process id."""
+        if self._scripted:
+            place = await self.rig.call("local_allocation", run=self.id, slots=1)
+            self._key_file = msgspec.convert(place, LocalAllocation).key_file
+        node = {} if self._scripted else {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": f"n{len(self.agent_of)}"}
+        pid = self.rig.nursery.start(
+            ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
+            {**self.rig.environ, **node, **environ},
+            self.rig.folder / "agents.log",
+            eggs=workers + 1,  # one may be started again
+            namespace=namespace,
+        )
+        self.rig.agents.append(pid)
+        return pid
 
     async def begin(self, members: int) -> Elastic:
         """Have so many workers come and make them the first generation."""
@@ -265,6 +284,16 @@ class Elastic:
         gate = self.gates / f"{action}-{step}-{worker}"
         gate.touch()
         return gate
+
+    def hold_newcomer(self, worker: str) -> Path:
+        """Have this worker wait while it takes over the members' state."""
+        gate = self.gates / f"hold-load-{worker}"
+        gate.touch()
+        return gate
+
+    async def taking_over(self, worker: str) -> None:
+        """Wait until it does so."""
+        await until((self.gates / f"held-load-{worker}").exists, f"{worker} does not take over the state")
 
     def hold(self, worker: str, step: int) -> Path:
         """Have this worker wait in its last body of that step; `unlink` lets it go on."""

@@ -4,8 +4,10 @@ Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a sc
 is smaller than the others. In the folder `--gates` the tests say what happens when:
 
 `ACTION-STEP-WORKER`: in its last body of that step this worker does what `ACTIONS` says
+`switch-STEP-WORKER`: in its last body of that step this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
 `late-WORKER`: this worker waits at the end of the script until the file is gone
+`hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
 """
 
 from __future__ import annotations
@@ -17,15 +19,46 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without numbers, in an order that is another one in each epoch."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch))
+        return (self.data[index] for index in order.tolist())
+
+
+class Guest:
+    """A prepared object without a state of its own."""
+
+    def __init__(self, gates: Path) -> None:
+        self.gate = gates / f"hold-load-{WORKER}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.gate.exists():
+            hold(self.gate)
 
 
 def main() -> None:
@@ -39,24 +72,29 @@ def main() -> None:
     parser.add_argument("--gates", type=Path, required=True)
     parser.add_argument("--own-seed", action="store_true", help="each worker begins with other weights")
     parser.add_argument("--drift", help="STEP-WORKER whose weights change by themselves in that step")
+    parser.add_argument("--wide", type=int, default=16, help="width of the model")
+    parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(int(WORKER[1:]) if args.own_seed else 0)
     run = fallow.init()
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    model = nn.Sequential(
+        *(nn.Linear(8, args.wide), nn.BatchNorm1d(args.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(args.wide, 3))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=args.batch, shuffle=True)
-    model, optimizer, scheduler, loader = run.prepare(
-        model, optimizer, scheduler, loader, global_batch=args.global_batch, reproducible=True
-    )
+    data = TensorDataset(inputs, targets)
+    source: Dataset[Any] = Stream(data) if args.stream else data
+    loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream)
+    objects = (model, optimizer, scheduler, Guest(args.gates), loader)
+    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=True)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
         loss = nn.functional.cross_entropy(model(x), y)
         if run.final_shard and run.generation:
-            gates(args.gates, run.step)
+            gates(args.gates, run)
             if args.drift == f"{run.step}-{WORKER}":
                 with torch.no_grad():
                     model[0].weight.add_(1e-3)
@@ -114,9 +152,12 @@ def freeze(gate: Path) -> None:
 ACTIONS = {action.__name__: action for action in (hold, fail, leave, interrupt, vanish, crash, freeze)}
 
 
-def gates(folder: Path, step: int) -> None:
+def gates(folder: Path, run: Any) -> None:
     """What the tests want of this worker in this step."""
-    end = f"-{step}-{WORKER}"
+    end = f"-{run.step}-{WORKER}"
+    if (folder / f"switch{end}").exists():
+        while not run._session.switch_committed:
+            time.sleep(0.005)
     for name in os.listdir(folder):
         action = ACTIONS.get(name.removesuffix(end)) if name.endswith(end) else None
         if action is not None:

@@ -7,8 +7,9 @@ An agent has threads, so it cannot fork workers itself. It comes with `eggs`, ch
 that wait for what `exec` would have given them: argv, environment, standard streams and the pipe.
 
 The requests are JSON objects over the sequenced-packet socket whose descriptor is the first argument:
-`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N}` is answered with `{"pid": N}`, and `{}` with
-`{"ended": {PID: STATUS}}`, the wait statuses of all agents that have ended so far. When the socket closes, all end.
+`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`, and
+`{}` with `{"ended": {PID: STATUS}}`, the wait statuses of all agents that have ended so far. When the socket closes,
+all end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import network
 import torch
 import torch.distributed
 import torch.utils.data
@@ -85,6 +87,8 @@ class Nursery:
 def be_an_agent(request: dict[str, Any]) -> NoReturn:
     """What `python -m fallow.agent ARGV` would be, with workers that hatch."""
     os.setsid()
+    if request["namespace"]:
+        network.enter(request["namespace"])
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     _become(request["argv"], request["environ"], (null, log, log))

@@ -12,7 +12,7 @@ import pytest
 from elastic_rig import alive, judge, phase, send, until
 
 from conftest import MakeRig, Undisturbed
-from fallow.model import RunStatus, WorkerPhase
+from fallow.model import Exit, RunStatus, WorkerPhase
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -248,6 +248,102 @@ async def test_e9_s6_n8_silent_members_are_fenced_and_never_write_again(
         report = await run.ends()
     judge(report, await undisturbed())
     assert [g.kind for g in report.generations] == ["start", "eject", "eject"]
+
+
+async def test_s6_a_leaver_that_is_stopped_before_it_has_left(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """Rank 0, between the commit of its release and the boundary where it would have left. It is not waited for."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 60)).begin(3)
+        step = (await run.view()).step + 6
+        gate = run.hold("w1", step)
+        await run.held("w1", step)
+        await run.release("w0")
+        await run.until(lambda view: view.generation == 2, "the change is not committed")
+        run.signal("w0", signal.SIGSTOP)
+        gate.unlink()
+        await run.becomes(["w1", "w2"])
+        send(run.pids["w0"], signal.SIGCONT)
+        await until(lambda: not alive(run.pids["w0"]), "the zombie lives")
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.kind for g in report.generations] == ["start", "eject"]
+    assert "w0" in report.generations[1].reason
+    assert "its process is stopped" in report.generations[1].reason
+    assert report.steps_discarded == 1
+
+
+async def test_s6_a_newcomer_that_is_frozen_while_it_takes_over_the_state_does_no_harm_when_it_thaws(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """With its agent, so that nobody can kill it: it wakes up in a generation that has been given up."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await (await rig.run("--steps", 60)).begin(2)
+        await run.arrive()
+        gate = run.hold_newcomer("w2")
+        await run.grow()
+        await run.taking_over("w2")
+        frozen = run.pids["w2"], run.agent_of["w2"]
+        for pid in frozen:
+            send(pid, signal.SIGSTOP)
+        gate.unlink()
+        await run.becomes(["w0", "w1"])
+        assert alive(frozen[0]), "it was not there to wake up"
+        send(frozen[0], signal.SIGCONT)
+        await until(lambda: not alive(frozen[0]), "the zombie lives")
+        await run.goes_on()
+        send(frozen[1], signal.SIGCONT)
+        await until(lambda: not alive(frozen[1]), "its agent lives")
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.kind for g in report.generations] == ["start", "eject"]
+    assert "w2" in report.generations[1].reason
+
+
+async def test_n7_a_node_that_keeps_failing_is_barred_and_may_not_come_back(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Its agent is refused with the reason; nothing is started there, neither anew nor in the failed one's place."""
+    async with make_rig(membership__bar_after=1) as rig:
+        run = await rig.run("--steps", 60, members=2, scripted=False)
+        await run.arrive(2)
+        await run.becomes(["w0", "w1"])
+        run.plan("fail", "w1", (await run.view()).step + 5)
+        await run.becomes(["w0"])
+        (barred,) = await run.events("bar")
+        assert barred.text.startswith("node n1 is barred from this run: 1 failures on it (exception)")
+        agent = await run.knock(SLURMD_NODENAME="n1")
+        assert await rig.agent_ends(agent) == Exit.NO_RESTART
+        refused = (rig.folder / "agents.log").read_text()
+        assert f"node n1 is barred from run {run.id}: 1 failures on it (exception)" in refused
+        assert "a sample is broken" in refused
+        view = await run.view()
+        assert {member.worker for member in view.members} <= {"w0", "w1"}, "a worker was planned on it"
+        assert list(view.barred) == ["n1"]
+        report = await run.ends()
+    assert (report.status, report.final_digest) == (
+        RunStatus.FINISHED,
+        (await undisturbed("--steps", 60)).final_digest,
+    )
+
+
+async def test_p2_a_minority_that_drifted_is_healed_at_the_next_change_and_told_of(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """In the last step before it, so nothing was computed with those weights: the others' replace them."""
+    async with make_rig() as rig:
+        run = await rig.run("--steps", 60, "--drift", "10-w1")
+        for worker in ("w0", "w1", "w2"):
+            run.plan("switch", worker, 10)
+        await run.begin(3)
+        await run.arrive()
+        await run.reaches(10)
+        await run.grow()
+        await run.becomes(["w0", "w1", "w2", "w3"])
+        (healed,) = await run.events("healed")
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert healed.text.startswith("w1 on ")
+    assert "its weights were not those of most members at step 11; it has received theirs" in healed.text
 
 
 async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from elastic_rig import Elastic, expected_samples, judge, phase, ranked, send, until
+from elastic_rig import expected_samples, judge, phase, ranked, send
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus, WorkerPhase
@@ -124,7 +124,7 @@ async def test_s3_s4_e6_leavers_that_are_warned_hand_over_first(make_rig: MakeRi
         send(run.agent_of["w0"], signal.SIGTERM)
         send(run.agent_of["w1"], signal.SIGINT)
         await run.becomes(["w2"])
-        assert await agent_ends(run, "w0") == await agent_ends(run, "w1") == 93
+        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1")] == [93, 93]
         await run.goes_on()
 
         await run.arrive()
@@ -202,12 +202,3 @@ async def test_n11_a_drained_node_is_left(make_rig: MakeRig, undisturbed: Undist
         report = await run.ends()
     judge(report, await undisturbed("--steps", 100))
     assert report.generations[-1].kind == "release"
-
-
-async def agent_ends(run: Elastic, worker: str) -> int:
-    """The exit code of a worker's agent, when it has ended."""
-    pid = run.agent_of[worker]
-    await until(lambda: run.rig.nursery.exit_code(pid) is not None, f"the agent of {worker} goes on")
-    code = run.rig.nursery.exit_code(pid)
-    assert code is not None
-    return code

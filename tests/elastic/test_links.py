@@ -1,0 +1,150 @@
+"""Cut and slow links between nodes, with real packets: every node is a network namespace. Ids: see README.md.
+
+The links to the head are whole: it hears of everybody, and has to find out who cannot talk to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from elastic_rig import Elastic, Rig, judge, phase
+from network import HUB, Network, NoNetworkError
+
+from conftest import MakeRig, Undisturbed
+
+pytestmark = pytest.mark.timeout(240)
+
+FOUND_S = 60.0
+"""To find a cut link: 5 s of waiting, up to 4 s for the bytes that do not come, and what a busy machine adds."""
+
+MakeNetwork = Callable[[int], Network]
+
+
+@pytest.fixture
+def make_network() -> Iterator[MakeNetwork]:
+    """`make_network(3)`: a hub and so many nodes; skips where they cannot be had."""
+    made: list[Network] = []
+
+    def make(nodes: int) -> Network:
+        try:
+            made.append(Network(nodes))
+        except NoNetworkError as error:
+            pytest.skip(str(error))
+        return made[-1]
+
+    yield make
+    for network in made:
+        network.close()
+
+
+async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:
+    """A run whose member `wN` is on node N."""
+    run = await rig.run(*options)
+    for number in range(members):
+        await run.arrive(namespace=network.node(number))
+    await run.grow(members)
+    await run.becomes([f"w{number}" for number in range(members)])
+    return run
+
+
+async def test_s13_a_link_that_is_cut_while_they_train_costs_one_of_the_two(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """The younger; the third, which reaches both, is not touched."""
+    network = make_network(3)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await begin(rig, network, 3, "--steps", 60)
+            network.cut(0, 1)
+            await run.becomes(["w0", "w2"], within_s=FOUND_S)
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.kind for g in report.generations] == ["start", "eject"]
+    assert "no connection between it and w0" in report.generations[1].reason
+
+
+@pytest.mark.soak
+async def test_s13_of_several_cut_links_the_one_node_that_explains_them_goes(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """Though it is the oldest, and rank 0."""
+    network = make_network(4)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await begin(rig, network, 4, "--steps", 60)
+            network.cut(0, 1)
+            network.cut(0, 3)
+            await run.becomes(["w1", "w2", "w3"], within_s=FOUND_S)
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.kind for g in report.generations] == ["start", "eject"]
+
+
+async def test_s13_a_newcomer_with_a_cut_link_is_left_out_while_the_others_train(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """Its group is built beside the old one, which loses nothing by it."""
+    network = make_network(3)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await begin(rig, network, 2, "--steps", 60, "--pace", 0.1)
+            await run.arrive(namespace=network.node(2))
+            network.cut(1, 2)
+            await run.grow()
+            await run.until(lambda view: view.change is not None, "nothing is begun")
+            await run.goes_on(5)
+            await run.until(lambda view: phase(view, "w2") is None and view.change is None, "it is not left out")
+            told = " ".join(event.text for event in await run.events())
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert "no connection between it and w1" in told
+    assert [g.kind for g in report.generations] == ["start"]
+    assert report.steps_discarded == 0
+
+
+async def test_s13_a_link_that_is_cut_in_the_first_exchange_of_a_generation(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """The group stands and is committed, so only the exchange's silence tells. The newcomer has nothing: it goes."""
+    network = make_network(3)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await begin(rig, network, 2, "--steps", 60)
+            await run.arrive(namespace=network.node(2))
+            step = (await run.view()).step + 6
+            gate = run.hold("w1", step)
+            await run.held("w1", step)
+            await run.grow()
+            await run.until(lambda view: view.generation == 2, "the change is not committed")
+            network.cut(0, 2)
+            gate.unlink()
+            await run.becomes(["w0", "w1"], within_s=FOUND_S)
+            (told,) = [event.text for event in await run.events("eject") if event.text.startswith("w2 ")]
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert "no connection between it and w0" in told
+    assert report.steps_discarded <= 1
+
+
+@pytest.mark.soak
+async def test_s13_a_slow_link_is_looked_at_and_nobody_goes(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """A step takes longer than it takes to become suspicious."""
+    options = ("--steps", 30, "--wide", 512)
+    network = make_network(2)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await begin(rig, network, 2, *options)
+            network.slow_down(0, 1, bits_per_s=64_000)
+            while not await run.events("probe"):
+                await run.goes_on(1)
+            await run.goes_on(2)
+            network.mend_slow(0, 1)
+            told = " ".join(event.text for event in await run.events())
+            report = await run.ends()
+    judge(report, await undisturbed(*options))
+    assert "the links are slow, not cut" in told
+    assert [g.kind for g in report.generations] == ["start"]
+    assert report.steps_discarded == 0

@@ -1,0 +1,90 @@
+"""What becomes of a run without members, and of one that is ended as a whole. Scenario ids: see README.md."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from elastic_rig import alive, judge, send, until
+
+from conftest import MakeRig, Undisturbed
+from fallow.model import Exit, RunStatus
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """In the middle of an epoch; those who come read their way there, and no sample is used twice in what counts."""
+    options = ("--stream", "--steps", 60)
+    async with make_rig() as rig:
+        run = await (await rig.run(*options)).begin(2)
+        await run.reaches(12)
+        await rig.call("checkpoint", run=run.id)
+        view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
+        saved = view.checkpoints[0].step
+        assert saved % 8, "it is at the end of an epoch, which proves less"
+        await run.reaches(saved + 3)
+        for worker in ("w0", "w1"):
+            run.kill(worker)
+        await run.until(lambda view: view.status is RunStatus.SUSPENDED, "losing all does not suspend it")
+        await run.arrive(3)
+        await run.grow(3)
+        await run.becomes(["w2", "w3", "w4"])
+        report = await run.ends()
+    judge(report, await undisturbed(*options))
+    assert [g.first_step for g in report.generations] == [0, saved]
+
+
+async def test_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Nobody is there who could hear of it; whoever comes loads the older checkpoint, not the newest."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 60)).begin(2)
+        await run.reaches(8)
+        await rig.call("checkpoint", run=run.id)
+        view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
+        older = view.checkpoints[0].step
+        await run.reaches(older + 5)
+        await run.release("w0", "w1")
+        view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
+        newest = max(one.step for one in view.checkpoints)
+        assert newest > older
+        await rig.call("rollback", run=run.id, step=older)
+        view = await run.view()
+        assert (view.status, view.change) == (RunStatus.SUSPENDED, None)
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w2"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.first_step for g in report.generations] == [0, older]
+    assert [(back.from_step, back.to_step) for back in report.rolled_back] == [(newest, older)]
+
+
+async def test_s10_a_signal_to_every_process_at_once_suspends_the_run_in_order(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """As scancel and preemption do it: SIGTERM to agents and workers alike. Nothing is lost and nobody is left."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 60)).begin(3)
+        await run.reaches(5)
+        for worker in ("w0", "w1", "w2"):
+            send(run.pids[worker], signal.SIGTERM)
+            send(run.agent_of[worker], signal.SIGTERM)
+        view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
+        assert {await rig.agent_ends(agent) for agent in run.agent_of.values()} == {Exit.NO_RESTART}
+        await until(lambda: not any(map(alive, run.pids.values())), "a worker is left")
+        (left,) = view.checkpoints
+        assert "Traceback" not in "".join(run.log(worker) for worker in ("w0", "w1", "w2"))
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w3"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    # One may have been warned a step before the others.
+    assert report.generations[-1].first_step == left.step
+    assert "eject" not in [g.kind for g in report.generations]
+    assert report.steps_discarded == 0
