@@ -1,0 +1,195 @@
+"""Apportioning: which run gets how many nodes, so that the sum of what they are worth to the runs is greatest. Pure.
+
+Nodes are alike within a kind; a run can use some of the kinds. The vectors of node counts that can be served are the
+points of a polymatroid (they are what flows through a bipartite graph), so for concave values taking the best increment
+that can still be served, one after the other, is exact, whatever the number of kinds (Federgruen & Groenevelt,
+Operations Research 34, 1986). Values have stairs (whole shards, the cost of a change), so the greedy works on their
+concave envelopes. That bounds the best result from above; branch and bound on the runs that it leaves between two
+stairs closes the gap to `GAP`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+from fallow.core.flow import Flow
+
+GAP = 0.002
+"""Part of the gain that may be missing to the best result."""
+
+BRANCHES = 200
+"""Problems looked at before the best result so far is good enough; its distance to the bound is told."""
+
+EPSILON = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What nodes are worth to a run.
+
+    Attributes:
+        kinds: of nodes that it can use.
+        sizes: node counts at which the value changes, ascending; the first is the least that it must have.
+        values: at these sizes, in a unit that all claims share. Between two sizes the lower one's value holds.
+    """
+
+    kinds: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apportioned:
+    nodes: list[int]
+    "of each claim"
+    value: float
+    bound: float
+    "no result is better than this"
+
+
+def apportion(claims: Sequence[Claim], supply: Sequence[int], cap: int | None = None) -> Apportioned:
+    """Find the best node counts, to within `GAP` of the gain over everybody's least.
+
+    Args:
+        claims: of the runs; together their least sizes can be served.
+        supply: nodes of each kind.
+        cap: nodes in all; None: no cap.
+    """
+    problem = _Problem(claims, supply, cap)
+    least = sum(claim.values[0] for claim in claims)
+    whole = problem.relax([(0, len(claim.sizes) - 1) for claim in claims])
+    if whole is None:
+        return Apportioned([claim.sizes[0] for claim in claims], least, least)
+    best, value = whole.chosen, whole.value
+    order = count()
+    queue = [(-whole.bound, next(order), whole)]
+    for _ in range(BRANCHES):
+        if not queue or -queue[0][0] - value <= GAP * (-queue[0][0] - least) + EPSILON:
+            break
+        relaxed = heapq.heappop(queue)[2]
+        if relaxed.split is None:
+            break
+        claim, at = relaxed.split
+        low, high = relaxed.ranges[claim]
+        for part in ((low, at), (at + 1, high)):
+            result = problem.relax([*relaxed.ranges[:claim], part, *relaxed.ranges[claim + 1 :]])
+            if result is None:
+                continue
+            if result.value > value + EPSILON:
+                best, value = result.chosen, result.value
+            if result.bound > value:
+                heapq.heappush(queue, (-result.bound, next(order), result))
+    bound = max(value, -queue[0][0]) if queue else value
+    return Apportioned([claim.sizes[k] for claim, k in zip(claims, best, strict=True)], value, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxed:
+    """The problem with every claim's sizes within a range, on concave envelopes."""
+
+    ranges: list[tuple[int, int]]
+    "first and last index into each claim's sizes"
+    bound: float
+    "of the envelopes' values; no choice within the ranges is worth more"
+    chosen: list[int]
+    "index of each claim's size in a solution made from it, within or beyond the ranges"
+    value: float
+    split: tuple[int, int] | None
+    "claim that is furthest below its envelope, and the index of the size below what it got; None: none is"
+
+
+class _Problem:
+    def __init__(self, claims: Sequence[Claim], supply: Sequence[int], cap: int | None) -> None:
+        self._claims = claims
+        self._supply = supply
+        self._cap = cap
+        self._envelopes: dict[tuple[int, int, int], list[tuple[float, int]]] = {}
+
+    def relax(self, ranges: list[tuple[int, int]]) -> _Relaxed | None:
+        """None: the least sizes of these ranges cannot be served."""
+        claims = self._claims
+        flow = Flow([claim.kinds for claim in claims], self._supply, self._cap)
+        nodes: list[int] = []
+        bound = 0.0
+        steps: list[tuple[float, int, int]] = []
+        for i, (claim, (low, high)) in enumerate(zip(claims, ranges, strict=True)):
+            least = claim.sizes[low]
+            if flow.take(i, least) < least:
+                return None
+            nodes.append(least)
+            bound += claim.values[low]
+            steps += [(-slope, i, amount) for slope, amount in self._envelope(i, low, high)]
+        excess = [0.0] * len(claims)
+        for i, (low, _) in enumerate(ranges):
+            excess[i] = claims[i].values[low]
+        full: set[int] = set()
+        for slope, i, amount in sorted(steps):
+            if i in full:
+                continue
+            got = flow.take(i, amount)
+            nodes[i] += got
+            bound -= slope * got
+            excess[i] -= slope * got
+            if got < amount:
+                full.add(i)
+        chosen = [bisect_right(claim.sizes, n) - 1 for claim, n in zip(claims, nodes, strict=True)]
+        excess = [e - claim.values[k] for e, claim, k in zip(excess, claims, chosen, strict=True)]
+        worst = max(range(len(claims)), key=excess.__getitem__, default=0)
+        split = None
+        if claims and excess[worst] > EPSILON and chosen[worst] < ranges[worst][1]:
+            split = worst, chosen[worst]
+        chosen = self._fill(flow, nodes, chosen)
+        value = sum(claim.values[k] for claim, k in zip(claims, chosen, strict=True))
+        return _Relaxed(ranges, bound, chosen, value, split)
+
+    def _envelope(self, i: int, low: int, high: int) -> list[tuple[float, int]]:
+        """(value per node, nodes) of the concave envelope's rising pieces over a range of sizes, steepest first."""
+        known = self._envelopes.get((i, low, high))
+        if known is not None:
+            return known
+        claim = self._claims[i]
+        corners: list[tuple[int, float]] = []
+        for n, value in zip(claim.sizes[low : high + 1], claim.values[low : high + 1], strict=True):
+            if corners and value <= corners[-1][1]:
+                continue
+            while len(corners) > 1:
+                (n0, v0), (n1, v1) = corners[-2:]
+                if (v1 - v0) * (n - n1) > (value - v1) * (n1 - n0):
+                    break
+                corners.pop()
+            corners.append((n, value))
+        pieces = [((v1 - v0) / (n1 - n0), n1 - n0) for (n0, v0), (n1, v1) in pairwise(corners)]
+        self._envelopes[i, low, high] = pieces
+        return pieces
+
+    def _fill(self, flow: Flow, nodes: list[int], chosen: list[int]) -> list[int]:
+        """Give nodes back that are above a size, then raise claims to whole sizes with what is left over."""
+        claims, chosen = self._claims, list(chosen)
+        for i, claim in enumerate(claims):
+            flow.give(i, nodes[i] - claim.sizes[chosen[i]])
+        while flow.left:
+            for _, i, k in sorted(self._raises(chosen, flow.left), reverse=True):
+                wanted = claims[i].sizes[k] - claims[i].sizes[chosen[i]]
+                got = flow.take(i, wanted)
+                if got == wanted:
+                    chosen[i] = k
+                    break
+                flow.give(i, got)
+            else:
+                break
+        return chosen
+
+    def _raises(self, chosen: list[int], left: int) -> Iterator[tuple[float, int, int]]:
+        """(value per node, claim, index of a larger size) for what up to `left` more nodes could do."""
+        for i, (claim, now) in enumerate(zip(self._claims, chosen, strict=True)):
+            for k in range(now + 1, len(claim.sizes)):
+                more = claim.sizes[k] - claim.sizes[now]
+                if more > left:
+                    break
+                gain = claim.values[k] - claim.values[now]
+                if gain > EPSILON:
+                    yield gain / more, i, k

@@ -1,0 +1,50 @@
+"""Fair share of harvested nodes between projects (Slurm accounts). Pure.
+
+All projects that have a run are due the same part. As in Slurm's own fair share, use fades with a half-life, and a
+project counts less by a power of two of what it had beyond its due (`slurm.schedmd.com/priority_multifactor.html`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+HALF_LIFE_S = 86400.0
+"""Of past use."""
+
+NEGLIGIBLE_S = 10 * 3600.0
+"""Node-seconds of use below which differences say little: added, in equal parts, to what the projects had."""
+
+LEAST, MOST = 0.25, 2.0
+"""A project's factor stays within these, so that none is shut out."""
+
+
+def faded_use(spans: Iterable[tuple[float, float]], at: float) -> float:
+    """Node-seconds of use, each second counting half for every `HALF_LIFE_S` that has passed since.
+
+    Args:
+        spans: beginning and end (Unix time) of each node's use.
+        at: now.
+    """
+    # The integral of 2^(-(at - t) / half-life) over each span is the half-life / ln 2 times the difference at its ends.
+    total = 0.0
+    for begin, end in spans:
+        last = min(end, at)
+        if last > begin:
+            total += 0.5 ** ((at - last) / HALF_LIFE_S) - 0.5 ** ((at - begin) / HALF_LIFE_S)
+    return total * HALF_LIFE_S / 0.6931471805599453
+
+
+def factors(use: Mapping[str, float]) -> dict[str, float]:
+    """Project -> what its runs' weights are multiplied by: 1 for one that had its due, 2 for one that had nothing.
+
+    Args:
+        use: faded node-seconds of each project that has a run.
+    """
+    if not use:
+        return {}
+    due = 1.0 / len(use)
+    total = sum(use.values()) + NEGLIGIBLE_S
+    return {
+        project: min(MOST, max(LEAST, 2.0 ** (1.0 - (had + NEGLIGIBLE_S * due) / total / due)))
+        for project, had in use.items()
+    }

@@ -1,0 +1,230 @@
+"""Gain: how fast a run trains with so many members, learned while it trains. Pure.
+
+A step of S shards takes m members
+
+    t(m) = shard · ceil(S/m) + rest + talk · log2(m)      seconds:
+
+whole shards one after the other, what no member can divide (the optimizer's step, the loop), and what grows with the
+world (the reduction). The three are fitted to all sizes seen so far by least squares of relative errors, pulled towards
+a prior, never below 0. What is left between fit and measurement is taken over as a factor that never falls with m
+(isotonic regression), so each further size is at most as good as the ones before promise: the curve is monotone and,
+but for the stairs that whole shards make, concave.
+
+The prior is the optimism that makes a run try sizes it has not seen: rest = 0.2 shard, talk = 0.02 shard, which is an
+efficiency of 0.76 with 64 members of 64 shards. Published curves of training on idle nodes have 0.44 to 0.92 there
+(BFTrainer, arXiv 2106.12091), so it is believed until measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+REST, TALK = 0.2, 0.02
+"""The prior's `rest` and `talk`, in shards."""
+
+NOISE_S = 60.0
+"""Seconds of measurement after which a mean step is known to `NOISE`, a part of itself."""
+
+NOISE = 0.03
+KNOWN, GUESSED = 0.05, 0.5
+"""How far a shard's time may be from the prior, as a part of it: measured by the members themselves, or not."""
+
+LOOSE = 5.0
+"""The same for `rest` and `talk`: models differ much in them."""
+
+MEMORY_S = 600.0
+"""Evidence at one size counts for at most this long, so that newer measurements replace old ones."""
+
+HALF_LIFE_S = 7 * 86400.0
+"""Evidence counts half after this time: nodes, data and software change."""
+
+SIZES = 32
+"""As many sizes are remembered; the one with the least evidence is forgotten."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What was measured at one size."""
+
+    step_s: float
+    weight_s: float
+    "seconds of training behind it, fading"
+    at: float
+    "Unix time of the last measurement"
+
+
+class Curve(msgspec.Struct, kw_only=True):
+    """Measurements of one run; part of its durable record."""
+
+    seen: dict[int, Seen] = {}
+    "members -> what was measured"
+    shard_s: float | None = None
+    "seconds per shard, as members measured it (the median of them)"
+
+    def observe(self, members: int, step_s: float, lasted_s: float, at: float) -> None:
+        """Take in a stretch of undisturbed training.
+
+        Args:
+            members: all through it.
+            step_s: mean seconds per step in it.
+            lasted_s: its length.
+            at: Unix time.
+        """
+        old = self.seen.get(members)
+        kept_s = 0.0 if old is None else min(_faded(old, at), MEMORY_S)
+        was = step_s if old is None else old.step_s
+        mean = (kept_s * was + lasted_s * step_s) / (kept_s + lasted_s)
+        self.seen[members] = Seen(mean, min(kept_s + lasted_s, MEMORY_S), at)
+        if len(self.seen) > SIZES:
+            others = [m for m in self.seen if m != members]
+            del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
+
+
+def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
+    """A run's curve with those of earlier runs of the same script and model, which count half."""
+    sums: dict[int, tuple[float, float]] = {}
+    newest: dict[int, float] = {}
+    paces = [] if own.shard_s is None else [own.shard_s]
+    for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
+        if not paces and curve.shard_s is not None:
+            paces.append(curve.shard_s)
+        for members, seen in curve.seen.items():
+            weight = share * _faded(seen, at)
+            total, times = sums.get(members, (0.0, 0.0))
+            sums[members] = (total + weight, times + weight * seen.step_s)
+            newest[members] = max(newest.get(members, 0.0), seen.at)
+    merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
+    return Curve(seen=merged, shard_s=paces[0] if paces else None)
+
+
+def _faded(seen: Seen, at: float) -> float:
+    return float(seen.weight_s * 0.5 ** (max(0.0, at - seen.at) / HALF_LIFE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A curve as a function of the number of members.
+
+    Attributes:
+        shards: in a step.
+        shard_s, rest_s, talk_s: the three parameters, in seconds.
+        sizes: that were measured, ascending.
+        factors: measured time over the formula's at these sizes, never falling.
+    """
+
+    shards: int
+    shard_s: float
+    rest_s: float
+    talk_s: float
+    sizes: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
+
+    def step_s(self, members: int) -> float:
+        """Seconds per step; members beyond the number of shards have nothing to do."""
+        m = min(members, self.shards)
+        plain = self.shard_s * -(-self.shards // m) + self.rest_s + self.talk_s * math.log2(m)
+        return plain * self._factor(m)
+
+    def _factor(self, members: int) -> float:
+        if not self.sizes:
+            return 1.0
+        right = bisect_right(self.sizes, members)
+        if right == 0:
+            return self.factors[0]
+        if right == len(self.sizes):
+            return self.factors[-1]
+        low, high = self.sizes[right - 1], self.sizes[right]
+        part = math.log(members / low) / math.log(high / low)
+        return self.factors[right - 1] + part * (self.factors[right] - self.factors[right - 1])
+
+    def speeds(self, slots: int, most: int) -> list[tuple[int, float]]:
+        """Numbers of nodes that are worth having, ascending, with steps per second; each is faster than those before.
+
+        Args:
+            slots: members per node.
+            most: nodes.
+        """
+        found: list[tuple[int, float]] = []
+        for nodes in _stairs(self.shards, slots, most):
+            speed = 1.0 / self.step_s(nodes * slots)
+            if not found or speed > found[-1][1]:
+                found.append((nodes, speed))
+        return found
+
+
+def _stairs(shards: int, slots: int, most: int) -> Iterator[int]:
+    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them."""
+    nodes = 1
+    while nodes <= most:
+        yield nodes
+        each = -(-shards // min(nodes * slots, shards))
+        if each == 1:
+            return
+        members = -(-shards // (each - 1))
+        nodes = max(nodes + 1, -(-members // slots))
+
+
+def fit(curve: Curve, shards: int, at: float) -> Fit:
+    """Fit the formula to what was seen.
+
+    Args:
+        curve: measurements, perhaps none: then times are in units of a shard's.
+        shards: in a step, at least 1.
+        at: Unix time.
+    """
+    seen = [(min(m, shards), one.step_s, _faded(one, at) / NOISE_S) for m, one in sorted(curve.seen.items())]
+    guess = Fit(shards, 1.0, REST, TALK)
+    shard_s = curve.shard_s
+    if shard_s is None:
+        total = sum(weight for _, _, weight in seen)
+        shard_s = sum(w * step_s / guess.step_s(m) for m, step_s, w in seen) / total if total else 1.0
+    prior = (shard_s, shard_s * REST, shard_s * TALK)
+    # In units of the prior: minimise sum w (x.u - 1)^2 + firm (u - 1)^2 over u >= 0.
+    spread = (GUESSED if curve.shard_s is None else KNOWN, LOOSE, LOOSE)
+    firm = [(NOISE / s) ** 2 for s in spread]
+    gram = [[firm[i] if i == j else 0.0 for j in range(3)] for i in range(3)]
+    right = firm.copy()
+    for m, step_s, weight in seen:
+        row = (prior[0] * -(-shards // m) / step_s, prior[1] / step_s, prior[2] * math.log2(m) / step_s)
+        for i in range(3):
+            right[i] += weight * row[i]
+            for j in range(3):
+                gram[i][j] += weight * row[i] * row[j]
+    scale = _not_negative(gram, right)
+    plain = Fit(shards, *(p * u for p, u in zip(prior, scale, strict=True)))
+    factors = [(w * step_s / plain.step_s(m) + 1.0) / (w + 1.0) for m, step_s, w in seen]
+    rising = _rising(factors, [weight + 1.0 for _, _, weight in seen])
+    return Fit(shards, plain.shard_s, plain.rest_s, plain.talk_s, tuple(m for m, _, _ in seen), tuple(rising))
+
+
+def _not_negative(gram: list[list[float]], right: list[float]) -> list[float]:
+    """Minimum of u'Gu/2 - r'u over u >= 0, by coordinate descent; G is positive definite (3 x 3)."""
+    u = [1.0, 1.0, 1.0]
+    for _ in range(100):
+        moved = 0.0
+        for i in range(3):
+            rest = sum(gram[i][j] * u[j] for j in range(3) if j != i)
+            best = max(0.0, (right[i] - rest) / gram[i][i])
+            moved, u[i] = max(moved, abs(best - u[i])), best
+        if moved < 1e-6:
+            break
+    # With nothing left of a shard's time there would be no reason to stop at any size.
+    u[0] = max(u[0], 1e-3)
+    return u
+
+
+def _rising(values: list[float], weights: list[float]) -> list[float]:
+    """The closest sequence that never falls (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        block = (value, weight, 1)
+        while blocks and blocks[-1][0] > block[0]:
+            before, heavy, count = blocks.pop()
+            both = heavy + block[1]
+            block = ((before * heavy + block[0] * block[1]) / both, both, count + block[2])
+        blocks.append(block)
+    return [value for value, _, count in blocks for _ in range(count)]
