@@ -1,0 +1,231 @@
+"""Targets: how many harvested nodes each run should have, by what they are worth to it. Pure.
+
+Idle nodes go where they are worth most. A node is taken from one run for another only where that is worth more than
+what the change costs both of them; the run then gives it back, and whoever is to have it asks for it once it is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fallow.core.allocations import Allocation
+from fallow.core.apportion import Claim, apportion
+from fallow.core.flow import Flow
+from fallow.core.worth import Worth, changes, slope
+
+MOVABLE_S = 600.0
+"""A node that goes away sooner than this is not taken from its run for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node, idle or held, as far as it matters who can use it."""
+
+    node: str
+    partition: str
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One run that has or wants harvested nodes.
+
+    Attributes:
+        run: its id.
+        sort: runs of one sort can use the same nodes.
+        worth: of nodes to it.
+        room: more nodes than it holds that it may have; below 0: it has so many too many.
+    """
+
+    run: str
+    sort: Hashable
+    worth: Worth
+    room: int
+
+
+@dataclass
+class Targets:
+    """What `targets` decides."""
+
+    nodes: dict[str, int] = field(default_factory=dict)
+    "run -> harvested nodes it should have"
+    more: dict[str, int] = field(default_factory=dict)
+    "run -> nodes to ask for (below 0: requests to withdraw), the one with the greatest gain per node first"
+    kinds: dict[str, dict[int, int]] = field(default_factory=dict)
+    "run -> kind -> nodes of it to ask for: others can use what is left for them"
+    places: dict[Place, int] = field(default_factory=dict)
+    "kind of each node"
+    release: list[Allocation] = field(default_factory=list)
+    "allocations to give back: another run gains more, or nobody does"
+
+
+def targets(
+    parties: Sequence[Party],
+    held: Sequence[Allocation],
+    pending: Collection[str],
+    idle: Iterable[Place],
+    suits: Callable[[Hashable, Place], bool],
+    *,
+    at: float,
+    horizon_s: float,
+    cap: int | None = None,
+) -> Targets:
+    """Apportion idle and held nodes.
+
+    Args:
+        parties: the runs, in any order.
+        held: their harvest allocations of one node each that count: running ones that nobody has asked to go, and
+            requests.
+        pending: tokens of the requests among them.
+        idle: nodes that may be asked for, those that requests will take included.
+        suits: can runs of this sort use this node?
+        at: Unix time.
+        horizon_s: for so long nodes are expected to stay.
+        cap: nodes over all runs; None: no cap.
+    """
+    supply = _Supply(parties, suits)
+    mine: dict[str, list[Allocation]] = {party.run: [] for party in parties}
+    spare = supply.sorted_by_partition(idle)
+    for allocation in held:
+        if allocation.run not in mine:
+            continue
+        mine[allocation.run].append(allocation)
+        supply.hold(allocation, allocation.token in pending, spare)
+    for places in spare.values():
+        for place in places:
+            supply.add(place)
+
+    claims, staying = [], []
+    for party in parties:
+        have = len(mine[party.run])
+        low, high = _bounds(party, mine[party.run], pending, at)
+        sizes, values = changes(party.worth, have, low, high, horizon_s)
+        kinds = tuple(supply.kinds_of(party))
+        claims.append(Claim(kinds, sizes, values))
+        kept = next((i for i, size in enumerate(sizes) if size >= min(have, high)), 0)
+        staying.append(Claim(kinds, sizes[kept:], values[kept:]))
+    if cap is not None:
+        cap = max(cap, sum(claim.sizes[0] for claim in staying))
+    found = apportion(staying, supply.counts, cap)
+    moved = apportion(claims, supply.counts, cap)
+    runs = [_Run(party, claim, mine[party.run]) for party, claim in zip(parties, claims, strict=True)]
+    if moved.value > found.value + 1e-9:
+        result, complete = _carried_out(runs, moved.nodes, pending, supply)
+        if complete:
+            return result
+    return _carried_out(runs, found.nodes, pending, supply)[0]
+
+
+def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], at: float) -> tuple[int, int]:
+    """Nodes that a run keeps whatever others would gain, and the most that it may have."""
+    running = [a for a in mine if a.token not in pending]
+    if party.room < 0:
+        # Requests are withdrawn; who leaves of those that train is decided where the limit was lowered.
+        fixed = max(len(running), len(mine) + party.room)
+        return fixed, fixed
+    soon = sum(1 for a in running if a.end_at is not None and a.end_at - at < MOVABLE_S)
+    owed = min(len(mine), max(0, party.worth.least - party.worth.base))
+    return max(soon, owed), len(mine) + party.room
+
+
+class _Supply:
+    """Nodes by kind: a kind is all nodes that the same sorts of runs can use."""
+
+    def __init__(self, parties: Sequence[Party], suits: Callable[[Hashable, Place], bool]) -> None:
+        self._sorts = list(dict.fromkeys(party.sort for party in parties))
+        self._suits = suits
+        self._kinds: dict[Hashable, int] = {}
+        self._users: list[set[Hashable]] = []
+        self.counts: list[int] = []
+        self.kind: dict[str, int] = {}
+        "token -> kind of the node that it holds or waits for"
+        self._own: dict[str, list[int]] = {}
+        self.places: dict[Place, int] = {}
+
+    def free(self) -> list[int]:
+        """Nodes of each kind that nobody holds or waits for."""
+        free = self.counts.copy()
+        for kind in self.kind.values():
+            free[kind] -= 1
+        return free
+
+    def sorted_by_partition(self, idle: Iterable[Place]) -> dict[str, list[Place]]:
+        found: dict[str, list[Place]] = {}
+        for place in idle:
+            found.setdefault(place.partition, []).append(place)
+        return found
+
+    def add(self, place: Place) -> int:
+        """Count a node; returns its kind."""
+        users = tuple(sort for sort in self._sorts if self._suits(sort, place))
+        self.places[place] = self._count(users, set(users))
+        return self.places[place]
+
+    def hold(self, allocation: Allocation, pending: bool, spare: dict[str, list[Place]]) -> None:
+        """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
+        place = None
+        if not pending and allocation.nodes:
+            place = Place(allocation.nodes[0], allocation.partition)
+        elif spare.get(allocation.partition):
+            place = spare[allocation.partition].pop(0)
+        kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
+        self.kind[allocation.token] = kind
+        self._own.setdefault(allocation.run, []).append(kind)
+
+    def _count(self, key: Hashable, users: set[Hashable]) -> int:
+        if key not in self._kinds:
+            self._kinds[key] = len(self.counts)
+            self.counts.append(0)
+            self._users.append(users)
+        self.counts[self._kinds[key]] += 1
+        return self._kinds[key]
+
+    def kinds_of(self, party: Party) -> list[int]:
+        """Kinds that a run can use; what it holds is always among them."""
+        usable = {kind for kind, users in enumerate(self._users) if party.sort in users}
+        return sorted(usable.union(self._own.get(party.run, ())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    party: Party
+    claim: Claim
+    mine: list[Allocation]
+
+
+def _carried_out(
+    runs: Sequence[_Run], nodes: Sequence[int], pending: Collection[str], supply: _Supply
+) -> tuple[Targets, bool]:
+    """What has to be done for these node counts, and whether all of it can be, with held nodes where they are."""
+    out = Targets(nodes={run.party.run: target for run, target in zip(runs, nodes, strict=True)})
+    growing = [(run, target) for run, target in zip(runs, nodes, strict=True) if target > len(run.mine)]
+    wanted = {kind for run, _ in growing for kind in run.claim.kinds}
+    free = supply.free()
+    for run, target in zip(runs, nodes, strict=True):
+        withdrawn = [a for a in run.mine if a.token in pending][: max(0, len(run.mine) - target)]
+        out.more[run.party.run] = -len(withdrawn)
+        # Of the kind that somebody waits for; else, the newest.
+        order = sorted(
+            (a for a in run.mine if a.token not in pending),
+            key=lambda a: (supply.kind[a.token] not in wanted, -(a.start_at or 0.0), a.token),
+        )
+        released = order[: max(0, len(run.mine) - target - len(withdrawn))]
+        out.release += released
+        for allocation in [*withdrawn, *released]:
+            free[supply.kind[allocation.token]] += 1
+    gains = {r.party.run: -slope(r.claim.sizes, r.claim.values, len(r.mine), target) for r, target in growing}
+    growing.sort(key=lambda pair: gains[pair[0].party.run])
+    flow = Flow([run.claim.kinds for run, _ in growing], free)
+    complete = True
+    for i, (run, target) in enumerate(growing):
+        have = len(run.mine)
+        got = flow.take(i, target - have)
+        complete = complete and have + got == target
+        useful = max(size for size in run.claim.sizes if size <= have + got)
+        flow.give(i, have + got - useful)
+        out.nodes[run.party.run] = useful
+    more = {run.party.run: out.nodes[run.party.run] - len(run.mine) for run, _ in growing}
+    out.more = more | {run: n for run, n in out.more.items() if run not in more}
+    out.places = supply.places
+    out.kinds = {run.party.run: flow.uses(i) for i, (run, _) in enumerate(growing)}
+    return out, complete

@@ -1,0 +1,115 @@
+"""What nodes are worth to a run, all things considered, in a unit that runs have in common. Pure.
+
+The worth of training at speed v is w · log(1 + v/v1), v1 being the speed with one node and w the run's weight: what
+counts is by which part a node speeds a run up. So a curve in steps per second of one model compares with another's,
+runs that scale alike get nodes in proportion to their weights (proportional fairness: Kelly, J. Oper. Res. Soc. 49,
+1998), and one that gains nothing more leaves the rest to others. A late run counts for more, up to the speed it needs.
+
+A change costs: all members stall for `pause_s`, and a new node trains only after `start_s`. Over the time for which
+nodes are expected to stay, `horizon_s`, the worth of x nodes beside h held ones with U(x) as above is
+
+    x > h:  U(h) + (1 - start/horizon - doubt) (U(x) - U(h)) - pause/horizon U(h)
+    x < h:  U(x) - pause/horizon U(h)
+
+(BFTrainer's objective, arXiv 2106.12091, for costs in time). Two changes in a row never cost less than the one that
+leads to the same end, so every plan that is carried out raises the sum of U by more than its cost: no going in circles.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log1p
+
+DOUBT = 0.1
+"""Part of an expected gain that is not counted on: curves are estimates, and losses are sure."""
+
+PRICE = 1e-6
+"""Worth of a node to nobody in particular: those that gain nothing are not asked for, and not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """How a run values nodes.
+
+    Attributes:
+        speeds: (nodes, steps per second), both ascending; nodes of all allocations together.
+        weight: of its gain beside that of others.
+        base: nodes that are there anyway: those of its base allocations, and idle ones that cannot be moved.
+        least: nodes that the user wants at least; it is not started with fewer, and none is taken away below that.
+        going: it trains, or has trained: one node is then better than none.
+        start_s: from the request until a new node trains.
+        pause_s: stall of all members at a change.
+        urgent_nodes: nodes that its deadline takes.
+        urgency: how much more the gain up to there counts; 1: no more.
+    """
+
+    speeds: tuple[tuple[int, float], ...]
+    weight: float = 1.0
+    base: int = 0
+    least: int = 1
+    going: bool = True
+    start_s: float = 30.0
+    pause_s: float = 0.5
+    urgent_nodes: int = 0
+    urgency: float = 1.0
+
+    def speed(self, nodes: int) -> float:
+        """Steps per second with so many nodes."""
+        if nodes < 1 or (nodes < self.least and not self.going):
+            return 0.0
+        at = bisect_right(self.speeds, nodes, key=lambda pair: pair[0]) - 1
+        return self.speeds[at][1] if at >= 0 else 0.0
+
+    def of(self, nodes: int) -> float:
+        """Worth of training with so many nodes."""
+        if not self.speeds:
+            return 0.0
+        one, speed = self.speeds[0][1], self.speed(nodes)
+        more = 0.0
+        if self.urgency > 1:
+            more = (self.urgency - 1) * log1p(min(speed, self.speed(self.urgent_nodes)) / one)
+        return self.weight * (log1p(speed / one) + more)
+
+
+def changes(
+    worth: Worth, held: int, low: int, high: int, horizon_s: float
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Numbers of harvested nodes worth having, ascending, and the worth of coming to each from now.
+
+    Args:
+        worth: of the run.
+        held: harvested nodes that it has or has asked for.
+        low, high: least and most that it may have now.
+        horizon_s: for so long nodes are expected to stay.
+    """
+    now = worth.of(worth.base + held)
+    stall = min(1.0, worth.pause_s / horizon_s) * now
+    stays = max(0.0, 1.0 - worth.start_s / horizon_s - DOUBT)
+    at_once = max(1, worth.least if not worth.going else 1)
+    sizes = {low, held, max(low, at_once - worth.base)}
+    sizes |= {nodes - worth.base for nodes, _ in worth.speeds}
+    if worth.urgency > 1:
+        sizes.add(worth.urgent_nodes - worth.base)
+    chosen = sorted(x for x in sizes if low <= x <= high)
+    return tuple(chosen), tuple(_value(worth, x, held, now, stall, stays) for x in chosen)
+
+
+def _value(worth: Worth, x: int, held: int, now: float, stall: float, stays: float) -> float:
+    then = worth.of(worth.base + x) if x != held else now
+    price = PRICE * worth.weight * x
+    if then == now:
+        return now - price
+    return (now + stays * (then - now) if x > held else then) - stall - price
+
+
+def as_many_as(nodes: int) -> tuple[tuple[int, float], ...]:
+    """Speeds of a run of which nothing is known but that it can use so many nodes: twice as many, twice as fast."""
+    return tuple((n, float(n)) for n in range(1, nodes + 1))
+
+
+def slope(sizes: Sequence[int], values: Sequence[float], begin: int, end: int) -> float:
+    """Worth per node between two of the sizes."""
+    first, last = sizes.index(begin), sizes.index(end)
+    return (values[last] - values[first]) / (end - begin)
