@@ -1,0 +1,81 @@
+"""Deadlines (uniform progress) and fair share between projects."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.fairshare import HALF_LIFE_S, LEAST, MOST, factors, faded_use
+from fallow.core.pacing import URGENT, dispensable, extra_nodes, schedule
+
+SPEEDS = ((1, 1.0), (2, 1.9), (4, 3.5), (8, 6.0))
+
+
+def test_on_schedule_is_uniform_progress() -> None:
+    half = schedule(0.0, 1000.0, 500, 250, 500.0)
+    assert (half.ahead_s, half.span_s, half.speed) == (0.0, 1000.0, 0.5)
+    assert not half.behind
+    assert schedule(0.0, 1000.0, 500, 249, 500.0).behind
+    assert schedule(0.0, 1000.0, 500, 350, 500.0).ahead_s == pytest.approx(200.0)
+
+
+def test_a_run_ahead_asks_for_nothing_and_one_behind_for_what_it_takes() -> None:
+    ahead = schedule(0.0, 1000.0, 2000, 1200, 500.0)
+    assert extra_nodes(ahead, SPEEDS, held=0, most=8) == 0
+    behind = schedule(0.0, 1000.0, 2000, 500, 500.0)  # 1500 steps in 500 s
+    assert behind.nodes(SPEEDS) == 4
+    assert extra_nodes(behind, SPEEDS, held=1, most=8) == 3
+    assert extra_nodes(behind, SPEEDS, held=1, most=2) == 1
+    assert extra_nodes(behind, SPEEDS, held=5, most=8) == 0
+
+
+def test_a_deadline_that_has_passed_takes_all_that_helps() -> None:
+    late = schedule(0.0, 1000.0, 2000, 1999, 1001.0)
+    assert late.behind
+    assert late.speed == inf
+    assert late.nodes(SPEEDS) == 8
+    done = schedule(0.0, 1000.0, 2000, 2000, 1500.0)
+    assert not done.behind
+    assert done.nodes(SPEEDS) == 0
+
+
+def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() -> None:
+    slightly = schedule(0.0, 1000.0, 2000, 1050, 500.0)
+    assert not dispensable(slightly, SPEEDS, held=8, extra=1), "asked back at once otherwise"
+    well = schedule(0.0, 1000.0, 2000, 1300, 500.0)
+    assert well.comfortable
+    assert dispensable(well, SPEEDS, held=3, extra=1)
+    assert not dispensable(well, SPEEDS, held=2, extra=1)
+
+
+@given(st.integers(0, 2000), st.floats(0, 2000))
+def test_urgency_has_no_jumps(done: int, at: float) -> None:
+    now, soon = (schedule(0.0, 1000.0, 2000, done, at + s).urgency for s in (0.0, 1.0))
+    assert 1.0 <= now <= soon <= URGENT
+    assert soon <= now * 1.04
+
+
+def test_use_fades_by_half_in_a_half_life() -> None:
+    at = 10 * HALF_LIFE_S
+    recent = faded_use([(at - 100.0, at)], at)
+    assert recent == pytest.approx(100.0, rel=1e-2)
+    assert faded_use([(at - HALF_LIFE_S - 100.0, at - HALF_LIFE_S)], at) == pytest.approx(recent / 2)
+    assert faded_use([(at + 5.0, at + 9.0), (at - 1.0, at + 50.0)], at) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_projects_that_had_their_due_count_alike() -> None:
+    assert factors({}) == {}
+    assert factors({"a": 1e6}) == {"a": 1.0}
+    assert factors({"a": 5e5, "b": 5e5}) == {"a": 1.0, "b": 1.0}
+    greedy = factors({"a": 1e7, "b": 0.0})
+    assert greedy["a"] == pytest.approx(0.5, rel=0.01)
+    assert greedy["b"] == pytest.approx(2.0, rel=0.01)
+    assert factors({"a": 60.0, "b": 0.0})["a"] == pytest.approx(1.0, abs=0.01), "a minute is no reason"
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e12), min_size=1, max_size=6))
+def test_nobody_is_shut_out(use: dict[str, float]) -> None:
+    assert all(LEAST <= factor <= MOST for factor in factors(use).values())
