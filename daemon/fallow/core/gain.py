@@ -195,10 +195,11 @@ def fit(curve: Curve, shards: int, at: float) -> Fit:
             for j in range(3):
                 gram[i][j] += weight * row[i] * row[j]
     scale = _not_negative(gram, right)
-    plain = Fit(shards, *(p * u for p, u in zip(prior, scale, strict=True)))
+    one, rest, talk = (p * u for p, u in zip(prior, scale, strict=True))
+    plain = Fit(shards, one, rest, talk)
     factors = [(w * step_s / plain.step_s(m) + 1.0) / (w + 1.0) for m, step_s, w in seen]
     rising = _rising(factors, [weight + 1.0 for _, _, weight in seen])
-    return Fit(shards, plain.shard_s, plain.rest_s, plain.talk_s, tuple(m for m, _, _ in seen), tuple(rising))
+    return Fit(shards, one, rest, talk, tuple(m for m, _, _ in seen), tuple(rising))
 
 
 def _not_negative(gram: list[list[float]], right: list[float]) -> list[float]:
