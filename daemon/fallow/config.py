@@ -40,6 +40,8 @@ class Harvest(_Section, frozen=True):
     max_pending: Annotated[int, Meta(ge=1)] = 4
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
     "over all runs; None: no limit"
+    partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)
+    "the same in one partition: {gpu = 4}"
     max_minutes: Annotated[int, Meta(ge=1)] = 120
     min_minutes: Annotated[int, Meta(ge=1)] = 2
     nice: Annotated[int, Meta(ge=0, le=2147483645)] = 100_000
@@ -155,6 +157,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         value: Any = text
         if section == "harvest" and key == "partitions":
             value = [name.strip() for name in text.split(",") if name.strip()]
+        elif section == "harvest" and key == "partition_nodes":
+            pairs = (item.partition("=") for item in text.split(",") if item.strip())
+            value = {name.strip(): number.strip() for name, _, number in pairs}
         elif not text:
             value = None
         found.setdefault(section, {})[key] = _check(variable, section, {key: value}, strict=False)[key]

@@ -143,3 +143,36 @@ async def test_a_clock_of_its_own_drives_it() -> None:
     assert (await only(slurm)).end_at == 110.0
     assert (await only(slurm, "fallow-y")).state == "PENDING"
     assert (await slurm.poll("")).at == 200.0
+
+
+async def test_jobs_share_a_node_as_long_as_there_is_room() -> None:
+    slurm = FakeSlurm(2, gpus=4)
+    theirs = slurm.other_job("alice", gpus=3, run_for_s=60.0)
+    (shared,) = slurm.jobs[theirs].nodes
+    node = slurm.node_info(shared)
+    assert (node.state, node.gpus_used, node.cpus_used) == ("MIXED", 3, 1)
+    part = ("--gpus-per-node=1", "--cpus-per-task=2", f"--nodelist={shared}")
+    await slurm.submit(request_of("fallow-a", *part))
+    await slurm.submit(request_of("fallow-b", *part))
+    assert (await only(slurm, "fallow-a")).nodes == [shared]
+    assert (await only(slurm, "fallow-b")).state == "PENDING"
+    slurm.advance(60.0)
+    assert (await only(slurm, "fallow-b")).nodes == [shared]
+
+
+async def test_time_min_is_kept_or_stretched_and_limits_hold_jobs_back() -> None:
+    slurm = FakeSlurm(2)
+    slurm.reservations.append(
+        ReservationInfo(reservation="m", nodes=["n1", "n2"], start_at=slurm.now + 1800.0, end_at=slurm.now + 9999.0)
+    )
+    await slurm.submit(request_of("fallow-short", "--time=60", "--time-min=10"))
+    assert (await only(slurm, "fallow-short")).time_limit_s == 600.0
+    slurm.stretches = True
+    await slurm.submit(request_of("fallow-long", "--time=60", "--time-min=10"))
+    assert (await only(slurm, "fallow-long")).time_limit_s == 1800.0
+    slurm.limits["bio"] = "AssocGrpGRES"
+    await slurm.submit(request_of("fallow-held", "--account=bio"))
+    assert (await only(slurm, "fallow-held")).reason == "AssocGrpGRES"
+    slurm.partitions["normal"] = msgspec.structs.replace(slurm.partitions["normal"], max_time_s=60.0)
+    await slurm.submit(request_of("fallow-beyond"))
+    assert (await only(slurm, "fallow-beyond")).reason == "PartitionTimeLimit"

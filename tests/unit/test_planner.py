@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.experience import Experience
 from fallow.core.holes import find_holes, planned_ends
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules
+from fallow.core.requests import Ask, Demand, HarvestRules, Known
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -67,6 +68,11 @@ def held(token: str, state: AllocationState = AllocationState.RUNNING, **more: o
 RULES = HarvestRules()
 
 
+def fixed(**known: object) -> Known:
+    """A site that grants exactly --time-min."""
+    return Known(Experience(kept_short=2), **known)  # type: ignore[arg-type]
+
+
 def asks(wishes: list[object]) -> list[Ask]:
     return [w for w in wishes if isinstance(w, Ask)]
 
@@ -102,7 +108,7 @@ def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
     state = cluster(
         [node("n1"), node("n2")], [pending("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority")]
     )
-    wishes = plan(state, [Demand("r", 5)], [], RULES)
+    wishes = plan(state, [Demand("r", 5)], [], RULES, fixed())
     assert asks(wishes) == [Ask("r", "scavenge", 120), Ask("r", "scavenge", 10)]
 
 
@@ -131,7 +137,7 @@ def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_ne
 
 def test_budget_shortens_requests_and_then_stops_them() -> None:
     state = cluster([node("n1"), node("n2")])
-    assert asks(plan(state, [Demand("r", 2, budget_node_s=600.0)], [], RULES)) == [Ask("r", "scavenge", 10)]
+    assert asks(plan(state, [Demand("r", 2, budget_node_s=600.0)], [], RULES, fixed())) == [Ask("r", "scavenge", 10)]
     assert plan(state, [Demand("r", 2, budget_node_s=60.0)], [], RULES) == []
 
 

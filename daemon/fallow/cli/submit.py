@@ -155,6 +155,7 @@ def submit_plan(plan: Submission, source: Path | None) -> int:
     def taken(line: str) -> None:
         _announce(plan, line, new.run)
         _tell(new, job_id=line.partition(";")[0])
+        _warn_of_refusal(new.run)
 
     outcome = call.run(taken)
     if outcome.job is not None:
@@ -194,6 +195,16 @@ def _tell(new: object, job_id: str) -> None:
         ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
     except FallowError as error:
         say(f"job {job_id} is submitted, but the head was not told ({error.message}); it will find it by itself")
+
+
+def _warn_of_refusal(run: str) -> None:
+    """Say at once if Slurm would take no harvest job of the run, which would show only once nodes are idle."""
+    try:
+        refusal = ask("test_harvest", str, run=run)
+    except FallowError:
+        return
+    if refusal:
+        say(f"run {run} cannot grow, Slurm would refuse its harvest jobs: {refusal}")
 
 
 def _tell_failure(new: object, reason: str, unknown: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from fallow.core.holes import Part
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 ENDED_STATES = frozenset(
@@ -34,6 +35,18 @@ class Allocation(msgspec.Struct, kw_only=True):
     partition: str = ""
     minutes: int | None = None
     "asked for; what was granted is in end_at"
+    least_minutes: int | None = None
+    "what would do (--time-min); None: no less than `minutes`"
+    pinned: str = ""
+    "node of ours that it takes over when the job there ends"
+    part: Part | None = None
+    "what it takes of a shared node; None: whole nodes"
+    exclude: str = ""
+    "nodes that are of no use to the run, folded"
+    replaces: str = ""
+    "token of the allocation whose place it takes"
+    active_at: float | None = None
+    "Unix time of its first step in the training"
     nodes_wanted: int = 1
     requested_at: float = 0.0
     submit_at: float | None = None

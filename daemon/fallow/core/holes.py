@@ -1,4 +1,4 @@
-"""Holes: which nodes are idle, and for how long at least.
+"""Holes: which nodes, or GPUs of shared nodes, are idle, and for how long at least.
 
 A node's hole ends at the earliest planned start of a pending job on it, or at a reservation. Slurm's sources for both:
 `squeue -O SchedNodes,StartTime` (set by backfill for jobs that have a reservation) and `scontrol show reservation`.
@@ -6,9 +6,10 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from fallow.model import ClusterState, NodeInfo, PartitionInfo
+from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 UNUSABLE = frozenset(
     (
@@ -21,46 +22,115 @@ UNUSABLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Idle GPUs of a node that runs other jobs too, with their share of its CPUs and memory."""
+
+    node: str
+    gpus: int
+    gpu_type: str
+    cpus: int
+    memory_mb: int
+    "0: the site does not count memory"
+
+
+@dataclass(frozen=True, slots=True)
 class Hole:
-    """An idle node and the time for which nobody is known to want it."""
+    """An idle node, or part of one, and the time for which nobody is known to want it."""
 
     node: str
     partition: str
     length_s: float | None
     "None: no end is known"
+    age_s: float = 0.0
+    sure: bool = True
+    "False: jobs wait that have no planned start yet, so its end may be nearer than is known"
+    part: Part | None = None
 
 
 def is_idle(node: NodeInfo) -> bool:
     return node.state == "IDLE" and not UNUSABLE.intersection(node.flags)
 
 
-def find_holes(cluster: ClusterState, partitions: list[PartitionInfo]) -> list[Hole]:
-    """Idle nodes of the given partitions, longest hole first (open-ended ones before all).
+def find_holes(
+    cluster: ClusterState,
+    partitions: list[PartitionInfo],
+    *,
+    ours: Collection[str] = (),
+    age_s: Callable[[str], float] = lambda _: 0.0,
+    whole_nodes: bool = True,
+) -> list[Hole]:
+    """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then the oldest.
 
-    A node of several partitions counts once, for the first of `partitions` that has it.
+    A node of several partitions counts once, for the first of `partitions` that has it. Parts of nodes come last.
+
+    Args:
+        cluster: one poll.
+        partitions: where to look.
+        ours: names of our own requests, whose planned starts bound nothing.
+        age_s: for how long a node has been idle.
+        whole_nodes: leave out the idle GPUs of nodes that run other jobs.
     """
-    ends = planned_ends(cluster)
+    ends = planned_ends(cluster, ours)
+    unsure = {
+        p
+        for job in cluster.jobs
+        if job.name not in ours and waits(job) and not job.planned_nodes
+        for p in job.partition.split(",")
+    }
+    unsure_nodes = {node for p in cluster.partitions if p.partition in unsure for node in p.nodes}
+    nodes = {node.node: node for node in cluster.nodes}
     holes: list[Hole] = []
     taken: set[str] = set()
-    idle = {node.node for node in cluster.nodes if is_idle(node)}
     for partition in partitions:
         for name in partition.nodes:
-            if name in idle and name not in taken:
+            node = nodes.get(name)
+            if node is None or name in taken:
+                continue
+            idle = is_idle(node)
+            part = None if idle or whole_nodes or partition.exclusive else idle_part(node)
+            if idle or part is not None:
                 taken.add(name)
                 end = ends.get(name)
-                holes.append(Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at)))
-    return sorted(holes, key=lambda hole: (hole.length_s is not None, -(hole.length_s or 0.0), hole.node))
+                length_s = None if end is None else max(0.0, end - cluster.at)
+                old = age_s(name) if idle else 0.0
+                holes.append(Hole(name, partition.partition, length_s, old, name not in unsure_nodes, part))
+    return sorted(
+        holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), -h.age_s, h.node)
+    )
 
 
-def planned_ends(cluster: ClusterState) -> dict[str, float]:
-    """Node -> Unix time from which somebody else is known to want it."""
+def waits(job: JobInfo) -> bool:
+    """It is pending for nothing but nodes."""
+    return job.state == "PENDING" and job.reason.split(",")[0].strip("()") in ("Resources", "Priority")
+
+
+def idle_part(node: NodeInfo) -> Part | None:
+    """GPUs of a node in use that nobody has, of the type of which most are idle; None: there are none to be had."""
+    if node.state != "MIXED" or UNUSABLE.intersection(node.flags) or node.owner:
+        return None
+    types = node.gpu_types or ({"": node.gpus} if node.gpus else {})
+    used = node.gpu_types_used or {"": node.gpus_used}
+    idle = {kind: count - used.get(kind, 0) for kind, count in types.items()}
+    if len(types) > 1 and used.get("", 0):
+        return None  # nobody says of which type those in use are
+    gpu_type, gpus = max(idle.items(), key=lambda item: (item[1], item[0]), default=("", 0))
+    gpus = min(gpus, node.gpus - node.gpus_used)
+    cpus = min(node.cpus - node.cpus_used, node.cpus * gpus // max(node.gpus, 1))
+    memory = min(node.memory_mb - node.memory_used_mb, node.memory_mb * gpus // max(node.gpus, 1))
+    if gpus < 1 or cpus < 1 or (memory < 1 and node.memory_mb):
+        return None
+    return Part(node.node, gpus, gpu_type, cpus, memory)
+
+
+def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str, float]:
+    """Node -> Unix time from which somebody else is known to want it; jobs named in `ours` are not somebody else."""
     ends: dict[str, float] = {}
 
     def bound(node: str, at: float) -> None:
         ends[node] = min(ends.get(node, at), at)
 
     for job in cluster.jobs:
-        if job.state == "PENDING" and job.start_at is not None:
+        if job.state == "PENDING" and job.start_at is not None and job.name not in ours:
             for node in job.planned_nodes:
                 bound(node, job.start_at)
     for reservation in cluster.reservations:

@@ -1,13 +1,24 @@
-"""The planner: which nodes to ask for, which requests to withdraw, which nodes to give back. Pure."""
+"""The planner: which nodes to ask for, which requests to withdraw, which nodes to give back. Pure.
+
+The order: what others are owed comes first, then what has lost its point, then nodes whose time is nearly over are
+asked for again, and what is left of the caps goes to runs that could use more.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Scope, scope_of
+from fallow.core.holes import Hole
 from fallow.core.neighbour import GiveBack, blocks_others, give_back, waiting
-from fallow.core.requests import Ask, Demand, HarvestRules, ask
-from fallow.model import AllocationKind, AllocationState, ClusterState
+from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
+
+NOTICE_S = 60.0
+"""Nodes are left so long before a reservation, besides the usual margin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +27,20 @@ class Withdraw:
 
     token: str
     reason: str
+    too_long: bool = False
+    "a shorter one might have started"
+
+
+Wish = Ask | Withdraw | GiveBack
 
 
 def plan(
-    cluster: ClusterState, demands: list[Demand], allocations: list[Allocation], rules: HarvestRules
-) -> list[Ask | Withdraw | GiveBack]:
+    cluster: ClusterState,
+    demands: list[Demand],
+    allocations: list[Allocation],
+    rules: HarvestRules,
+    known: Known | None = None,
+) -> list[Wish]:
     """Decide on the requests for the next interval.
 
     Args:
@@ -28,28 +48,137 @@ def plan(
         demands: what each run could use, most deserving first.
         allocations: every live allocation of every run.
         rules: what is allowed.
+        known: what was learned; None: nothing.
     """
+    known = known or Known()
     harvest = [a for a in allocations if a.kind is AllocationKind.HARVEST and a.live]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
     others = waiting(cluster, {a.token for a in allocations})
-    out: list[Ask | Withdraw | GiveBack] = list(give_back(cluster, harvest, others))
+    out: list[Wish] = list(give_back(cluster, harvest, others))
+    given = {wish.token for wish in out if isinstance(wish, GiveBack)}
+    out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
 
-    wanted = {demand.run: demand.nodes for demand in demands}
-    kept: list[Allocation] = []
-    for allocation in sorted(pending, key=lambda a: a.requested_at):
-        if wanted.get(allocation.run, 0) < 0:
-            wanted[allocation.run] += 1
-            out.append(Withdraw(allocation.token, "the run no longer needs it"))
-        elif cluster.at - allocation.requested_at > rules.pending_patience_s:
-            out.append(Withdraw(allocation.token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
-        elif blocks_others(allocation, others, cluster):
-            out.append(Withdraw(allocation.token, "somebody else waits for the same nodes"))
-        else:
-            kept.append(allocation)
-
-    room = rules.max_pending - len(kept)
-    if rules.max_nodes is not None:
-        held = sum(1 for a in harvest if a not in pending)
-        room = min(room, rules.max_nodes - held - len(kept))
-    out += ask(cluster, demands, kept, others, rules, room)
+    holes = holes_of(cluster, harvest, rules, known)
+    withdrawn = withdraw(cluster, demands, pending, others, rules, holes)
+    out += withdrawn
+    gone = {wish.token for wish in withdrawn}
+    kept = [a for a in pending if a.token not in gone]
+    live = [a for a in harvest if a.token not in gone]
+    requests = Requests(cluster, live, kept, rules, known, holes, _taboo(cluster, others, rules))
+    budgets = {demand.run: demand.budget_node_s for demand in demands}
+    for demand in demands:
+        out += _renew(cluster, demand, harvest, rules, requests, budgets)
+    for demand in demands:
+        for _ in range(max(0, demand.nodes)):
+            wish = requests.ask(demand, budgets[demand.run])
+            if wish is None:
+                break
+            _charge(budgets, wish)
+            out.append(wish)
     return out
+
+
+def withdraw(
+    cluster: ClusterState,
+    demands: Sequence[Demand],
+    pending: Sequence[Allocation],
+    others: list[JobInfo],
+    rules: HarvestRules,
+    idle: Sequence[Hole],
+) -> list[Withdraw]:
+    """Requests that have lost their point."""
+    out: list[Withdraw] = []
+    surplus = {demand.run: -demand.nodes for demand in demands}
+    unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
+    parts = {hole.node: hole.part.gpus for hole in idle if hole.part is not None}
+    whole = {hole.node for hole in idle if hole.part is None}
+    for allocation in sorted(pending, key=lambda a: a.requested_at):
+        token, waited_s = allocation.token, cluster.at - allocation.requested_at
+        part = allocation.part
+        # A successor takes the place of a node that is counted still.
+        if surplus.get(allocation.run, 0) > 0 and not allocation.pinned:
+            surplus[allocation.run] -= 1
+            out.append(Withdraw(token, "the run no longer needs it"))
+        elif waited_s > rules.pending_patience_s:
+            out.append(Withdraw(token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
+        elif blocks_others(allocation, others, cluster):
+            out.append(Withdraw(token, "somebody else waits for the same nodes"))
+        elif scope_of(allocation.reason) is not Scope.NOTHING:
+            out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
+        elif part is not None and part.node not in whole and parts.get(part.node, 0) < part.gpus:
+            out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
+        elif allocation.pinned and any(allocation.partition in job.partition.split(",") for job in others):
+            out.append(Withdraw(token, "somebody else waits, and might have the node"))
+        elif waited_s > rules.start_patience_s and allocation.partition in unsure and not allocation.pinned:
+            out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
+    return out
+
+
+def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRules) -> list[GiveBack]:
+    """Nodes that their administrators want: drained ones, and those of a reservation that is about to begin."""
+    drained = {node.node for node in cluster.nodes if {"DRAIN", "DRAINED", "DRAINING"}.intersection(node.flags)}
+    soon = cluster.at + rules.margin_s + NOTICE_S
+    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at]
+    reserved = {node: reservation.reservation for reservation in coming for node in reservation.nodes}
+    out: list[GiveBack] = []
+    for allocation in harvest:
+        if allocation.state is not AllocationState.RUNNING:
+            continue
+        for node in allocation.nodes:
+            if node in drained:
+                out.append(GiveBack(allocation.token, f"{node} is being drained"))
+            elif node in reserved:
+                out.append(GiveBack(allocation.token, f"{node} is reserved: {reserved[node]}"))
+            else:
+                continue
+            break
+    return out
+
+
+def _renew(
+    cluster: ClusterState,
+    demand: Demand,
+    harvest: Sequence[Allocation],
+    rules: HarvestRules,
+    requests: Requests,
+    budgets: dict[str, float | None],
+) -> list[Ask]:
+    """Replace nodes before their time is over: by another one that is idle now, else by the same one afterwards."""
+    if not demand.renew:
+        return []
+    replaced = {a.replaces for a in harvest}
+    leaving = [a for a in harvest if a.run == demand.run and is_leaving(a, cluster.at, rules.lead_s)]
+    leaving = [a for a in leaving if a.token not in replaced]
+    out: list[Ask] = []
+    for allocation in sorted(leaving, key=lambda a: a.end_at or 0.0)[: max(0, len(leaving) + min(0, demand.nodes))]:
+        wish = requests.ask(demand, budgets[demand.run], allocation.token)
+        wish = wish or requests.succeed(demand, budgets[demand.run], allocation)
+        if wish is not None:
+            _charge(budgets, wish)
+            out.append(wish)
+    return out
+
+
+def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
+    """A node of ours that reaches the end of its time limit within `lead_s`."""
+    running = allocation.state is AllocationState.RUNNING and allocation.asked_at is None
+    if not running or allocation.end_at is None or allocation.start_at is None:
+        return False
+    # Never for more than a third of its time: two nodes would be held for the work of one.
+    return allocation.end_at - at < min(lead_s, (allocation.end_at - allocation.start_at) / 3)
+
+
+def _charge(budgets: dict[str, float | None], wish: Ask) -> None:
+    left = budgets[wish.run]
+    if left is not None:
+        budgets[wish.run] = left - 60.0 * wish.minutes
+
+
+def _taboo(cluster: ClusterState, others: list[JobInfo], rules: HarvestRules) -> Mapping[str, AbstractSet[str]]:
+    """Nodes that others are about to get are not ours to ask for, where nothing would take them back from us."""
+    contested = {p for job in others for p in job.partition.split(",")}
+    return {
+        partition.partition: frozenset(partition.nodes)
+        for partition in harvestable(cluster, rules)
+        if partition.preempt_mode == "OFF" and partition.partition in contested
+    }

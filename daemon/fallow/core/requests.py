@@ -1,16 +1,30 @@
-"""Requests: one-node jobs with an explicit time limit that fits the hole. Pure.
+"""Requests: one-node jobs whose time limit fits the hole, on nodes that the run can use. Pure.
 
-22.05 grants exactly TimeMin to a job with `--time-min`, so that option would waste what it is meant to gain.
+A request says how long (`--time`), of which kind and in which partition; Slurm chooses the node, for it knows what has
+changed since the poll. Only idle GPUs of a shared node are asked for by the node's name, since no other has that shape.
+22.05 grants exactly TimeMin to a job with `--time-min`, later versions stretch it to the next reservation on the node.
+So that option is tried where it can do no harm (a minimum that would have been asked for anyway, and somebody to take
+the node back), and is used where limits have been seen to stretch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from math import floor
 
 from fallow.core.allocations import Allocation
-from fallow.core.holes import Hole, find_holes
-from fallow.model import ClusterState, JobInfo, PartitionInfo
+from fallow.core.backoff import Asker, Backoff
+from fallow.core.experience import Experience, HoleWatch
+from fallow.core.holes import Hole, Part, find_holes, planned_ends, waits
+from fallow.core.kinds import Kind, may_use
+from fallow.core.lengths import LADDER, Costs, best_minutes, worth
+from fallow.core.survival import Curve
+from fallow.model import ClusterState, PartitionInfo
+
+TRIES = 32
+"""Holes that are looked at for one request; they are sorted, so the ones behind are hardly any better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +36,20 @@ class HarvestRules:
     allow_without_preemption: bool = False
     max_pending: int = 4
     max_nodes: int | None = None
+    partition_nodes: Mapping[str, int] = field(default_factory=dict)
+    "at most so many nodes held or asked for in a partition"
     max_minutes: int = 120
     min_minutes: int = 2
     pending_patience_s: float = 600.0
     "a request that Slurm did not start for this long is withdrawn"
+    start_patience_s: float = 90.0
+    "a request that has not started after so long, with idle nodes for it, asks for too much time"
+    margin_s: float = 20.0
+    "nodes are left so long before their walltime"
+    lead_s: float = 0.0
+    "nodes are asked for again so long before their end; 0: only once they are gone"
+    whole_nodes: bool = True
+    "the site does not share nodes between jobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +65,14 @@ class Demand:
     "nodes that it does without"
     budget_node_s: float | None = None
     "what may still be reserved; None: no budget"
+    kind: Kind = field(default_factory=Kind)
+    asker: Asker = field(default_factory=Asker)
+    members: int = 0
+    "nodes that train now"
+    pause_s: float = 0.5
+    "for so long all of them stall when one comes or goes"
+    renew: bool = True
+    "ask again for nodes whose time is nearly over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +80,36 @@ class Ask:
     run: str
     partition: str
     minutes: int
+    least_minutes: int | None = None
+    "for --time-min; None: exactly `minutes`"
+    node: str = ""
+    "this one and no other"
+    part: Part | None = None
+    "GPUs of a shared node; None: a whole node"
+    exclude: tuple[str, ...] = ()
+    "nodes of the partition that are of no use to the run"
+    replaces: str = ""
+    "token of the allocation whose place it takes"
+
+
+@dataclass
+class Known:
+    """What is known besides the poll."""
+
+    experience: Experience = field(default_factory=Experience)
+    watch: HoleWatch = field(default_factory=HoleWatch)
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+def holes_of(cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, known: Known) -> list[Hole]:
+    """Where there is anything to be asked for; `allocations`: our own, whose planned starts bound nothing."""
+    return find_holes(
+        cluster,
+        harvestable(cluster, rules),
+        ours={a.token for a in allocations},
+        age_s=lambda node: known.watch.age_s(node, cluster.at),
+        whole_nodes=rules.whole_nodes,
+    )
 
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
@@ -61,57 +123,214 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
     return sorted(allowed, key=lambda p: (p.preempt_mode == "OFF", p.priority_tier, p.partition))
 
 
-def ask(
-    cluster: ClusterState,
-    demands: list[Demand],
-    kept: list[Allocation],
-    others: list[JobInfo],
-    rules: HarvestRules,
-    room: int,
-) -> list[Ask]:
-    partitions = {p.partition: p for p in harvestable(cluster, rules)}
-    holes = find_holes(cluster, list(partitions.values()))
-    # Each request that is still pending will take one of these nodes.
-    holes = holes[len(kept) :]
-    # Nodes that others are about to get are not ours to ask for, where nothing would take them back from us.
-    contested = {p for job in others for p in job.partition.split(",")}
-    asks: list[Ask] = []
-    for demand in demands:
-        budget = demand.budget_node_s
-        for _ in range(max(0, demand.nodes)):
-            if room <= 0:
-                return asks
-            hole = _fitting(holes, demand, partitions, contested)
-            if hole is None:
+class Requests:
+    """Requests of one plan: each takes its hole, its room under the caps and its share of the budget.
+
+    Args:
+        cluster, rules, known: as for `plan`.
+        allocations: every live harvest allocation.
+        pending: those of them that Slurm has not started and that are not withdrawn.
+        holes: of the poll, best first.
+        taboo: partition -> nodes that are not ours to ask for, because others wait for them.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        allocations: Sequence[Allocation],
+        pending: Sequence[Allocation],
+        rules: HarvestRules,
+        known: Known,
+        holes: Sequence[Hole],
+        taboo: Mapping[str, AbstractSet[str]],
+    ) -> None:
+        self._cluster, self._rules, self._known = cluster, rules, known
+        self._partitions = {p.partition: p for p in harvestable(cluster, rules)}
+        self._nodes = {node.node: node for node in cluster.nodes}
+        self._taboo = taboo
+        self._curves: dict[str, Curve] = {}
+        self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
+        self._suited: dict[tuple[object, ...], list[Hole]] = {}
+        self._held: dict[str, int] = {}
+        "nodes held or asked for, by partition; a successor on the same node is the same one"
+        self._ends: dict[str, list[float]] = {}
+        "run -> when its nodes go away"
+        self._minutes: set[tuple[str, int]] = set()
+        "(partition, minutes) of what is pending"
+        self._taken: set[str] = set()
+        ours = {a.token for a in allocations}
+        wanted = {p for job in cluster.jobs if job.name not in ours and waits(job) for p in job.partition.split(",")}
+        self._wanted = {node for p in cluster.partitions if p.partition in wanted for node in p.nodes}
+        "nodes that others wait for, or might"
+        self._probing = any(a.least_minutes for a in pending)
+        self._holes = holes
+        not_started = {a.token for a in pending}
+        for allocation in allocations:
+            end = allocation.end_at or cluster.at + 60.0 * (allocation.minutes or 0)
+            self._ends.setdefault(allocation.run, []).append(end)
+            if not allocation.pinned or allocation.token not in not_started:
+                self._held[allocation.partition] = self._held.get(allocation.partition, 0) + 1
+        for allocation in pending:
+            self._minutes.add((allocation.partition, allocation.minutes or 0))
+            if not allocation.pinned:
+                self._take_one(allocation)
+        self.room = rules.max_pending - len(pending)
+
+    def _take_one(self, allocation: Allocation) -> None:
+        """A request that is still pending will take one of these nodes."""
+        if allocation.part is not None:
+            self._taken.add(allocation.part.node)
+            return
+        there = [h for h in self._holes if h.node not in self._taken and h.part is None]
+        fitting = [h for h in there if h.partition == allocation.partition] or there
+        if fitting:
+            self._taken.add(fitting[0].node)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def ask(self, demand: Demand, budget_node_s: float | None, replaces: str = "") -> Ask | None:
+        """One request more for this run; None when there is nothing worth asking for."""
+        if self.room <= 0 or self._full():
+            return None
+        tries = 0
+        for hole in self._holes_for(demand):
+            if hole.node in self._taken or hole.node in demand.barred or self._full(hole.partition):
+                continue
+            if (tries := tries + 1) > TRIES:
                 break
-            minutes = _minutes(hole, partitions[hole.partition], rules)
-            if budget is not None:
-                minutes = min(minutes, floor(budget / 60))
-            if minutes < max(rules.min_minutes, demand.min_minutes):
-                break
-            holes.remove(hole)
-            room -= 1
-            budget = None if budget is None else budget - minutes * 60
-            asks.append(Ask(demand.run, hole.partition, minutes))
-    return asks
+            minutes, least = self._limits(hole, demand, budget_node_s)
+            if minutes is None:
+                continue
+            self._taken.add(hole.node)
+            self._count(demand.run, hole.partition, minutes)
+            self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
+            exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
+            node = hole.node if hole.part else ""
+            return Ask(demand.run, hole.partition, minutes, least, node, hole.part, exclude, replaces)
+        return None
 
+    def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:
+        """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
+        partition = self._partitions.get(leaving.partition)
+        if self.room <= 0 or partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
+            return None
+        (node,) = leaving.nodes
+        if node in self._wanted or node in demand.barred or leaving.part is not None:
+            return None
+        end = planned_ends(self._cluster, {leaving.token}).get(node)
+        length_s = None if end is None else max(0.0, end - leaving.end_at)
+        hole = Hole(node, leaving.partition, length_s, self._known.watch.age_s(node, self._cluster.at))
+        minutes, _ = self._limits(hole, demand, budget_node_s)
+        if minutes is None:
+            return None
+        self._count(demand.run, leaving.partition, minutes)
+        return Ask(demand.run, leaving.partition, minutes, node=node, replaces=leaving.token)
 
-def _fitting(
-    holes: list[Hole], demand: Demand, partitions: dict[str, PartitionInfo], contested: set[str]
-) -> Hole | None:
-    for hole in holes:
-        named = not demand.partitions or hole.partition in demand.partitions
-        safe = partitions[hole.partition].preempt_mode != "OFF" or hole.partition not in contested
-        if named and safe and hole.node not in demand.barred:
-            return hole
-    return None
+    def _count(self, run: str, partition: str, minutes: int) -> None:
+        self.room -= 1
+        self._minutes.add((partition, minutes))
+        self._ends.setdefault(run, []).append(self._cluster.at + 60.0 * minutes)
 
+    def _full(self, partition: str | None = None) -> bool:
+        if partition is None:
+            most = self._rules.max_nodes
+            return most is not None and sum(self._held.values()) >= most
+        return self._held.get(partition, 0) >= self._rules.partition_nodes.get(partition, 1 << 30)
 
-def _minutes(hole: Hole, partition: PartitionInfo, rules: HarvestRules) -> int:
-    """Time limit for a hole: it ends before the hole does. Slurm counts limits in whole minutes."""
-    limits = [float(rules.max_minutes)]
-    if hole.length_s is not None:
-        limits.append(hole.length_s / 60)
-    if partition.max_time_s is not None:
-        limits.append(partition.max_time_s / 60)
-    return floor(min(limits))
+    # -- which node -----------------------------------------------------------------------------------------------
+
+    def _holes_for(self, demand: Demand) -> list[Hole]:
+        key = (demand.kind, demand.partitions, demand.asker)
+        if key not in self._suited:
+            self._suited[key] = list(self._suiting(demand))
+        return self._suited[key]
+
+    def _suiting(self, demand: Demand) -> Iterator[Hole]:
+        may = {
+            name
+            for name, partition in self._partitions.items()
+            if (not demand.partitions or name in demand.partitions)
+            and may_use(partition, demand.asker.account, demand.asker.qos)
+            and self._known.backoff.until(demand.asker, name) <= self._cluster.at
+        }
+        for hole in self._holes:
+            free = hole.partition in may and hole.node not in self._taboo.get(hole.partition, frozenset())
+            if free and demand.kind.suits(self._nodes[hole.node], hole.part):
+                yield hole
+
+    def _unsuitable(self, kind: Kind, partition: str) -> tuple[str, ...]:
+        """Nodes of a partition that a request for this kind must not be given."""
+        if kind == Kind():
+            return ()
+        if (kind, partition) not in self._unsuited:
+            # What sbatch is told anyway (constraint, GPUs) needs no list of names.
+            told = Kind(arch=kind.arch, alike=kind.alike)
+            nodes = (self._nodes[name] for name in self._partitions[partition].nodes if name in self._nodes)
+            self._unsuited[kind, partition] = tuple(node.node for node in nodes if not told.suits(node))
+        return self._unsuited[kind, partition]
+
+    # -- how long -------------------------------------------------------------------------------------------------
+
+    def _limits(self, hole: Hole, demand: Demand, budget_node_s: float | None) -> tuple[int | None, int | None]:
+        """Minutes to ask for and the least that would do (None: no less)."""
+        partition, rules = self._partitions[hole.partition], self._rules
+        preempts = partition.preempt_mode != "OFF"
+        most = rules.max_minutes
+        if partition.max_time_s is not None:
+            most = min(most, floor(partition.max_time_s / 60))
+        if budget_node_s is not None:
+            most = min(most, floor(budget_node_s / 60))
+        longest = most if hole.length_s is None else min(most, floor(hole.length_s / 60))
+        if (shorter := self._known.backoff.longest(hole.partition, self._cluster.at)) is not None:
+            longest = min(longest, shorter)
+        shortest = max(rules.min_minutes, demand.min_minutes)
+        curve, costs = self._curve(hole.partition), self._costs(partition, demand)
+        members = max(1, demand.members)
+        best = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
+        if best is None:
+            return None, None
+        pays = [m for m in self._otherwise(hole, best, shortest) if self._pays(hole, m, costs, demand)]
+        best = next((m for m in pays if not self._crowded(demand, m, costs)), best)
+        stretches = self._known.experience.stretches
+        tries = stretches or (stretches is None and not self._probing and budget_node_s is None)
+        if not (tries and preempts and hole.part is None and best < most):
+            return best, None
+        self._probing = True
+        # Where limits stretch, the shortest that is worth a start fits everywhere and gets the rest by itself.
+        least = min((m for m in pays if m * 60 >= 4 * costs.start_s), default=best) if stretches else best
+        return most, least
+
+    def _otherwise(self, hole: Hole, best: int, shortest: int) -> list[int]:
+        """The length and what else would do, best first. With ends unknown each request tries another length."""
+        if hole.sure:
+            return list(range(best, shortest - 1, -1))[:60]
+        ladder = [best, *(m for m in LADDER if shortest <= m < best)]
+        fresh = [m for m in ladder if (hole.partition, m) not in self._minutes]
+        return [*fresh, *(m for m in ladder if m not in fresh)]
+
+    def _pays(self, hole: Hole, minutes: int, costs: Costs, demand: Demand) -> bool:
+        return worth(self._curve(hole.partition), hole.age_s, 60.0 * minutes, costs, max(1, demand.members)) > 0.0
+
+    def _crowded(self, demand: Demand, minutes: int, costs: Costs) -> bool:
+        """Would more than a quarter of the run's nodes go away at once? (One always may.)"""
+        ends = self._ends.get(demand.run, [])
+        end, at_once = self._cluster.at + 60.0 * minutes, max(60.0, costs.wait_s + costs.start_s)
+        near = sum(1 for other in ends if abs(other - end) < at_once)
+        return near + 1 > max(1, (len(ends) + 1) // 4)
+
+    def _curve(self, partition: str) -> Curve:
+        if partition not in self._curves:
+            open_now = self._known.watch.open_spells(partition, self._cluster.at)
+            self._curves[partition] = self._known.experience.curve(partition, open_now)
+        return self._curves[partition]
+
+    def _costs(self, partition: PartitionInfo, demand: Demand) -> Costs:
+        experience, name = self._known.experience, partition.partition
+        warned = partition.preempt_mode == "OFF" or partition.grace_s >= self._rules.margin_s
+        return Costs(
+            start_s=experience.start_s(name, self._cluster.at),
+            wait_s=experience.wait_s(name, self._cluster.at),
+            margin_s=self._rules.margin_s,
+            pause_s=demand.pause_s,
+            cut_s=demand.pause_s if warned else max(2.0, 2 * demand.pause_s),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from fallow.core.holes import Part
 from fallow.core.sbatch_line import Component, Given, parse_nodes, split
 from fallow.core.sbatch_table import Reach
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
@@ -14,6 +15,24 @@ STRIPPED = (
     *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
 )
 """Beginnings of variables that belong to a job or a submission and must not reach another one."""
+
+SHAPE = frozenset(
+    (
+        *("exclusive", "oversubscribe", "gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
+        *("cpus-per-gpu", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "ntasks", "ntasks-per-node"),
+        *("ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "cores-per-socket", "sockets-per-node"),
+        *(
+            "threads-per-core",
+            "extra-node-info",
+            "core-spec",
+            "thread-spec",
+            "distribution",
+            "gpu-bind",
+            "tres-per-task",
+        ),
+    )
+)
+"""Options about the shape of a job, which do not apply to part of a node."""
 
 LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
 """What a harvest job gets of the environment where the user asked sbatch to export (nearly) nothing."""
@@ -114,12 +133,21 @@ def harvest_options(
     nice: int,
     qos: str | None = None,
     barred: Sequence[str] = (),
+    least_minutes: int | None = None,
+    node: str = "",
+    part: Part | None = None,
 ) -> list[str]:
     """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
 
-    The job takes one whole node, never outlives its hole, is never requeued, and gives way to everybody else's
-    pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost. `barred`: nodes that
-    it must not take.
+    The job takes one whole node or `part` of one, never outlives its hole, is never requeued, and gives way to
+    everybody else's pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost.
+
+    Args:
+        spec, token, partition, minutes, output, nice, qos: what the names say.
+        barred: node lists that it must not take.
+        least_minutes: lets Slurm give it less than `minutes`.
+        node: the only one that it may take.
+        part: GPUs of a node that other jobs use too.
     """
     _check_id(token, "token")
     if not _PARTITION.fullmatch(partition):
@@ -130,8 +158,6 @@ def harvest_options(
         "export": "ALL",
         "propagate": "NONE",
         "ignore-pbs": None,
-        "exclusive": None,
-        "mem": "0",
         "nodes": "1",
         "no-requeue": None,
         "nice": str(nice),
@@ -143,11 +169,16 @@ def harvest_options(
         "comment": token,
         "time": str(minutes),
         "partition": partition,
+        **(_whole() if part is None else _part(part)),
     }
+    if least_minutes is not None and least_minutes < minutes:
+        own["time-min"] = str(least_minutes)
+    if node or part:
+        own["nodelist"] = part.node if part else node
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
-        if name not in own and not (name == "qos" and qos):
+        if name not in own and not (name == "qos" and qos) and not (part and name in SHAPE):
             words.append(word)
     if qos:
         words.append(f"--qos={qos}")
@@ -156,6 +187,16 @@ def harvest_options(
         if "\0" in word or "\n" in word:
             raise FallowError(f"the sbatch option {word[:64]!r} holds a line end or NUL", Exit.DATA)
     return words
+
+
+def _whole() -> dict[str, str | None]:
+    return {"exclusive": None, "mem": "0"}
+
+
+def _part(part: Part) -> dict[str, str | None]:
+    gpus = f"{part.gpu_type}:{part.gpus}" if part.gpu_type else str(part.gpus)
+    memory = {"mem": f"{part.memory_mb}M"} if part.memory_mb else {}
+    return {"ntasks": "1", "cpus-per-task": str(part.cpus), "gpus-per-node": gpus, **memory}
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fallow.head import saved
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Heard, Inbox, Polled, Submitted, Tick
+from fallow.head.inbox import Asked, Heard, Inbox, Polled, Submitted, Tested, Tick
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
@@ -98,6 +98,7 @@ class Head:
         self._window = Window(self._book, self._durable, self._harvest, self._calls, self._inbox, self.stop)
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, time.monotonic())
+        self._harvest.recall(self._durable.notes)
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         port = former_port(paths) if config.head.port is None else config.head.port
         endpoint = await self._router.start(config.head.address or default_address(), port)
@@ -165,6 +166,8 @@ class Head:
                     self._calls.take_poll(turn, cluster)
                 case Submitted():
                     self._calls.take_submission(turn, item)
+                case Tested(run_id, partition, reason):
+                    self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
                 case Asked():
                     answer = self._take_request(turn, item)
             await self._persist(turn)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from fallow.config import Config
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules
+from fallow.core.requests import Ask, HarvestRules, Known
 from fallow.head.book import Run
+from fallow.head.demands import demand
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterState, RunStatus
+from fallow.model import AllocationKind, ClusterConfig, ClusterState
+from fallow.slurm.parse import folded
 
 DUDS = 3
 """Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
@@ -19,41 +23,55 @@ BACKOFF_S = 600.0
 
 
 class Asking:
-    """Asks for nodes on behalf of all runs."""
+    """Asks for nodes on behalf of all runs; `known` is what has been learned, kept up to date by others."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, known: Known) -> None:
         self._config = config
+        self._known = known
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
 
-    def rules(self) -> HarvestRules:
-        h = self._config.harvest
+    def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
+        """What may be asked for now, at Unix time `now`."""
+        h, poll_s = self._config.harvest, self._config.slurm.poll_interval_s
+        margin_s = self._config.membership.release_margin_s
+        experience = self._known.experience
         return HarvestRules(
             partitions=tuple(h.partitions),
             allow_without_preemption=h.allow_without_preemption,
-            max_pending=h.max_pending,
+            max_pending=h.max_pending if site is None else min(h.max_pending, pending_allowed(site)),
             max_nodes=h.max_nodes,
+            partition_nodes=h.partition_nodes,
             max_minutes=h.max_minutes,
             min_minutes=h.min_minutes,
+            start_patience_s=3 * poll_s + 2 * (30.0 if site is None else site.backfill_interval_s),
+            margin_s=margin_s,
+            # Two polls may pass before a wish is a job, and then it has to start.
+            lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
+            whole_nodes=site is None or "cons_" not in site.select_type,
         )
 
-    def plan(self, turn: Turn, cluster: ClusterState) -> None:
+    def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
+        """Carry out what the planner wants for the next interval."""
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
-        demands = [_demand(run, run.id in put_off) for run in runs.values() if not run.roster.status.ended]
+        nodes = {node.node: node for node in cluster.nodes}
+        lead_s = rules.lead_s
+        demands = [
+            demand(run, nodes, cluster.at, lead_s, asks=run.id not in put_off)
+            for run in runs.values()
+            if not run.roster.status.ended
+        ]
         live = [a for run in runs.values() for a in run.live_allocations()]
-        for wish in plan(cluster, demands, live, self.rules()):
+        for wish in plan(cluster, demands, live, rules, self._known):
             match wish:
-                case Ask(run_id, partition, minutes):
-                    run = runs[run_id]
-                    allocation = turn.book.new_allocation(
-                        run, AllocationKind.HARVEST, turn.now, partition=partition, minutes=minutes
-                    )
-                    turn.dirty.add(run_id)
-                    turn.submissions.append((run_id, allocation.token))
+                case Ask():
+                    _submit(turn, runs[wish.run], wish)
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
+                    if wish.too_long and allocation.minutes:
+                        self._known.backoff.too_long(allocation.partition, allocation.minutes, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason):
@@ -83,27 +101,21 @@ def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
     raise KeyError(token)
 
 
-def _demand(run: Run, put_off: bool = False) -> Demand:
-    slots = run.record.slots or 1
-    useful = run.roster.useful_members
-    if run.roster.generation == 0 and run.roster.status is RunStatus.WAITING and run.record.slots is None:
-        # Nothing of it has run yet: the base allocation shows first that the script works.
-        useful = 0 if run.record.base_wanted else useful
-    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING]
-    nodes = sum(max(1, len(a.agents)) if a.kind is AllocationKind.HARVEST else a.nodes_wanted for a in live)
-    wanted = -(-useful // slots) - nodes
-    if run.record.harvest_paused or run.roster.finishing or put_off:
-        wanted = min(wanted, 0)
-    budget = run.spec.budget_node_hours
-    spent = sum(_node_seconds(a) for a in run.record.allocations.values() if a.kind is AllocationKind.HARVEST)
-    return Demand(
-        run=run.id,
-        nodes=wanted,
-        partitions=tuple(run.spec.harvest_partitions),
-        min_minutes=run.spec.min_harvest_minutes,
-        barred=frozenset(run.roster.barred),
-        budget_node_s=None if budget is None else budget * 3600.0 - spent,
+def _submit(turn: Turn, run: Run, wish: Ask) -> None:
+    allocation = turn.book.new_allocation(
+        run,
+        AllocationKind.HARVEST,
+        turn.now,
+        partition=wish.partition,
+        minutes=wish.minutes,
+        least_minutes=wish.least_minutes,
+        pinned=wish.node if wish.part is None else "",
+        part=wish.part,
+        exclude=folded(wish.exclude),
+        replaces=wish.replaces,
     )
+    turn.dirty.add(run.id)
+    turn.submissions.append((run.id, allocation.token))
 
 
 def _renew_base(turn: Turn, run: Run) -> None:
@@ -119,10 +131,7 @@ def _renew_base(turn: Turn, run: Run) -> None:
     turn.submissions.append((run.id, allocation.token))
 
 
-def _node_seconds(allocation: Allocation) -> float:
-    """Reserved or spent node-seconds, so that the budget holds even for submissions of unknown outcome (I10)."""
-    if allocation.state in (AllocationState.LOST,):
-        return 0.0
-    if allocation.live or allocation.start_at is None or allocation.end_at is None:
-        return 60.0 * (allocation.minutes or 0) if allocation.live else 0.0
-    return max(0.0, allocation.end_at - allocation.start_at)
+def pending_allowed(site: ClusterConfig) -> int:
+    """Half of the jobs that backfill looks at for one user: the user's own ones need the others."""
+    limits = re.findall(r"bf_max_job_(?:user|user_part|assoc)=(\d+)", site.scheduler_parameters)
+    return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)

@@ -34,6 +34,9 @@ class Durable:
     def __init__(self, paths: Paths, redis_url: str | None) -> None:
         self.last_event = 0
         "number of the newest line of the event log"
+        self.notes: dict[str, bytes] = {}
+        "what an earlier head noted besides its runs, by key"
+        self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
         self._redis = RedisServer(paths) if redis_url is None else None
@@ -78,6 +81,9 @@ class Durable:
             spec = msgspec.msgpack.decode(specs[f"spec/{run_id}"][1], type=RunSpec)
             record = msgspec.msgpack.decode(value, type=RunRecord)
             book.add(spec, record, revision, at)
+        for key, (revision, value) in (await self.store.load("note/")).items():
+            self.notes[key.removeprefix("note/")] = value
+            self._note_revisions[key.removeprefix("note/")] = revision
         self.last_event = await self.store.last_event()
 
     async def write(self, turn: Turn) -> list[EventRecord]:
@@ -86,7 +92,7 @@ class Durable:
         Raises:
             FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
         """
-        if not turn.dirty and not turn.records:
+        if not turn.dirty and not turn.records and not turn.notes:
             return []
         writes: list[Write] = []
         for run_id in sorted(turn.dirty):
@@ -94,9 +100,13 @@ class Durable:
             if run.revision == 0:
                 writes.append(Write(f"spec/{run_id}", 0, msgspec.msgpack.encode(run.spec)))
             writes.append(Write(f"run/{run_id}", run.revision, msgspec.msgpack.encode(run.record)))
+        for key, note in turn.notes.items():
+            writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
         for run_id in turn.dirty:
             turn.book.runs[run_id].revision += 1
+        for key in turn.notes:
+            self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [
             EventRecord(seq=seq, at=r.at, run=r.run, kind=r.kind, text=r.text, data=r.data)
             for seq, r in zip(seqs, turn.records, strict=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import astuple
+
 from fallow.config import Config
 from fallow.core.allocations import Allocation
+from fallow.core.kinds import may_use
+from fallow.core.requests import harvestable
 from fallow.head import orphans, submissions
 from fallow.head.asking import Asking
 from fallow.head.book import Run
 from fallow.head.jobs import take_in
+from fallow.head.learning import NOTE, Learning, asker_of
 from fallow.head.turn import Turn
-from fallow.model import ClusterState, JobRequest
+from fallow.model import AllocationKind, ClusterConfig, ClusterState, JobRequest
+
+TRIAL = "fallow-trial"
+"""Name of submissions that are only tried."""
 
 
 class Harvest:
@@ -17,21 +26,64 @@ class Harvest:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._asking = Asking(config)
+        self._learning = Learning()
+        self._asking = Asking(config, self._learning.known)
+        self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
 
-    def polled(self, turn: Turn, cluster: ClusterState) -> None:
-        """Take in one poll, then plan."""
-        self.cluster = cluster
+    def recall(self, notes: Mapping[str, bytes]) -> None:
+        """Go on with what an earlier head has learned."""
+        if NOTE in notes:
+            self._learning.recall(notes[NOTE])
+
+    def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
+        """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
+        self.cluster, self._site = cluster, site
         # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
         take_in(turn, cluster, horizon_s=max(30.0, 2.5 * self._config.slurm.poll_interval_s))
         orphans.sweep(turn, cluster)
-        self._asking.plan(turn, cluster)
+        rules = self._asking.rules(cluster.at, site)
+        self._learning.polled(turn, cluster, rules)
+        self._asking.plan(turn, cluster, rules)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""
         return submissions.job_request(self._config, state, run, allocation, log)
 
+    def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
+        """Slurm said no to a submission."""
+        allocation = run.record.allocations[token]
+        if allocation.kind is AllocationKind.HARVEST:
+            self._learning.refused(turn, run, allocation.partition, allocation.minutes, reason)
+        submissions.refused(turn, run, token, reason)
+
+    def example(self, run: Run) -> Allocation | str:
+        """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
+        if self.cluster is None:
+            return ""
+        rules = self._asking.rules(self.cluster.at, self._site)
+        there = harvestable(self.cluster, rules)
+        named = [p for p in there if not run.spec.harvest_partitions or p.partition in run.spec.harvest_partitions]
+        may = [p for p in named if may_use(p, *astuple(asker_of(run)))]
+        if run.spec.max_nodes <= run.spec.min_nodes:
+            return ""
+        if not there:
+            return "no partition preempts its jobs for others; see allow_without_preemption under [harvest]"
+        if not may:
+            return f"it may use none of the partitions that are harvested: {', '.join(p.partition for p in there)}"
+        return Allocation(
+            token=TRIAL,
+            run=run.id,
+            kind=AllocationKind.HARVEST,
+            public_key="",
+            partition=may[0].partition,
+            minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
+        )
+
+    def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
+        """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""
+        turn.record(run, "refused", f"harvest jobs in {partition} would be refused: {reason}")
+        self._learning.refused(turn, run, partition, None, reason)
+
     submitted = staticmethod(submissions.submitted)
-    refused = staticmethod(submissions.refused)
     unknown = staticmethod(submissions.unknown)

@@ -36,9 +36,18 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Tested:
+    """Slurm said no to a trial of a run's harvest jobs."""
+
+    run: str
+    partition: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-Item = Heard | Asked | Polled | Submitted | Tick
+Item = Heard | Asked | Polled | Submitted | Tested | Tick
 Inbox = asyncio.Queue[Item]

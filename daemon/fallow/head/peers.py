@@ -108,6 +108,8 @@ class Peers:
                 )
                 turn.apply(run, vote)
             case Active():
+                allocation = run.allocation_of(worker)
+                allocation.active_at = allocation.active_at or turn.now
                 active = ev.WorkerActive(
                     at=at,
                     worker=worker,

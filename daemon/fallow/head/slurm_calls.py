@@ -9,10 +9,11 @@ from typing import Any
 
 import structlog
 
+from fallow.core.allocations import Allocation
 from fallow.files import Paths
-from fallow.head.book import Book
+from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Inbox, Polled, Submitted
+from fallow.head.inbox import Inbox, Polled, Submitted, Tested
 from fallow.head.turn import Turn
 from fallow.model import ClusterConfig, ClusterState, FallowError
 from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
@@ -20,6 +21,9 @@ from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
 log = structlog.get_logger("fallow.head")
 
 CONFIG_EVERY_S = 3600.0
+
+TEST_EVERY_S = 10.0
+"""A trial of a submission takes slurmctld's locks, so there is at most one in so long a time."""
 
 
 class SlurmCalls:
@@ -47,6 +51,7 @@ class SlurmCalls:
         self._paths = paths
         self._harvest = harvest
         self._inbox = inbox
+        self._tested_at = -TEST_EVERY_S
         self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
     def sources(self, book: Book) -> list[Coroutine[Any, Any, None]]:
@@ -80,7 +85,7 @@ class SlurmCalls:
         if self.error is not None:
             turn.record(None, "slurm", "Slurm answers again")
         self.error, self.polled_at = None, turn.at
-        self._harvest.polled(turn, cluster)
+        self._harvest.polled(turn, cluster, self.config)
 
     def submit(self, run: str, token: str) -> None:
         """Submit an allocation as soon as those before it are."""
@@ -101,6 +106,25 @@ class SlurmCalls:
             except FallowError as error:
                 outcome = SubmitRejected(token, error.message)
             self._inbox.put_nowait(Submitted(run_id, token, outcome))
+
+    async def test(self, run: Run) -> str:
+        """Why harvest jobs of this run would be refused; empty: nothing is known against them."""
+        now = time.monotonic()
+        if self._slurm is None or run.roster.status.ended or now - self._tested_at < TEST_EVERY_S:
+            return ""
+        example = self._harvest.example(run)
+        if not isinstance(example, Allocation):
+            return example
+        self._tested_at = now
+        try:
+            request = self._harvest.request(str(self._paths.state), run, example, "/dev/null")
+            await self._slurm.test_only(request)
+        except SubmitRejected as refusal:
+            self._inbox.put_nowait(Tested(run.id, example.partition, refusal.reason))
+            return f"{example.partition}: {refusal.reason}"
+        except FallowError as error:
+            log.warning("test.failed", run=run.id, error=error.message)
+        return ""
 
     def take_submission(self, turn: Turn, item: Submitted) -> None:
         run = turn.book.runs[item.run]

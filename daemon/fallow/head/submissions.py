@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Scope, scope_of
 from fallow.core.sbatch import base_options, harvest_options
 from fallow.core.script import harvest_copy
 from fallow.head.book import Run
@@ -31,7 +32,10 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=log,
             nice=config.harvest.nice,
-            barred=sorted(run.roster.barred),
+            barred=[*sorted(run.roster.barred), *filter(None, [allocation.exclude])],
+            least_minutes=allocation.least_minutes,
+            node=allocation.pinned,
+            part=allocation.part,
         )
         script = harvest_copy(spec.script)
     else:
@@ -64,7 +68,9 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
 def refused(turn: Turn, run: Run, token: str, reason: str) -> None:
     allocation = run.record.allocations[token]
     turn.book.end_allocation(run, allocation, reason)
-    run.record.failures_in_a_row += 1
+    if scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
+        # Those are limits that others' jobs, or time, lift again.
+        run.record.failures_in_a_row += 1
     turn.dirty.add(run.id)
     turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
     if run.record.failures_in_a_row >= REFUSALS:

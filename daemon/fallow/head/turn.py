@@ -51,6 +51,8 @@ class Turn:
     cancels: list[tuple[str, str, str]] = field(default_factory=list)
     "(run, token, job id)"
     ended: list[str] = field(default_factory=list)
+    notes: dict[str, bytes] = field(default_factory=dict)
+    "what the head wants to find again besides its runs, by key"
     removals: list[str] = field(default_factory=list)
     "folders of checkpoints to delete"
 

@@ -60,6 +60,8 @@ class Window:
                 return await self._events(**params)
             case "report":
                 return self.report(self._book.get(params["run"]))
+            case "test_harvest":
+                return await self._calls.test(self._book.get(params["run"]))
             case "shutdown":
                 self._stop()
                 return None

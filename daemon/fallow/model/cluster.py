@@ -28,6 +28,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     "active ones"
     owner: str = ""
     "the only user whose jobs may run there now (ExclusiveUser)"
+    idle_since: float | None = None
+    "Unix time at which the last job left; None: a job is there, or nobody says"
 
 
 class JobInfo(Struct, frozen=True, kw_only=True):

@@ -124,5 +124,13 @@ class FakeSlurm(VirtualCluster):
             exclude=parse.nodes(given.get("exclude", "")),
             priority=-parse.count(given.get("nice", "0")),
             comment=given.get("comment", ""),
+            exclusive="exclusive" in given or not ("gpus-per-node" in given or "cpus-per-task" in given),
+            gpus_per_node=parse.gpus(given.get("gres", "")) or parse.gpus(f"gpu:{given.get('gpus-per-node', 0)}"),
+            cpus_per_node=max(1, parse.count(given.get("cpus-per-task", "1"))),
+            constraint=given.get("constraint", ""),
+            account=given.get("account", ""),
+            qos=given.get("qos", ""),
+            after=[word for word in given.get("dependency", "").removeprefix("afterany:").split(":") if word],
+            least_s=parse.duration(given.get("time-min", "")),
             request=request,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -66,6 +67,11 @@ def nodes(text: str) -> list[str]:
         return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
     except NodeSetException:
         return []
+
+
+def folded(found: Collection[str]) -> str:
+    """Names as a node list, `n[1-3],gpu7`; empty for none."""
+    return str(NodeSet.fromlist(sorted(found), resolver=RESOLVER_NOGROUP)) if found else ""
 
 
 def when(text: str) -> float | None:
@@ -309,6 +315,7 @@ def _node(line: str) -> NodeInfo:
         gpu_types_used={kind: number for kind, number in gpu_types(used).items() if number},
         features=names(row.get("ActiveFeatures", "")),
         owner=word(row.get("Owner", "")).partition("(")[0],
+        idle_since=when(row.get("LastBusyTime", "")) if state == "IDLE" else None,
     )
 
 

@@ -1,8 +1,8 @@
 """A made-up cluster with virtual time: nodes, jobs and a simple scheduler, for `fake`.
 
-Jobs take whole nodes, start by partition tier, priority and age wherever enough nodes are idle, end at their
-limit, and are preempted with their partition's grace. There is no backfill plan: a job that does not fit never
-holds back one that does.
+Jobs take whole nodes, or so many CPUs and GPUs of one, start by partition tier, priority and age wherever there is
+room, end at their limit, and are preempted with their partition's grace. There is no backfill plan: a job that does not
+fit never holds back one that does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from fallow.model import JobInfo, JobRequest, NodeInfo, PartitionInfo, ReservationInfo
 from fallow.slurm.parse import ENDED_STATES
+
+CPUS = 4
+"Of every node."
 
 _UNUSABLE = frozenset({"DRAIN", "NOT_RESPONDING", "MAINTENANCE", "COMPLETING"})
 
@@ -33,6 +36,18 @@ class FakeJob:
     exclude: list[str] = field(default_factory=list)
     priority: int = 0
     comment: str = ""
+    exclusive: bool = True
+    gpus_per_node: int = 0
+    cpus_per_node: int = 1
+    constraint: str = ""
+    account: str = ""
+    qos: str = ""
+    after: list[str] = field(default_factory=list)
+    "jobs that must have ended first"
+    least_s: float | None = None
+    "--time-min"
+    held_for: str = ""
+    "a reason for which it does not start: AssocGrpGRES, JobHeldUser ..."
     request: JobRequest | None = None
     state: str = "PENDING"
     reason: str = "None"
@@ -68,6 +83,15 @@ class FakeJob:
             preempt_at=self.preempt_at,
             priority=self.priority,
             comment=self.comment,
+            exclusive=self.exclusive,
+            gpus_per_node=self.gpus_per_node,
+            cpus_per_node=self.cpus_per_node,
+            constraint=self.constraint,
+            account=self.account,
+            qos=self.qos,
+            dependency=",".join(f"afterany:{job_id}" for job_id in self.after),
+            required_nodes=list(self.nodelist),
+            excluded_nodes=list(self.exclude),
         )
 
 
@@ -87,6 +111,12 @@ class VirtualCluster:
         names = [f"n{index}" for index in range(1, nodes + 1)]
         self.partitions = {info.partition: info for info in partitions or default_partitions(names)}
         self.gpus = gpus
+        self.features: dict[str, list[str]] = {}
+        "node -> its features; jobs' constraints are one of them, or nothing"
+        self.stretches = False
+        "a job with --time-min gets its whole --time up to the next reservation, else exactly --time-min"
+        self.limits: dict[str, str] = {}
+        "account -> reason for which its jobs do not start"
         self.node_flags: dict[str, set[str]] = {name: set() for name in names}
         self.down: set[str] = set()
         self.reservations: list[ReservationInfo] = []
@@ -121,8 +151,9 @@ class VirtualCluster:
         limit_s: float = 600.0,
         partition: str | None = None,
         priority: int = 0,
+        gpus: int | None = None,
     ) -> str:
-        """Another user's job; returns its id."""
+        """Another user's job, on whole nodes or on so many `gpus` of each; returns its id."""
         return self.add(
             FakeJob(
                 job_id="",
@@ -134,6 +165,8 @@ class VirtualCluster:
                 submit_at=self.now,
                 run_for_s=run_for_s,
                 priority=priority,
+                exclusive=gpus is None,
+                gpus_per_node=gpus or 0,
             )
         )
 
@@ -162,17 +195,29 @@ class VirtualCluster:
 
     def node_info(self, name: str) -> NodeInfo:
         """A node as `poll` shows it."""
-        used = any(name in job.nodes for job in self._running())
-        state = "DOWN" if name in self.down else "ALLOCATED" if used else "IDLE"
+        gpus, cpus, whole = self._used(name)
+        state = "DOWN" if name in self.down else "ALLOCATED" if whole or cpus >= CPUS else "MIXED" if cpus else "IDLE"
         return NodeInfo(
             node=name,
             state=state,
             flags=sorted(self.node_flags[name]),
             partitions=[info.partition for info in self.partitions.values() if name in info.nodes],
-            cpus=4,
+            arch="x86_64",
+            cpus=CPUS,
+            cpus_used=cpus,
             gpus=self.gpus,
-            gpus_used=self.gpus if used else 0,
+            gpus_used=gpus,
+            gpu_types={"": self.gpus} if self.gpus else {},
+            gpu_types_used={"": gpus} if gpus else {},
+            features=list(self.features.get(name, [])),
         )
+
+    def _used(self, name: str) -> tuple[int, int, bool]:
+        """GPUs and CPUs in use, and whether a job has the whole node."""
+        jobs = [job for job in self._running() if name in job.nodes]
+        if any(job.exclusive for job in jobs):
+            return self.gpus, CPUS, True
+        return sum(job.gpus_per_node for job in jobs), sum(job.cpus_per_node for job in jobs), False
 
     def default_partition(self) -> str:
         """Name of the partition for jobs that name none."""
@@ -217,12 +262,42 @@ class VirtualCluster:
 
     def free_nodes(self, job: FakeJob) -> list[str]:
         """Nodes that the job could have now."""
-        busy = {name for other in self._running() for name in other.nodes} | self.down | set(job.exclude)
+        busy = self.down | set(job.exclude)
         for resv in self.reservations:
-            if resv.start_at < self._now + (job.limit_s or float("inf")) and self._now < resv.end_at:
+            if resv.start_at < self._now + (job.least_s or job.limit_s or float("inf")) and self._now < resv.end_at:
                 busy |= set(resv.nodes)
         wanted = job.nodelist or self.partitions[job.partition].nodes
-        return [name for name in wanted if name not in busy and not self.node_flags[name] & _UNUSABLE]
+        return [
+            name
+            for name in wanted
+            if name not in busy and not self.node_flags[name] & _UNUSABLE and self._has_room(name, job)
+        ]
+
+    def _has_room(self, name: str, job: FakeJob) -> bool:
+        gpus, cpus, whole = self._used(name)
+        if whole or (job.constraint and job.constraint not in self.features.get(name, [])):
+            return False
+        if job.exclusive:
+            return cpus == 0 and job.gpus_per_node <= self.gpus
+        return gpus + job.gpus_per_node <= self.gpus and cpus + job.cpus_per_node <= CPUS
+
+    def _held_back(self, job: FakeJob) -> str:
+        """Why it would not start even with all nodes idle; empty: it would."""
+        if any(not self.jobs[other].ended for other in job.after if other in self.jobs):
+            return "Dependency"
+        longest = self.partitions[job.partition].max_time_s
+        if longest is not None and job.limit_s is not None and (job.least_s or job.limit_s) > longest:
+            return "PartitionTimeLimit"
+        return job.held_for or self.limits.get(job.account, "")
+
+    def _granted(self, job: FakeJob) -> float | None:
+        """Its time limit as it starts."""
+        if job.least_s is None or job.limit_s is None:
+            return job.limit_s
+        if not self.stretches:
+            return job.least_s
+        starts = [r.start_at - self._now for r in self.reservations if set(r.nodes) & set(job.nodes)]
+        return max(job.least_s, min([job.limit_s, *(s for s in starts if s > 0)]))
 
     def settle(self) -> None:
         """Start what fits; let what does not fit preempt."""
@@ -231,10 +306,14 @@ class VirtualCluster:
         pending = [job for job in self.jobs.values() if job.state == "PENDING"]
         pending.sort(key=lambda job: (-self.partitions[job.partition].priority_tier, -job.priority, job.submit_at))
         for job in pending:
+            if reason := self._held_back(job):
+                job.reason = reason
+                continue
             free = self.free_nodes(job)
             if len(free) >= job.num_nodes and self.partitions[job.partition].up:
                 job.state, job.reason, job.nodes = "RUNNING", "None", free[: job.num_nodes]
                 job.start_at = self._now
+                job.limit_s = self._granted(job)
                 job.end_at = None if job.limit_s is None else self._now + job.limit_s
             else:
                 job.reason = "Resources"

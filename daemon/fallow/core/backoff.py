@@ -1,0 +1,121 @@
+"""Why Slurm leaves a request pending, and what follows: wait, ask for less time, or leave something alone. Pure.
+
+Reasons: squeue(1), JOB REASON CODES, and `job_reason_string` in Slurm's sources. Those of associations and QOS begin
+with `Assoc` and `QOS`; new ones appear with every release, so they are told apart by their words.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+FIRST_S, LONGEST_S = 60.0, 3600.0
+"""A scope is left alone for a minute after the first time, for twice as long after each further one, an hour at most.
+(HyperQueue's steps are 0, 1, 15, 30 and 60 minutes.)"""
+
+SHORTER_S = 600.0
+"""For so long lengths are kept below one that did not work."""
+
+
+class Scope(StrEnum):
+    """What is left alone."""
+
+    NOTHING = "nothing"
+    "it waits as it should"
+    LENGTH = "length"
+    "the limit is too long"
+    OWNER = "owner"
+    "the account and QOS are at a limit"
+    PARTITION = "partition"
+    "this account and QOS in this partition"
+
+
+_LENGTH = re.compile(
+    r"TimeLimit|time limit is invalid|MaxWall|reserved for maintenance|^Reservation$|ReqNodeNotAvail.*Reserved",
+    re.IGNORECASE,
+)
+_OWNER = re.compile(
+    r"^(Assoc|QOS|Association)|InvalidAccount|InvalidQOS|MaxSubmit|accounting/QOS policy", re.IGNORECASE
+)
+_PARTITION = re.compile(r"NotAllowed$", re.IGNORECASE)
+_WAITS = re.compile(
+    r"^(None|Resources|Priority|Dependency|BeginTime|Cleaning|Prolog|WaitingForScheduling|BurstBuffer.*|Licenses|"
+    r"JobArrayTaskLimit|NodesBusy|FrontEndDown|SchedDefer|Nodes required for job are DOWN, DRAINED or reserved for "
+    r"jobs in higher priority partitions)?$",
+    re.IGNORECASE,
+)
+
+
+def scope_of(reason: str) -> Scope:
+    """What a reason of a pending job, or the words of a refusal, says must be left alone."""
+    text = reason.strip().strip("()").replace("_", " ")
+    if _WAITS.match(text):
+        return Scope.NOTHING
+    if _LENGTH.search(text):
+        return Scope.LENGTH
+    if _OWNER.search(text) and not _PARTITION.search(text):
+        return Scope.OWNER
+    return Scope.PARTITION
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """In whose name is asked; empty: the user's defaults."""
+
+    account: str = ""
+    qos: str = ""
+
+
+@dataclass(slots=True)
+class _Strikes:
+    count: int = 0
+    until: float = 0.0
+
+
+@dataclass
+class Backoff:
+    """What is left alone, and until when (Unix time)."""
+
+    _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
+    "(partition or nothing, account, QOS)"
+    _too_long: dict[str, tuple[int, float]] = field(default_factory=dict)
+    "partition -> (minutes, until)"
+
+    def strike(self, reason: str, asker: Asker, partition: str, minutes: int | None, now: float) -> bool:
+        """A request waits for this reason, or was refused for it; True when it had better be withdrawn."""
+        scope = scope_of(reason)
+        if scope is Scope.NOTHING:
+            return False
+        if scope is Scope.LENGTH and minutes is not None and minutes > 1:
+            self.too_long(partition, minutes, now)
+            return True
+        strikes = self._alone.setdefault(_key(scope, asker, partition), _Strikes())
+        if now >= strikes.until:
+            strikes.until = now + min(LONGEST_S, FIRST_S * 2.0**strikes.count)
+            strikes.count += 1
+        return True
+
+    def too_long(self, partition: str, minutes: int, now: float) -> None:
+        """Requests of so many minutes do not start there now."""
+        known, until = self._too_long.get(partition, (minutes, 0.0))
+        self._too_long[partition] = (min(minutes, known) if now < until else minutes, now + SHORTER_S)
+
+    def started(self, asker: Asker, partition: str) -> None:
+        """A request has become a job: there is nothing to leave alone any more."""
+        self._alone.pop(_key(Scope.OWNER, asker, partition), None)
+        self._alone.pop(_key(Scope.PARTITION, asker, partition), None)
+
+    def until(self, asker: Asker, partition: str) -> float:
+        """Unix time before which nothing is asked for there; 0: now."""
+        keys = (_key(Scope.OWNER, asker, partition), _key(Scope.PARTITION, asker, partition))
+        return max(self._alone[key].until if key in self._alone else 0.0 for key in keys)
+
+    def longest(self, partition: str, now: float) -> int | None:
+        """Ask for no more minutes than that there; None: no bound is known."""
+        minutes, until = self._too_long.get(partition, (0, 0.0))
+        return max(1, minutes // 2) if now < until else None
+
+
+def _key(scope: Scope, asker: Asker, partition: str) -> tuple[str, str, str]:
+    return ("" if scope is Scope.OWNER else partition, asker.account, asker.qos)

@@ -1,0 +1,166 @@
+"""What the head has learned about a cluster: how long holes last, what a start costs, whether limits stretch. Pure.
+
+`HoleWatch` turns polls into spells: a node is a hole from when it becomes idle until somebody else has it, whether or
+not we use it meanwhile. Polls see ends late, by half an interval on average, so an end counts in the middle between
+two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from statistics import median
+
+import msgspec
+
+from fallow.core.holes import is_idle
+from fallow.core.survival import Curve, Spell
+from fallow.model import ClusterState
+
+SPELLS = 512
+"""As many are remembered of each partition, the newest."""
+
+SAMPLES = 32
+"""As many starts are remembered of each partition."""
+
+FRESH_S = 6 * 3600.0
+"""Starts that are longer ago say nothing: a cluster that was slow for a day must not stay unused."""
+
+START_S, WAIT_S = 30.0, 15.0
+"""What a start costs and a request takes, until the head has seen some."""
+
+
+class Experience(msgspec.Struct, kw_only=True):
+    """All that is remembered; small, so that it can be written down as a whole."""
+
+    spells: dict[str, list[tuple[int, bool, int]]] = {}
+    "partition -> (age when left, ended, age when entered) of holes, in seconds"
+    starts: dict[str, list[tuple[float, float]]] = {}
+    "partition -> (Unix time, seconds from a job's start to its first step in the training)"
+    waits: dict[str, list[tuple[float, float]]] = {}
+    "partition -> (Unix time, seconds from a request to its job's start)"
+    stretched: int = 0
+    "jobs with --time-min that were granted more than that, and less than --time"
+    kept_short: int = 0
+    "jobs with --time-min that were granted exactly that"
+
+    def remember(self, partition: str, spell: Spell) -> None:
+        kept = self.spells.setdefault(partition, [])
+        kept.append((round(spell.left_s), spell.ended, round(spell.entered_s)))
+        del kept[:-SPELLS]
+
+    def started(self, partition: str, wait_s: float, start_s: float, at: float) -> None:
+        """A node came: `wait_s` from request to job start, `start_s` from there to its first step at `at`."""
+        for kept, seconds in ((self.waits, wait_s), (self.starts, start_s)):
+            samples = kept.setdefault(partition, [])
+            samples.append((round(at), round(max(0.0, seconds), 1)))
+            del samples[:-SAMPLES]
+
+    def granted(self, shortest: int, longest: int, limit_s: float) -> None:
+        """A job with --time-min=`shortest` --time=`longest` (minutes) was given a limit."""
+        if shortest * 60 < limit_s < longest * 60:
+            self.stretched, self.kept_short = self.stretched + 1, 0
+        elif limit_s == shortest * 60 < longest * 60:
+            self.kept_short += 1
+        # The full length says nothing: the main pass of Slurm's scheduler grants it wherever nobody waits.
+
+    @property
+    def stretches(self) -> bool | None:
+        """Does --time-min make Slurm fit a job to its hole? None: not seen yet."""
+        if self.kept_short >= 2:
+            return False
+        return True if self.stretched else None
+
+    def start_s(self, partition: str, at: float) -> float:
+        """From a job's start to its first step, as a rule."""
+        return _typical(self.starts, partition, at, START_S)
+
+    def wait_s(self, partition: str, at: float) -> float:
+        """From a request to its job's start, as a rule."""
+        return _typical(self.waits, partition, at, WAIT_S)
+
+    def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
+        """Survival of this partition's holes; those that are open now count as censored."""
+        known = (Spell(float(left), ended, float(entered)) for left, ended, entered in self.spells.get(partition, ()))
+        return Curve([*known, *open_now])
+
+
+def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> float:
+    """Median of the partition's fresh ones, else of all partitions', else the default."""
+    fresh = {name: [seconds for then, seconds in kept if at - then < FRESH_S] for name, kept in samples.items()}
+    seen = fresh.get(partition) or [seconds for of_one in fresh.values() for seconds in of_one]
+    return median(seen) if seen else default
+
+
+class _Sighting:
+    __slots__ = ("entered", "partitions", "seen", "since")
+
+    def __init__(self, since: float, entered: float, partitions: list[str]) -> None:
+        self.since = since
+        self.entered = entered
+        self.seen = entered
+        self.partitions = partitions
+
+    def spell(self, until: float, ended: bool) -> Spell:
+        return Spell(max(0.0, until - self.since), ended, max(0.0, self.entered - self.since))
+
+
+class HoleWatch:
+    """Holes that are open now, by node, and what becomes of them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Sighting] = {}
+        self._last_at: float | None = None
+
+    def look(
+        self, cluster: ClusterState, ours: Mapping[str, float], partitions: Collection[str]
+    ) -> list[tuple[str, Spell]]:
+        """Take in one poll.
+
+        Args:
+            cluster: the poll.
+            ours: nodes of our harvest jobs, with the Unix time of the job's start.
+            partitions: those whose holes matter.
+
+        Returns:
+            (partition, spell) of every hole that is over, once for each partition that has the node.
+        """
+        over: list[tuple[str, Spell]] = []
+        matter = frozenset(partitions)
+        there = set()
+        for node in cluster.nodes:
+            there.add(node.node)
+            sighting = self._open.get(node.node)
+            if node.node in ours or is_idle(node):
+                if sighting is None:
+                    mine = [name for name in node.partitions if name in matter]
+                    since = ours.get(node.node, node.idle_since)
+                    self._open[node.node] = self._sight(cluster.at, since, mine)
+                else:
+                    sighting.seen = cluster.at
+            elif sighting is not None and "COMPLETING" not in node.flags:
+                taken = node.state in ("ALLOCATED", "MIXED")
+                until = (sighting.seen + cluster.at) / 2 if taken else sighting.seen
+                spell = sighting.spell(until, ended=taken)
+                over += [(name, spell) for name in sighting.partitions if name in matter]
+                del self._open[node.node]
+        for gone in self._open.keys() - there:
+            del self._open[gone]
+        self._last_at = cluster.at
+        return over
+
+    def _sight(self, at: float, since: float | None, partitions: list[str]) -> _Sighting:
+        if self._last_at is not None:
+            # It began between two polls, or Slurm knows better.
+            middle = (self._last_at + at) / 2
+            began = middle if since is None or not self._last_at <= since <= at else since
+            return _Sighting(began, began, partitions)
+        return _Sighting(at if since is None else min(since, at), at, partitions)
+
+    def age_s(self, node: str, at: float) -> float:
+        """For how long the node has been a hole; 0 when that is not known."""
+        sighting = self._open.get(node)
+        return 0.0 if sighting is None else max(0.0, at - sighting.since)
+
+    def open_spells(self, partition: str, at: float) -> list[Spell]:
+        """Holes of a partition that are not over, as they are now."""
+        return [s.spell(at, ended=False) for s in self._open.values() if partition in s.partitions]

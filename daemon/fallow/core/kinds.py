@@ -1,0 +1,54 @@
+"""Kinds of nodes: which ones a run can use, and which partitions its owner may. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fallow.core.holes import Part
+from fallow.model import NodeInfo, PartitionInfo
+
+Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]
+"""Architecture, CPUs, GPUs by type, features: nodes that share it compute the same bits, as far as Slurm can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a node must be to be of use to a run. The default: any node."""
+
+    arch: str = ""
+    "empty: any, because nothing of the run has started yet"
+    gpus: int = 0
+    "at least so many on a node"
+    part_gpus: int = 0
+    "at least so many idle ones where nodes are shared; 0: whole nodes only"
+    gpu_type: str = ""
+    "empty: any"
+    alike: frozenset[Likeness] = frozenset()
+    "of a reproducible run: nodes like its members'; empty: any"
+
+    def suits(self, node: NodeInfo, part: Part | None = None) -> bool:
+        """Can the run use this node, or this part of it?"""
+        types = node.gpu_types if part is None else {part.gpu_type: part.gpus}
+        enough = node.gpus >= self.gpus if part is None else 0 < self.part_gpus <= part.gpus
+        return (
+            (not self.arch or not node.arch or node.arch == self.arch)
+            and enough
+            and (not self.gpu_type or self.gpu_type in types)
+            and (not self.alike or likeness(node) in self.alike)
+        )
+
+
+def likeness(node: NodeInfo) -> Likeness:
+    return node.arch, node.cpus, tuple(sorted(node.gpu_types.items())), tuple(sorted(node.features))
+
+
+def may_use(partition: PartitionInfo, account: str, qos: str) -> bool:
+    """May jobs of this account and QOS run there, as far as is known? Empty ones are defaults that nobody tells."""
+    return (
+        not partition.root_only
+        and not partition.requires_reservation
+        and (not account or not partition.allow_accounts or account in partition.allow_accounts)
+        and account not in partition.deny_accounts
+        and (not qos or not partition.allow_qos or qos in partition.allow_qos)
+        and qos not in partition.deny_qos
+    )

@@ -1,0 +1,89 @@
+"""How long to ask for: the time limit that trains most per second that it holds the node. Pure.
+
+A lease of T seconds on a hole that lasts X more, X by the survival curve, trains from its first step (`start_s` after
+the job's start) until the hole ends or the node is left (`margin_s` before T):
+
+    used(T) = E[min(X, T - margin)] - E[min(X, start)]
+
+The run pays with a stall of all its members for the absorb and for the end, which is planned (`pause_s`) if the limit
+comes first and may be a cut (`cut_s`) if the hole ends first (BFTrainer's T_up and T_dw, arXiv 2106.12091). What is
+left is `worth`; asked for is the length of the highest worth per second from request to end, since what is not held can
+be asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fallow.core.survival import Curve
+
+LADDER = (90, 56, 34, 22, 14, 8, 6, 4, 2, 1)
+"""Minutes. Where ends of holes are not known this set covered .92 of Summit's idle time, one fixed length .13 to .79
+(for start-ups of 30 s; fixed sets did better than --time-min in production, HPC-Whisk, SC'22)."""
+
+KIND = 0.99
+"""Where nothing preempts, nearly as good is good enough for a shorter limit: others' starts are planned after it."""
+
+
+CHANCE = 0.25
+"""A hole that is less likely to outlive the start is left alone: jobs that come to nothing are a burden to the site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a node costs, in seconds."""
+
+    start_s: float = 30.0
+    "from the job's start to its first step"
+    wait_s: float = 15.0
+    "from the request to the job's start"
+    margin_s: float = 20.0
+    "left unused before the limit"
+    pause_s: float = 0.5
+    "all members stall for a planned change"
+    cut_s: float = 2.0
+    "all members lose when the hole ends before the limit"
+
+
+def worth(curve: Curve, age_s: float, seconds: float, costs: Costs, members: float) -> float:
+    """Node-seconds of training that a lease adds to a run of so many nodes; negative: it costs more than it brings."""
+    until = max(0.0, seconds - costs.margin_s)
+    used = curve.expected(age_s, until) - curve.expected(age_s, min(costs.start_s, until))
+    comes = curve.remains(age_s, costs.start_s)
+    lasts = min(curve.remains(age_s, until), comes)
+    return used - members * (costs.pause_s * (comes + lasts) + costs.cut_s * (comes - lasts))
+
+
+def rate(curve: Curve, age_s: float, seconds: float, costs: Costs, members: float) -> float:
+    """`worth` per second from request to end."""
+    return worth(curve, age_s, seconds, costs, members) / (costs.wait_s + curve.expected(age_s, seconds))
+
+
+def best_minutes(
+    curve: Curve, age_s: float, shortest: int, longest: int, costs: Costs, members: float, kind: bool
+) -> int | None:
+    """Minutes to ask for; None when no length from `shortest` to `longest` pays back.
+
+    Args:
+        curve, age_s: of the hole.
+        shortest, longest: minutes.
+        costs: of a node there.
+        members: nodes that the run has.
+        kind: prefer a shorter limit that is nearly as good.
+    """
+    if curve.remains(age_s, costs.start_s) < CHANCE:
+        return None
+    rates = {m: rate(curve, age_s, m * 60.0, costs, members) for m in lengths(shortest, longest)}
+    best = max(rates.values(), default=0.0)
+    if best <= 0.0:
+        return None
+    good = [m for m, value in rates.items() if value >= best * (KIND if kind else 1.0)]
+    return min(good) if kind else max(good)
+
+
+def lengths(shortest: int, longest: int) -> Iterator[int]:
+    """Lengths worth comparing, longest first."""
+    if longest >= shortest:
+        yield longest
+    yield from (m for m in LADDER if shortest <= m < longest)

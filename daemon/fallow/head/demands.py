@@ -1,0 +1,98 @@
+"""What a run could use: how many nodes more, of which kind, in whose name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from fallow.core.allocations import Allocation
+from fallow.core.kinds import Kind, likeness
+from fallow.core.planner import is_leaving
+from fallow.core.requests import Demand
+from fallow.head.book import Run
+from fallow.head.learning import asker_of
+from fallow.model import AllocationKind, AllocationState, NodeInfo, RunStatus
+from fallow.slurm.parse import gpu_types
+
+PAUSES = 16
+"""As many of the last changes say what one costs."""
+
+
+def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, lead_s: float, *, asks: bool) -> Demand:
+    """What to plan with for a run that has not ended.
+
+    Args:
+        run: whose demand it is.
+        nodes: of the last poll.
+        now: Unix time of the poll.
+        lead_s: nodes that end so soon are about to be replaced.
+        asks: False: nothing may be asked for now.
+    """
+    asks = asks and not run.record.harvest_paused and not run.roster.finishing
+    wanted = _missing(run, now, lead_s)
+    budget = run.spec.budget_node_hours
+    spent = sum(_node_seconds(a) for a in run.record.allocations.values() if a.kind is AllocationKind.HARVEST)
+    members = run.roster.members
+    homes = [run.roster.workers[w].node for w in members if w in run.roster.workers]
+    pauses = [change.pause_s for change in run.roster.history[-PAUSES:] if change.pause_s is not None]
+    return Demand(
+        run=run.id,
+        nodes=wanted if asks else min(wanted, 0),
+        partitions=tuple(run.spec.harvest_partitions),
+        min_minutes=run.spec.min_harvest_minutes,
+        barred=frozenset(run.roster.barred),
+        budget_node_s=None if budget is None else budget * 3600.0 - spent,
+        kind=_kind(run, [nodes[home] for home in dict.fromkeys(homes) if home in nodes]),
+        asker=asker_of(run),
+        members=len(set(homes)),
+        pause_s=median(pauses) if pauses else 0.5,
+        renew=asks,
+    )
+
+
+def _missing(run: Run, now: float, lead_s: float) -> int:
+    """Nodes that the run could use and neither holds nor has asked for; negative: so many too many."""
+    slots = run.record.slots or 1
+    useful = run.roster.useful_members
+    if run.roster.generation == 0 and run.roster.status is RunStatus.WAITING and run.record.slots is None:
+        # Nothing of it has run yet: the base allocation shows first that the script works.
+        useful = 0 if run.record.base_wanted else useful
+    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING]
+    replaced = {a.replaces for a in live}
+    # While its successor starts, a node is counted once.
+    staying = [a for a in live if a.token not in replaced or not is_leaving(a, now, lead_s)]
+    return -(-useful // slots) - sum(_nodes(a) for a in staying)
+
+
+def _nodes(allocation: Allocation) -> int:
+    if allocation.kind is AllocationKind.HARVEST:
+        return max(1, len(allocation.agents))
+    return allocation.nodes_wanted
+
+
+def _kind(run: Run, homes: list[NodeInfo]) -> Kind:
+    """Nodes that the run can use: its software's architecture, its GPUs; where bits count, nodes like its members'."""
+    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
+    asked = gpu_types(given.get("gres", "")) or gpu_types(_as_gres(given.get("gpus-per-node", "")))
+    typed = [kind for kind in asked if kind]
+    return Kind(
+        arch=next((node.arch for node in homes if node.arch), ""),
+        gpus=sum(asked.values()),
+        part_gpus=(run.spec.workers_per_node or 1) if asked else 0,
+        gpu_type=typed[0] if len(typed) == 1 else "",
+        alike=frozenset(likeness(node) for node in homes) if run.roster.arithmetic else frozenset(),
+    )
+
+
+def _as_gres(gpus: str) -> str:
+    """`a100:4` as `gpu:a100:4`."""
+    return ",".join(f"gpu:{item}" for item in gpus.split(",") if item)
+
+
+def _node_seconds(allocation: Allocation) -> float:
+    """Reserved or spent node-seconds, so that the budget holds even for submissions of unknown outcome (I10)."""
+    if allocation.state in (AllocationState.LOST,):
+        return 0.0
+    if allocation.live or allocation.start_at is None or allocation.end_at is None:
+        return 60.0 * (allocation.minutes or 0) if allocation.live else 0.0
+    return max(0.0, allocation.end_at - allocation.start_at)

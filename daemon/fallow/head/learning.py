@@ -1,0 +1,96 @@
+"""What the head learns from its polls and its nodes, and what of it is written down."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
+from fallow.core.experience import Experience
+from fallow.core.requests import HarvestRules, Known, harvestable
+from fallow.head.book import Run
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, ClusterState
+
+NOTE = "experience"
+"""Its key among the notes of the store."""
+
+WRITE_EVERY_S = 300.0
+"""What was learned since is lost when the head is killed; it is a statistic."""
+
+
+class Learning:
+    """Keeps `known` up to date."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._begun: set[str] | None = None
+        "tokens whose start has been taken note of; None: this head has seen no poll yet"
+        self._trained: set[str] = set()
+        "tokens whose first step has been taken note of"
+        self._written_at = 0.0
+
+    def recall(self, note: bytes) -> None:
+        """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
+        try:
+            self.known.experience = msgspec.msgpack.decode(note, type=Experience)
+        except msgspec.MsgspecError:
+            self.known.experience = Experience()
+
+    def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
+        """Take in a poll, after the allocations have been brought up to date."""
+        harvest = [
+            (run, a)
+            for run in turn.book.runs.values()
+            if not run.spec.local
+            for a in run.record.allocations.values()
+            if a.kind is AllocationKind.HARVEST
+        ]
+        held = (AllocationState.RUNNING, AllocationState.RELEASING)
+        ours = {node: a.start_at or cluster.at for _, a in harvest if a.state in held for node in a.nodes}
+        partitions = [p.partition for p in harvestable(cluster, rules)]
+        experience = self.known.experience
+        for partition, spell in self.known.watch.look(cluster, ours, partitions):
+            experience.remember(partition, spell)
+        if self._begun is None:
+            # Those that began before this head did have been taken note of by the one before.
+            self._begun = {a.token for _, a in harvest if a.start_at is not None}
+            self._trained = {a.token for _, a in harvest if a.active_at is not None}
+        for run, allocation in harvest:
+            self._follow(turn, run, allocation)
+        if turn.at - self._written_at > WRITE_EVERY_S:
+            self._written_at = turn.at
+            turn.notes[NOTE] = msgspec.msgpack.encode(experience)
+
+    def _follow(self, turn: Turn, run: Run, allocation: Allocation) -> None:
+        assert self._begun is not None
+        experience, start_at = self.known.experience, allocation.start_at
+        if allocation.state is AllocationState.PENDING and allocation.asked_at is None:
+            self.refused(turn, run, allocation.partition, allocation.minutes, allocation.reason)
+        if start_at is None:
+            return
+        if allocation.token not in self._begun:
+            self._begun.add(allocation.token)
+            self.known.backoff.started(asker_of(run), allocation.partition)
+            if allocation.least_minutes and allocation.minutes and allocation.end_at:
+                experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
+        if allocation.active_at is not None and allocation.token not in self._trained:
+            self._trained.add(allocation.token)
+            if not allocation.pinned:
+                wait_s, start_s = start_at - allocation.requested_at, allocation.active_at - start_at
+                experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
+
+    def refused(self, turn: Turn, run: Run, partition: str, minutes: int | None, reason: str) -> None:
+        """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone."""
+        backoff, asker = self.known.backoff, asker_of(run)
+        before = backoff.until(asker, partition)
+        backoff.strike(reason, asker, partition, minutes, turn.now)
+        if (until := backoff.until(asker, partition)) > before:
+            text = f"Slurm says {reason}: nothing is asked for in {partition} for {until - turn.now:.0f} s"
+            turn.record(run, "backoff", text)
+
+
+def asker_of(run: Run) -> Asker:
+    """In whose name harvest jobs of the run are asked for."""
+    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
+    return Asker(given.get("account", ""), given.get("qos", ""))

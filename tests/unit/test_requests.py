@@ -1,0 +1,453 @@
+"""What is asked for: how long, of which kind, whose turn; renewals and withdrawals. Worked examples and properties."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker, Backoff
+from fallow.core.experience import Experience, HoleWatch
+from fallow.core.holes import Part, find_holes, planned_ends
+from fallow.core.kinds import Kind, likeness, may_use
+from fallow.core.neighbour import GiveBack
+from fallow.core.planner import Withdraw, plan
+from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.survival import Spell
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    ReservationInfo,
+)
+
+NOW = 1_000_000.0
+RULES = HarvestRules(max_pending=64)
+
+
+def node(name: str, state: str = "IDLE", **more: object) -> NodeInfo:
+    values = {"partitions": ["scavenge"], "cpus": 64, "memory_mb": 256_000, "gpus": 4, "gpu_types": {"": 4}, **more}
+    return NodeInfo(node=name, state=state, **values)  # type: ignore[arg-type]
+
+
+def cluster(nodes: list[NodeInfo], jobs: list[JobInfo] | None = None, **more: object) -> ClusterState:
+    partition = PartitionInfo(
+        partition="scavenge",
+        nodes=[n.node for n in nodes],
+        **{"preempt_mode": "REQUEUE", "max_time_s": None, **more},  # type: ignore[arg-type]
+    )
+    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition])
+
+
+def waiting(job_id: str = "9", **more: object) -> JobInfo:
+    values = {"name": "theirs", "user": "alice", "state": "PENDING", "partition": "scavenge", "reason": "Resources"}
+    return JobInfo(job_id=job_id, **{**values, **more})  # type: ignore[arg-type]
+
+
+def held(token: str, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
+    values = {"run": "r", "kind": AllocationKind.HARVEST, "public_key": "k", "partition": "scavenge", **more}
+    return Allocation(token=token, state=state, **values)  # type: ignore[arg-type]
+
+
+def fixed() -> Known:
+    """A site that grants exactly --time-min."""
+    return Known(Experience(kept_short=2))
+
+
+def asks(wishes: list[object]) -> list[Ask]:
+    return [wish for wish in wishes if isinstance(wish, Ask)]
+
+
+# -- how long -----------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_would_not_pay_for_its_start_is_not_asked_for() -> None:
+    state = cluster([node("n1")], [waiting(planned_nodes=["n1"], start_at=NOW + 180)])
+    known = fixed()
+    assert [a.minutes for a in asks(plan(state, [Demand("r", 1)], [], RULES, known))] == [3]
+    for _ in range(5):
+        known.experience.started("scavenge", 1.0, 170.0, NOW - 60)
+    assert asks(plan(state, [Demand("r", 1)], [], RULES, known)) == []
+    assert asks(plan(cluster([node("n1")]), [Demand("r", 1)], [], RULES, known)), "a long hole is worth a long start"
+    # Nor is one whose coming and going stalls more node-seconds than it brings.
+    crowd = Demand("r", 1, members=1000, pause_s=1.0)
+    assert asks(plan(state, [crowd], [], RULES, fixed())) == []
+
+
+def test_short_lived_holes_make_short_requests_worthless_and_long_lived_ones_not() -> None:
+    state, known = cluster([node("n1")]), fixed()
+    for _ in range(300):
+        known.experience.remember("scavenge", Spell(20.0))
+    assert asks(plan(state, [Demand("r", 1)], [], RULES, known)) == []
+    # A hole that has outlived all of those is another matter.
+    known.watch.look(cluster([node("n1", idle_since=NOW - 7200.0)]), {}, ["scavenge"])
+    assert len(asks(plan(state, [Demand("r", 1)], [], RULES, known))) == 1
+
+
+def test_where_nothing_preempts_a_shorter_limit_that_is_as_good_is_taken() -> None:
+    allowed = HarvestRules(allow_without_preemption=True)
+    kind = asks(plan(cluster([node("n1")], preempt_mode="OFF"), [Demand("r", 1)], [], allowed, fixed()))
+    assert kind[0].minutes < 120 == asks(plan(cluster([node("n1")]), [Demand("r", 1)], [], RULES, fixed()))[0].minutes
+
+
+def test_time_min_is_tried_once_without_harm_and_used_where_limits_stretch() -> None:
+    state = cluster([node(f"n{i}") for i in range(3)], [waiting(planned_nodes=["n0", "n1", "n2"], start_at=NOW + 1860)])
+    known = Known()
+    first, *others = asks(plan(state, [Demand("r", 3)], [], RULES, known))
+    assert (first.least_minutes, first.minutes) == (31, 120), "what would have been asked for anyway is the least"
+    assert all(ask.least_minutes is None for ask in others)
+    known.experience.granted(31, 120, 31 * 60.0)
+    known.experience.granted(31, 120, 31 * 60.0)
+    assert known.experience.stretches is False
+    assert {a.least_minutes for a in asks(plan(state, [Demand("r", 3)], [], RULES, known))} == {None}
+    known.experience.granted(4, 120, 29 * 60.0)
+    assert known.experience.stretches is True
+    assert {(a.least_minutes, a.minutes) for a in asks(plan(state, [Demand("r", 3)], [], RULES, known))} == {(2, 120)}
+    # Never where nobody could take the node back, and never with a budget that it might eat up at once.
+    assert not any(a.least_minutes for a in asks(plan(state, [Demand("r", 1, budget_node_s=1e6)], [], RULES, Known())))
+    plain = cluster(state.nodes, [], preempt_mode="OFF")
+    allowed = HarvestRules(allow_without_preemption=True)
+    assert not any(a.least_minutes for a in asks(plan(plain, [Demand("r", 3)], [], allowed, known)))
+
+
+def test_full_length_starts_say_nothing_about_stretching() -> None:
+    experience = Experience()
+    experience.granted(10, 120, 7200.0)
+    assert experience.stretches is None
+
+
+def test_with_unknown_ends_each_request_tries_another_length() -> None:
+    state = cluster([node(f"n{i}") for i in range(4)], [waiting(reason="Priority")])
+    minutes = [a.minutes for a in asks(plan(state, [Demand("r", 4)], [], RULES, fixed()))]
+    assert minutes == [120, 90, 56, 34]
+
+
+def test_a_request_that_does_not_start_beside_idle_nodes_was_too_long() -> None:
+    nodes, known = [node("n1"), node("n2")], fixed()
+    late = held("h", AllocationState.PENDING, minutes=90, requested_at=NOW - 100.0, reason="Priority")
+    unsure = cluster(nodes, [waiting(reason="Priority")])
+    (wish,) = [w for w in plan(unsure, [Demand("r", 0)], [late], RULES, known) if isinstance(w, Withdraw)]
+    assert wish.too_long
+    assert plan(cluster(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
+    known.backoff.too_long("scavenge", 90, NOW)
+    assert asks(plan(unsure, [Demand("r", 1)], [], RULES, known))[0].minutes == 45
+
+
+# -- which nodes --------------------------------------------------------------------------------------------------
+
+
+def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> None:
+    nodes = [node("arm", arch="aarch64"), node("x1", arch="x86_64"), node("x2", arch="x86_64")]
+    found = asks(plan(cluster(nodes), [Demand("r", 3, kind=Kind(arch="x86_64"))], [], RULES, fixed()))
+    assert len(found) == 2 and {ask.exclude for ask in found} == {("arm",)}
+    gpus = [node("a", gpu_types={"a100": 4}), node("v", gpu_types={"v100": 4}), node("c", gpus=0, gpu_types={})]
+    assert len(asks(plan(cluster(gpus), [Demand("r", 3, kind=Kind(gpus=4))], [], RULES, fixed()))) == 2
+    typed = Demand("r", 3, kind=Kind(gpus=4, gpu_type="a100"))
+    assert len(asks(plan(cluster(gpus), [typed], [], RULES, fixed()))) == 1
+    same_bits = Demand("r", 3, kind=Kind(alike=frozenset({likeness(gpus[1])})))
+    (one,) = asks(plan(cluster(gpus), [same_bits], [], RULES, fixed()))
+    assert one.exclude == ("a", "c")
+    assert asks(plan(cluster(gpus), [Demand("r", 3)], [], RULES, fixed()))[0].exclude == ()
+
+
+def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
+    mixed = node("m", "MIXED", gpus_used=1, gpu_types_used={"": 1}, cpus_used=8, memory_used_mb=64_000)
+    full = node("f", "MIXED", gpus_used=4, gpu_types_used={"": 4})
+    no_memory = node("o", "MIXED", gpus_used=1, gpu_types_used={"": 1}, memory_used_mb=256_000)
+    state = cluster([mixed, full, no_memory])
+    shared = HarvestRules(whole_nodes=False)
+    wants = Demand("r", 3, kind=Kind(gpus=4, part_gpus=1))
+    (ask,) = asks(plan(state, [wants], [], shared, fixed()))
+    assert ask.part == Part("m", 3, "", 48, 192_000) and ask.node == "m"
+    for rules, demand in (
+        (RULES, wants),
+        (shared, Demand("r", 3, kind=Kind(gpus=4))),
+        (shared, Demand("r", 3, kind=Kind(gpus=4, part_gpus=4))),
+    ):
+        assert asks(plan(state, [demand], [], rules, fixed())) == []
+    whole_only = cluster([mixed], exclusive=True)
+    assert asks(plan(whole_only, [wants], [], shared, fixed())) == []
+    # The request waits; meanwhile somebody else has got the GPUs.
+    pending = held("h", AllocationState.PENDING, part=ask.part, requested_at=NOW - 1, minutes=10)
+    assert plan(state, [wants], [pending], shared, fixed()) == []
+    taken = cluster([node("m", "MIXED", gpus_used=3, gpu_types_used={"": 3}, cpus_used=8)])
+    assert [w.token for w in plan(taken, [wants], [pending], shared, fixed()) if isinstance(w, Withdraw)] == ["h"]
+
+
+def test_a_typed_part_takes_the_type_of_which_most_are_idle() -> None:
+    mixed = node("m", "MIXED", gpus=6, gpu_types={"a": 2, "b": 4}, gpus_used=3, gpu_types_used={"a": 1, "b": 2})
+    (hole,) = find_holes(cluster([mixed]), cluster([mixed]).partitions, whole_nodes=False)
+    assert hole.part is not None and (hole.part.gpus, hole.part.gpu_type) == (2, "b")
+
+
+def test_partitions_that_the_account_may_not_use() -> None:
+    closed = PartitionInfo(partition="p", nodes=[], allow_accounts=["bio"], deny_qos=["long"])
+    assert may_use(closed, "bio", "") and may_use(closed, "", "") and not may_use(closed, "physics", "")
+    assert not may_use(closed, "bio", "long")
+    assert not may_use(PartitionInfo(partition="p", nodes=[], root_only=True), "", "")
+    state = cluster([node("n1")], allow_accounts=["bio"])
+    assert asks(plan(state, [Demand("r", 1, asker=Asker("physics"))], [], RULES, fixed())) == []
+    assert len(asks(plan(state, [Demand("r", 1, asker=Asker("bio"))], [], RULES, fixed()))) == 1
+
+
+def test_our_own_planned_starts_are_nobody_elses() -> None:
+    mine = waiting(name="tok", planned_nodes=["n1"], start_at=NOW + 10)
+    state = cluster([node("n1")], [mine])
+    assert planned_ends(state, {"tok"}) == {} and planned_ends(state) == {"n1": NOW + 10}
+
+
+# -- renewal ------------------------------------------------------------------------------------------------------
+
+LEAD = HarvestRules(lead_s=120.0, max_pending=8)
+
+
+def ending(token: str, in_s: float, **more: object) -> Allocation:
+    return held(token, nodes=[f"n-{token}"], start_at=NOW - 3600.0, end_at=NOW + in_s, **more)
+
+
+def test_a_node_is_replaced_by_an_idle_one_before_its_time_is_over() -> None:
+    state = cluster([node("n1"), node("n-h", "ALLOCATED")])
+    (ask,) = asks(plan(state, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed()))
+    assert (ask.replaces, ask.node) == ("h", "")
+    replaced = held("s", AllocationState.PENDING, replaces="h", minutes=30, requested_at=NOW - 1)
+    assert plan(state, [Demand("r", 0)], [ending("h", 100.0), replaced], LEAD, fixed()) == []
+    assert plan(state, [Demand("r", 0)], [ending("h", 130.0)], LEAD, fixed()) == []
+    assert plan(state, [Demand("r", -1)], [ending("h", 100.0)], LEAD, fixed()) == []
+    assert plan(state, [Demand("r", 0, renew=False)], [ending("h", 100.0)], LEAD, fixed()) == []
+    short = held("h", nodes=["n-h"], start_at=NOW - 50.0, end_at=NOW + 70.0)
+    assert plan(state, [Demand("r", 0)], [short], LEAD, fixed()) == [], "not for half of the time of a lease of 2 min"
+
+
+def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits() -> None:
+    busy = [node("n-h", "ALLOCATED"), node("n2", "ALLOCATED")]
+    (ask,) = asks(plan(cluster(busy), [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed()))
+    assert (ask.node, ask.part, ask.replaces) == ("n-h", None, "h")
+    contested = cluster(busy, [waiting()])
+    assert asks(plan(contested, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())) == []
+    wanted = cluster(busy, [waiting(planned_nodes=["n-h"], start_at=NOW + 110, reason="BeginTime")])
+    assert asks(plan(wanted, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())) == []
+    barred = Demand("r", 0, barred=frozenset({"n-h"}))
+    assert asks(plan(cluster(busy), [barred], [ending("h", 100.0)], LEAD, fixed())) == []
+    # It neither counts as one node more, nor is it withdrawn as one too many; but it makes way.
+    full = HarvestRules(lead_s=120.0, max_nodes=1)
+    assert len(asks(plan(cluster(busy), [Demand("r", 0)], [ending("h", 100.0)], full, fixed()))) == 1
+    pinned = held("s", AllocationState.PENDING, pinned="n-h", replaces="h", minutes=30, requested_at=NOW - 1)
+    assert plan(cluster(busy), [Demand("r", -1)], [ending("h", 100.0), pinned], full, fixed()) == []
+    gone = [w.token for w in plan(contested, [Demand("r", 0)], [ending("h", 100.0), pinned], full, fixed())]
+    assert gone == ["s"]
+
+
+# -- reasons ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "AssocGrpGRES", "ReqNodeNotAvail,_UnavailableNodes:n1"])
+def test_requests_that_slurm_will_not_start_are_withdrawn(reason: str) -> None:
+    pending = held("h", AllocationState.PENDING, reason=reason, requested_at=NOW - 5, minutes=30)
+    (wish,) = plan(cluster([node("n1")]), [Demand("r", 0)], [pending], RULES, fixed())
+    assert isinstance(wish, Withdraw) and reason in wish.reason
+
+
+def test_what_is_left_alone_is_not_asked_for() -> None:
+    state, known, asker = cluster([node("n1")]), fixed(), Asker("bio")
+    known.backoff.strike("AssocGrpGRES", asker, "scavenge", 30, NOW)
+    assert asks(plan(state, [Demand("r", 1, asker=asker)], [], RULES, known)) == []
+    assert len(asks(plan(state, [Demand("r", 1, asker=Asker("physics"))], [], RULES, known))) == 1
+    later = ClusterState(at=NOW + 61.0, nodes=state.nodes, jobs=[], partitions=state.partitions)
+    assert len(asks(plan(later, [Demand("r", 1, asker=asker)], [], RULES, known))) == 1
+
+
+def test_nodes_that_administrators_want_are_left() -> None:
+    drained = cluster([node("n1", "ALLOCATED", flags=["DRAIN"]), node("n2", "ALLOCATED")])
+    mine = [held("h1", nodes=["n1"]), held("h2", nodes=["n2"])]
+    assert [w.token for w in plan(drained, [], mine, RULES) if isinstance(w, GiveBack)] == ["h1"]
+    maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=NOW + 70.0, end_at=NOW + 900.0)
+    state = ClusterState(
+        at=NOW, nodes=[node("n2", "ALLOCATED")], jobs=[], partitions=drained.partitions, reservations=[maintenance]
+    )
+    assert [w.token for w in plan(state, [], mine[1:], RULES) if isinstance(w, GiveBack)] == ["h2"]
+    assert (
+        plan(
+            ClusterState(
+                at=NOW - 20.0, nodes=state.nodes, jobs=[], partitions=state.partitions, reservations=[maintenance]
+            ),
+            [],
+            mine[1:],
+            RULES,
+        )
+        == []
+    )
+
+
+# -- properties ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Allocation], HarvestRules, Known]:
+    count = draw(st.integers(0, 10))
+    states = draw(st.lists(st.sampled_from(["IDLE", "IDLE", "MIXED", "ALLOCATED"]), min_size=count, max_size=count))
+    nodes = [
+        node(f"n{i}", s, gpus_used=2 if s == "MIXED" else 0, gpu_types_used={"": 2} if s == "MIXED" else {})
+        for i, s in enumerate(states)
+    ]
+    jobs = []
+    for i in range(draw(st.integers(0, 4))):
+        planned = draw(st.sampled_from([*(n.node for n in nodes), ""]))
+        at = NOW + draw(st.integers(0, 9000))
+        more = {"planned_nodes": [planned], "start_at": at} if planned else {}
+        jobs.append(waiting(str(i), reason=draw(st.sampled_from(["Resources", "Priority", "BeginTime"])), **more))
+    allocations = [
+        held(
+            f"h{i}",
+            run=draw(st.sampled_from("ab")),
+            nodes=[f"x{i}"],
+            start_at=NOW - 3600.0,
+            end_at=NOW + draw(st.integers(30, 7000)),
+        )
+        for i in range(draw(st.integers(0, 6)))
+    ]
+    allocations += [
+        held(
+            f"p{i}",
+            AllocationState.PENDING,
+            run="a",
+            requested_at=NOW - draw(st.integers(0, 700)),
+            minutes=30,
+            reason=draw(st.sampled_from(["", "Resources", "QOSMaxJobsPerUserLimit"])),
+        )
+        for i in range(draw(st.integers(0, 3)))
+    ]
+    rules = HarvestRules(
+        allow_without_preemption=draw(st.booleans()),
+        max_pending=draw(st.integers(1, 8)),
+        max_nodes=draw(st.none() | st.integers(0, 12)),
+        partition_nodes=draw(st.just({}) | st.fixed_dictionaries({"scavenge": st.integers(0, 10)})),
+        lead_s=draw(st.sampled_from([0.0, 600.0])),
+        whole_nodes=draw(st.booleans()),
+    )
+    demands = [
+        Demand(
+            run,
+            draw(st.integers(-3, 6)),
+            budget_node_s=draw(st.none() | st.integers(0, 30_000).map(float)),
+            kind=Kind(gpus=1, part_gpus=1),
+            members=draw(st.integers(0, 20)),
+        )
+        for run in "ab"
+    ]
+    state = cluster(
+        nodes,
+        jobs,
+        preempt_mode=draw(st.sampled_from(["OFF", "REQUEUE"])),
+        max_time_s=draw(st.sampled_from([None, 3600.0])),
+    )
+    known = Known(Experience(stretched=draw(st.integers(0, 1)), kept_short=draw(st.sampled_from([0, 2]))))
+    return state, demands, allocations, rules, known
+
+
+@settings(max_examples=300)
+@given(situations())
+def test_never_above_caps_budgets_or_deadlines_and_stable(
+    situation: tuple[ClusterState, list[Demand], list[Allocation], HarvestRules, Known],
+) -> None:
+    state, demands, allocations, rules, known = situation
+    wishes = plan(state, demands, allocations, rules, known)
+    assert wishes == plan(state, demands, allocations, rules, known), "nothing has changed"
+    new = asks(wishes)
+    withdrawn = {w.token for w in wishes if isinstance(w, Withdraw)}
+    pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
+    running = [a for a in allocations if a.state is AllocationState.RUNNING]
+    assert not new or len(pending) + len(new) <= rules.max_pending
+    more = [ask for ask in new if not (ask.node and ask.part is None)]
+    for most in (rules.max_nodes, rules.partition_nodes.get("scavenge")):
+        if most is not None and more:
+            assert len(running) + len(pending) + len(more) <= most
+    ends = planned_ends(state)
+    bounds = Counter(a.node for a in new if a.part)
+    assert all(count == 1 for count in bounds.values())
+    idle = [n.node for n in state.nodes if n.state == "IDLE"]
+    lengths = sorted(((ends.get(name, 1e18) - NOW) / 60 for name in idle), reverse=True)
+    # Slurm may put them anywhere: the longest fits somewhere, the second longest somewhere else, and so on.
+    whole = sorted((a.least_minutes or a.minutes for a in more if a.part is None), reverse=True)
+    assert all(minutes <= length for minutes, length in zip(whole, lengths, strict=False)) and len(whole) <= len(idle)
+    for ask in new:
+        (demand,) = [d for d in demands if d.run == ask.run]
+        assert rules.min_minutes <= (ask.least_minutes or ask.minutes) <= ask.minutes <= rules.max_minutes
+        assert ask.minutes * 60 <= (state.partitions[0].max_time_s or 1e18)
+        if ask.part:
+            assert ask.minutes * 60 <= ends.get(ask.node, 1e18) - NOW
+        elif ask.node:
+            (leaving,) = [a for a in running if a.token == ask.replaces]
+            assert ask.node in leaving.nodes
+    for demand in demands:
+        mine = [a for a in new if a.run == demand.run]
+        assert sum(1 for a in mine if not a.replaces) <= max(0, demand.nodes)
+        if demand.budget_node_s is not None:
+            assert sum(60 * a.minutes for a in mine) <= demand.budget_node_s
+        assert len({a.replaces for a in mine if a.replaces}) == sum(1 for a in mine if a.replaces)
+
+
+@settings(max_examples=100)
+@given(count=st.integers(1, 40), already=st.integers(0, 8))
+def test_never_more_than_a_quarter_of_a_run_ends_at_once(count: int, already: int) -> None:
+    state = cluster([node(f"n{i}") for i in range(count)])
+    mine = [held(f"h{i}", nodes=[f"x{i}"], start_at=NOW - 60, end_at=NOW + 600.0 * (i + 1)) for i in range(already)]
+    new = asks(plan(state, [Demand("r", count)], mine, HarvestRules(max_pending=64), fixed()))
+    ends = [a.end_at or 0.0 for a in mine] + [NOW + 60.0 * a.minutes for a in new]
+    assert len(new) == count
+    for end in ends:
+        assert sum(1 for other in ends if 0 <= other - end < 45.0) <= max(1, len(ends) // 4 + 1)
+
+
+# -- what is learned ----------------------------------------------------------------------------------------------
+
+
+def test_holes_are_followed_until_others_have_them() -> None:
+    watch = HoleWatch()
+
+    def look(at: float, *nodes: NodeInfo, ours: dict[str, float] | None = None) -> list[tuple[str, Spell]]:
+        state = ClusterState(at=at, nodes=list(nodes), jobs=[], partitions=[])
+        return watch.look(state, ours or {}, ["scavenge"])
+
+    busy = node("n1", "ALLOCATED")
+    assert look(0.0, busy, node("n2"), node("n3", idle_since=-500.0)) == []
+    assert look(30.0, node("n1"), node("n2"), node("n3")) == []
+    assert (watch.age_s("n1", 30.0), watch.age_s("n2", 30.0), watch.age_s("n3", 30.0)) == (15.0, 30.0, 530.0)
+    # We use n1, which is no end; n2 is drained, which says nothing; somebody else has n3.
+    over = look(60.0, busy, node("n2", flags=["DRAIN"]), node("n3", "MIXED"), ours={"n1": 40.0})
+    assert over == [("scavenge", Spell(30.0, False, 0.0)), ("scavenge", Spell(545.0, True, 500.0))]
+    assert [s.left_s for s in watch.open_spells("scavenge", 60.0)] == [45.0]
+    assert look(90.0, node("n1", "ALLOCATED", flags=["COMPLETING"]), ours={}) == []
+    assert look(120.0, busy) == [("scavenge", Spell(75.0, True, 0.0))]
+
+
+def test_only_so_much_is_remembered() -> None:
+    experience = Experience()
+    for i in range(2000):
+        experience.remember("p", Spell(float(i + 1)))
+        experience.started("p", 1.0, float(i), float(i))
+    assert len(experience.spells["p"]) == 512 and len(experience.starts["p"]) == 32
+    assert experience.start_s("p", 2000.0) == 1983.5 and experience.start_s("other", 2000.0) == 1983.5
+    assert experience.start_s("p", 1e6) == 30.0, "too long ago"
+
+
+def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
+    backoff, asker, now, waits = Backoff(), Asker("bio"), NOW, []
+    for _ in range(8):
+        assert backoff.strike("QOSMaxJobsPerUserLimit", asker, "p", 30, now)
+        waits.append(backoff.until(asker, "q") - now)
+        now = backoff.until(asker, "q")
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert backoff.until(Asker(), "p") == 0.0
+    backoff.started(asker, "p")
+    assert backoff.until(asker, "q") == 0.0
+    assert not backoff.strike("Resources", asker, "p", 30, now)
+    assert backoff.strike("(PartitionTimeLimit)", asker, "p", 30, now) and backoff.longest("p", now) == 15
+    assert backoff.longest("p", now + 601) is None and backoff.until(asker, "p") == 0.0
+    backoff.strike("QOSNotAllowed", asker, "p", 30, now)
+    assert backoff.until(asker, "p") > now and backoff.until(asker, "q") == 0.0
