@@ -45,6 +45,7 @@ class Site:
         self.record = folder / "sbatch.json"
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.head_error: dict[str, FallowError] = {}
+        self.refusal = ""
         command = folder / "bin" / "sbatch"
         command.parent.mkdir()
         command.write_text(SBATCH.format(python=sys.executable, record=self.record))
@@ -57,6 +58,8 @@ class Site:
         self.asked.append((method, params))
         if method in self.head_error:
             raise self.head_error[method]
+        if method == "test_harvest":
+            return self.refusal
         return NewRun(run="r1", token="r1.0", folder="/f", key_file="/k") if method == "create_run" else None
 
     @property
@@ -99,7 +102,19 @@ def test_a_submission(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     spec = site.asked[0][1]["spec"]
     assert (spec.run, spec.min_nodes, spec.max_nodes, spec.args) == ("", 1, 4, ["--lr", "1"])
     assert spec.script == SCRIPT
-    assert site.asked[1:] == [("base_submitted", {"run": "r1", "token": "r1.0", "job_id": "77"})]
+    told = ("base_submitted", {"run": "r1", "token": "r1.0", "job_id": "77"})
+    assert site.asked[1:] == [told, ("test_harvest", {"run": "r1"})]
+
+
+def test_a_run_that_could_not_grow_is_told_at_once(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.refusal = "scavenge: Invalid account"
+    assert invoke(["submit", "--parsable", "job.sh"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "77\n"
+    assert "run r1 cannot grow, Slurm would refuse its harvest jobs: scavenge: Invalid account" in err
+    site.head_error["test_harvest"] = FallowError("gone", Exit.UNAVAILABLE)
+    assert invoke(["submit", "--parsable", "job.sh"]) == 0
+    assert "cannot grow" not in capsys.readouterr().err
 
 
 def test_parsable_prints_the_id_alone(
@@ -123,7 +138,7 @@ def test_waiting_passes_the_jobs_exit_code_on(
     monkeypatch.setenv("MODE", "wait")
     assert invoke(["submit", "--wait", "job.sh"]) == 3
     assert capsys.readouterr().out == "Submitted batch job 77\n"
-    assert site.methods == ["create_run", "base_submitted"]
+    assert site.methods == ["create_run", "base_submitted", "test_harvest"]
 
 
 def test_a_refusal(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +169,7 @@ def test_a_job_that_exists_after_all(
     monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: "78" if token == "r1.0" else None)
     assert invoke(["submit", "job.sh"]) == 0
     assert capsys.readouterr().out == "Submitted batch job 78\n"
-    assert site.methods == ["create_run", "base_submitted"]
+    assert site.methods == ["create_run", "base_submitted", "test_harvest"]
 
 
 def test_without_sbatch_nothing_stays_behind(
