@@ -1,0 +1,208 @@
+"""The head's Slurm side on a made-up cluster: from polls to submissions and back, without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Config
+from fallow.config import Harvest as HarvestSection
+from fallow.core.allocations import Allocation
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.learning import NOTE
+from fallow.head.turn import Turn
+from fallow.model import AllocationState, ClusterConfig, ReservationInfo, RunSpec
+from fallow.slurm.client import SubmitRejected
+from fallow.slurm.fake import FakeSlurm
+
+POLL_S = 30.0
+
+
+class Site:
+    """A head's harvest and the cluster that it sees."""
+
+    def __init__(self, folder: Path, slurm: FakeSlurm, section: HarvestSection | None = None) -> None:
+        self.slurm = slurm
+        self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
+        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        names = iter(f"{i:012x}" for i in range(1 << 20))
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names))
+        self.harvest = Harvest(self.config)
+        self.events: list[tuple[str, str]] = []
+        self.notes: dict[str, bytes] = {}
+
+    def run(self, *options: str, nodes: int = 2) -> Run:
+        """A run that can use so many nodes, has none, and whose script is known to work."""
+        spec = RunSpec(
+            run="",
+            name="r",
+            min_nodes=1,
+            max_nodes=nodes,
+            script="#!/bin/sh\nfallow run -- true\n",
+            cwd="/tmp",
+            harvest_options=list(options),
+        )
+        run = self.book.create(spec, 0.0, self.slurm.now)
+        run.record.base_wanted, run.record.slots = False, 1
+        return run
+
+    async def poll(self, after_s: float = POLL_S) -> None:
+        self.slurm.advance(after_s)
+        turn = Turn(self.book, self.slurm.now, self.slurm.now)
+        site = await self.slurm.config()
+        self.harvest.polled(turn, await self.slurm.poll("fallow-"), site)
+        for run_id, token in turn.submissions:
+            run = self.book.runs[run_id]
+            request = self.harvest.request("/state", run, run.record.allocations[token], "/dev/null")
+            try:
+                self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
+            except SubmitRejected as refusal:
+                self.harvest.refused(turn, run, token, refusal.reason)
+        await self.slurm.cancel([job for _, _, job in turn.cancels])
+        self.events += [(record.kind, record.text) for record in turn.records]
+        self.notes |= turn.notes
+
+    def live(self, run: Run) -> list[Allocation]:
+        return run.live_allocations()
+
+    def kinds(self, kind: str) -> list[str]:
+        return [text for each, text in self.events if each == kind]
+
+
+def config() -> ClusterConfig:
+    return ClusterConfig(
+        cluster="fake",
+        slurm_version="22.05.8",
+        select_type="select/cons_tres",
+        scheduler_parameters="bf_interval=30,bf_max_job_user=4",
+    )
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, FakeSlurm(4, gpus=4, config=config()))
+
+
+async def test_a_run_grows_onto_idle_nodes_with_half_of_what_backfill_looks_at(site: Site) -> None:
+    site.slurm.hold_starts = True
+    run = site.run(nodes=4)
+    await site.poll()
+    assert len(site.live(run)) == 2, "bf_max_job_user is 4"
+    site.slurm.hold_starts = False
+    for _ in range(3):
+        await site.poll()
+    assert sorted(n for a in site.live(run) for n in a.nodes) == ["n1", "n2", "n3", "n4"]
+
+
+async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site) -> None:
+    site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
+    theirs = site.slurm.other_job("bob", gpus=3, run_for_s=8e4, limit_s=8e4)
+    run = site.run("--gres=gpu:2", "--ntasks-per-node=2", nodes=2)
+    await site.poll()
+    await site.poll()
+    (ours,) = site.live(run)
+    assert ours.state is AllocationState.RUNNING and ours.nodes == site.slurm.jobs[theirs].nodes
+    node = site.slurm.node_info(ours.nodes[0])
+    assert (node.state, node.gpus_used) == ("MIXED", 4)
+    request = site.slurm.jobs[ours.job_id or ""].request
+    assert request is not None and "--gpus-per-node=1" in request.options
+    assert not [o for o in request.options if o.startswith(("--exclusive", "--gres", "--mem=0", "--ntasks-per-node"))]
+
+
+async def test_limits_lead_to_longer_and_longer_pauses_and_their_end_ends_them(site: Site) -> None:
+    site.slurm.limits["bio"] = "AssocGrpGRES"
+    run = site.run("--account=bio")
+    asked = []
+    for _ in range(40):
+        before = run.record.next_allocation
+        await site.poll()
+        asked.append(run.record.next_allocation - before)
+    assert 4 <= sum(bool(n) for n in asked) <= 6, "20 minutes: at once and after 1, 3, 7 and 15 minutes"
+    assert len(site.kinds("backoff")) <= 6 and "AssocGrpGRES" in site.kinds("backoff")[0]
+    assert run.record.harvest_paused == ""
+    site.slurm.limits.clear()
+    for _ in range(40):
+        await site.poll()
+    assert len(site.live(run)) == 2
+
+
+async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site) -> None:
+    site.slurm.reject = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    run = site.run()
+    for _ in range(12):
+        await site.poll()
+    assert run.record.harvest_paused == "" and 2 <= len(site.kinds("refused")) <= 8
+    site.slurm.reject = "Requested node configuration is not available"
+    other = site.run("--account=other")
+    for _ in range(40):
+        await site.poll()
+    assert "refused 3 submissions in a row" in other.record.harvest_paused
+
+
+async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site) -> None:
+    site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
+    run = site.run(nodes=1)
+    await site.poll()
+    await site.poll(1.0)
+    (first,) = site.live(run)
+    assert first.end_at is not None
+    await site.poll(first.end_at - site.slurm.now - 100.0)
+    await site.poll(1.0)
+    _, second = site.live(run)
+    assert (second.pinned, second.replaces, second.state) == (first.nodes[0], first.token, AllocationState.PENDING)
+    await site.poll(120.0)
+    assert second.nodes == first.nodes and second.start_at == first.end_at
+    assert second.state is AllocationState.RUNNING and run.record.next_allocation == 2
+
+
+async def test_a_successor_makes_way_for_somebody_who_waits(site: Site) -> None:
+    site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
+    run = site.run(nodes=1)
+    await site.poll()
+    await site.poll(1.0)
+    (first,) = site.live(run)
+    await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
+    await site.poll(1.0)
+    second = site.live(run)[1]
+    site.slurm.other_job("bob", nodes=2, partition="scavenge")
+    await site.poll(1.0)
+    assert any(second.token in text and "somebody else waits" in text for text in site.kinds("withdraw"))
+
+
+async def test_it_learns_whether_limits_stretch_and_remembers_what_it_learned(site: Site, tmp_path: Path) -> None:
+    slurm = site.slurm
+    slurm.stretches = True
+    slurm.reservations.append(
+        ReservationInfo(reservation="m", nodes=list(slurm.node_flags), start_at=slurm.now + 3030.0, end_at=2e6)
+    )
+    slurm.other_job("alice", nodes=2, run_for_s=60.0)
+    run = site.run(nodes=2)
+    await site.poll()
+    probes = [a for a in site.live(run) if a.least_minutes]
+    assert [a.least_minutes for a in probes] == [50], "one trial, with what would have been asked for anyway"
+    for _ in range(12):
+        await site.poll()
+    slurm.other_job("bob", nodes=4, run_for_s=600.0)
+    await site.poll(12.0)
+    await site.poll(400.0)
+    later = Site(tmp_path / "later", slurm)
+    later.harvest.recall(site.notes)
+    known = later.harvest._learning.known.experience
+    assert known.stretches is None, "50 of 50.5 minutes is no stretch"
+    assert any(ended for _, ended, _ in known.spells["scavenge"])
+    later.harvest.recall({NOTE: b"\xc1 nonsense"})
+    assert later.harvest._learning.known.experience.spells == {}
+
+
+async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> None:
+    run = site.run()
+    assert site.harvest.example(run) == "", "no poll yet"
+    await site.poll()
+    example = site.harvest.example(run)
+    assert isinstance(example, Allocation) and (example.partition, example.minutes) == ("scavenge", 2)
+    run.spec.harvest_partitions.append("elsewhere")
+    assert site.harvest.example(run) == "it may use none of the partitions that are harvested: scavenge"
