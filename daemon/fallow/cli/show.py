@@ -208,6 +208,21 @@ def show_run(run: RunView) -> None:
             ],
         )
 
+    if run.deadline_at is not None:
+        click.echo()
+        click.echo(_deadline_line(run))
+    if run.speeds:
+        click.echo()
+        show_table(
+            ["NODES", "STEPS/S", "KNOWN"],
+            [
+                [str(one.nodes), number(one.steps_per_s), "measured" if one.measured else "foretold"]
+                for one in run.speeds
+            ],
+        )
+        if run.target is not None:
+            click.echo(f"harvested nodes it should have now: {run.target}")
+
     if run.checkpoints:
         click.echo()
         now = time.time()
@@ -225,6 +240,16 @@ def show_run(run: RunView) -> None:
                 for one in run.checkpoints
             ],
         )
+
+
+def _deadline_line(run: RunView) -> str:
+    if run.ahead_s is None:
+        stands = "its pace is not known yet"
+    elif run.ahead_s < 0:
+        stands = f"behind its schedule by {duration(-run.ahead_s)}"
+    else:
+        stands = f"ahead of its schedule by {duration(run.ahead_s)}"
+    return f"deadline {moment(run.deadline_at or 0.0)}: {stands}"
 
 
 def _member_row(member: MemberView) -> list[str]:

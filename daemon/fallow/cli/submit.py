@@ -31,7 +31,7 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
   --dry-run         print the sbatch commands and scripts; contact nobody
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
-                    seed=N, min-minutes=N
+                    weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N
   --parsable        print the job id (and ;CLUSTER) only
 """
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from fallow.core.deadline import DEADLINE_FORMS, is_deadline
 from fallow.core.sbatch_line import Component, parse_nodes, parse_options
 from fallow.model import Exit, FallowError
 
@@ -31,6 +32,9 @@ class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_node: int | None = None
     partitions: tuple[str, ...] | None = None
     budget_node_hours: float | None = None
+    weight: float | None = None
+    deadline: str | None = None
+    "one of `deadline.DEADLINE_FORMS`"
     seed: int | None = None
     min_minutes: int | None = None
 
@@ -200,6 +204,8 @@ _KEYS = {
     "workers-per-node": "N",
     "partitions": "A,B",
     "budget-node-hours": "HOURS",
+    "weight": "NUMBER",
+    "deadline": "YYYY-MM-DD[THH:MM]",
     "seed": "N",
     "min-minutes": "N",
 }
@@ -216,23 +222,33 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
             raise _bad(name, key, text, f"must be a whole number from {least}")
         return int(text)
 
+    def above_0(key: str) -> float | None:
+        text = settings.get(key)
+        if text is None:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise _bad(name, key, text, "must be a number above 0")
+        return value
+
     nodes = settings.get("nodes")
     if nodes is not None:
         parse_nodes(nodes, f"{name}: #FALLOW nodes")
-    hours = settings.get("budget-node-hours")
-    try:
-        budget = None if hours is None else float(hours)
-    except ValueError:
-        budget = math.nan
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise _bad(name, "budget-node-hours", str(hours), "must be a number above 0")
+    deadline = settings.get("deadline")
+    if deadline is not None and not is_deadline(deadline):
+        raise _bad(name, "deadline", deadline, f"must be {DEADLINE_FORMS}")
     partitions = settings.get("partitions")
     names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
     return FallowLines(
         nodes=nodes,
         workers_per_node=whole("workers-per-node", 1),
         partitions=names,
-        budget_node_hours=budget,
+        budget_node_hours=above_0("budget-node-hours"),
+        weight=above_0("weight"),
+        deadline=deadline,
         seed=whole("seed", 0),
         min_minutes=whole("min-minutes", 1),
     )

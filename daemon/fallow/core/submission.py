@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from fallow.core import sbatch
+from fallow.core.deadline import deadline_at
 from fallow.core.sbatch_line import (
     CommandLine,
     Given,
@@ -88,6 +89,8 @@ def plan(
         cwd=_chdir(leader, cwd),
         umask=umask,
         budget_node_hours=fallow.budget_node_hours,
+        weight=1.0 if fallow.weight is None else fallow.weight,
+        deadline_at=None if fallow.deadline is None else deadline_at(fallow.deadline, now),
         min_harvest_minutes=fallow.min_minutes or min_minutes,
         seed=fallow.seed or 0,
         created_at=now,

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log1p
 
+from fallow.core.pacing import Schedule
+
 DOUBT = 0.1
 """Part of an expected gain that is not counted on: curves are estimates, and losses are sure."""
 
@@ -71,6 +73,23 @@ class Worth:
         if self.urgency > 1:
             more = (self.urgency - 1) * log1p(min(speed, self.speed(self.urgent_nodes)) / one)
         return self.weight * (log1p(speed / one) + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One run's.
+
+    Attributes:
+        worth: of nodes to it.
+        measured: numbers of members at which it, or an earlier run like it, was measured.
+        schedule: how it stands to its deadline; None: it has none, or it is not known how long it takes.
+        known: the speeds are in steps per second; else only their ratios mean something.
+    """
+
+    worth: Worth
+    measured: frozenset[int]
+    schedule: Schedule | None
+    known: bool = True
 
 
 def changes(

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import msgspec
 
 from fallow.core.allocations import Allocation
+from fallow.core.gain import Curve
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
+from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec
@@ -37,6 +39,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     duds: int = 0
     "jobs in a row that ended before an agent came"
     harvest_paused: str = ""
+    curve: Curve = msgspec.field(default_factory=Curve)
+    "how fast it was with how many members"
     ended_at: float | None = None
 
 
@@ -50,6 +54,18 @@ class Principal:
     "None: the agents of the allocation"
 
 
+@dataclass(slots=True)
+class Stretch:
+    """Steps of one generation, undisturbed so far."""
+
+    generation: int
+    step: int
+    "newest finished step"
+    warm: int = 0
+    begin: tuple[float, int] | None = None
+    "(time on the turns' clock, finished steps) at the end of its first step that counts"
+
+
 class Run:
     """A run in memory: durable record, machine, and what beats say."""
 
@@ -61,6 +77,15 @@ class Run:
         self.rendezvous = Rendezvous()
         self.beats: dict[str, Beat] = {}
         self.agent_seen: dict[tuple[str, str], float] = {}
+        self.stretch: Stretch | None = None
+        "steps since the last change, to be measured"
+        self.curve_written = 0.0
+        "when `record.curve` was last made durable on its own account, on the turns' clock"
+        self.script_digest = ""
+        self.gain: Gain | None = None
+        "from nodes, as of the last plan"
+        self.target: int | None = None
+        "harvested nodes that it should have, as of the last plan"
         self.looked_for_checkpoints = False
         "this head has looked for some that were finished while none was there"
 

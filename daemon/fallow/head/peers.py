@@ -9,7 +9,7 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.head import again, views
+from fallow.head import again, gauge, views
 from fallow.head.book import Principal, Run
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -179,6 +179,7 @@ class Peers:
 
     def _beat(self, turn: Turn, run: Run, worker: str, beat: Beat) -> None:
         run.beats[worker] = beat
+        gauge.heard(turn, run, beat)
         event = ev.WorkerBeat(
             at=turn.at,
             worker=worker,

@@ -26,6 +26,7 @@ from fallow.model import (
     RunReport,
     RunView,
     SampleReport,
+    SpeedView,
     WorkerPhase,
 )
 
@@ -70,7 +71,22 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         message=r.message or run.record.harvest_paused or r.checkpoint_problem,
         checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
+        speeds=_speed_views(run),
+        target=None if r.status.ended else run.target,
+        weight=run.spec.weight,
+        deadline_at=run.spec.deadline_at,
+        ahead_s=None if run.gain is None or run.gain.schedule is None else run.gain.schedule.ahead_s,
     )
+
+
+def _speed_views(run: Run) -> list[SpeedView]:
+    if run.gain is None or not run.gain.known:
+        return []
+    slots = run.record.slots or 1
+    return [
+        SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * slots in run.gain.measured)
+        for nodes, speed in run.gain.worth.speeds
+    ]
 
 
 def checkpoint_views(run: Run) -> list[CheckpointView]:

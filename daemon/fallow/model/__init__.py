@@ -107,6 +107,7 @@ from fallow.model.views import (
     RunView,
     SampleReport,
     Snapshot,
+    SpeedView,
 )
 
 __all__ = [
@@ -183,6 +184,7 @@ __all__ = [
     "SaveCheckpoint",
     "ShowOutput",
     "Snapshot",
+    "SpeedView",
     "StopWorker",
     "Struct",
     "ToAgent",

@@ -74,6 +74,10 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     cwd: str = ""
     umask: int = 0o077
     budget_node_hours: float | None = None
+    weight: float = 1.0
+    "of its gain beside that of other runs of the same project"
+    deadline_at: float | None = None
+    "Unix time by which it should be done"
     min_harvest_minutes: int = 2
     seed: int = 0
     local: bool = False

@@ -138,6 +138,16 @@ class CheckpointView(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
+class SpeedView(Struct, frozen=True, kw_only=True):
+    """A number of nodes that is worth having: each is faster than the ones before."""
+
+    nodes: int
+    "of all allocations together"
+    steps_per_s: float
+    measured: bool
+    "with that many workers, by this run or an earlier one of the same script and model; else foretold"
+
+
 class RunView(Struct, frozen=True, kw_only=True):
     run: str
     name: str
@@ -165,6 +175,14 @@ class RunView(Struct, frozen=True, kw_only=True):
     "node -> why the run does without it"
     checkpoints: list[CheckpointView] = []
     "newest first"
+    speeds: list[SpeedView] = []
+    "empty: nothing is known yet"
+    target: int | None = None
+    "harvested nodes that it should have, as of the last plan"
+    weight: float = 1.0
+    deadline_at: float | None = None
+    ahead_s: float | None = None
+    "of the deadline's schedule; negative: behind; None: no deadline, or not known yet how long the run takes"
 
 
 class NodeOwner(StrEnum):

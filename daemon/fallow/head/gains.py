@@ -1,0 +1,112 @@
+"""What is known of each run's gain from nodes: its curve, weight and deadline become what nodes are worth to it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from fallow.core import fairshare, pacing
+from fallow.core.gain import Curve, fit, pooled
+from fallow.core.pacing import Schedule
+from fallow.core.worth import Gain, Worth
+from fallow.head.book import Run
+from fallow.head.views import longest_pause
+from fallow.model import AllocationKind, AllocationState
+
+PAUSE_S = 0.5
+"""Stall at a change, until this run has had one."""
+
+
+def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]:
+    """Gain of every run that has not ended.
+
+    Args:
+        all_runs: ended ones too: runs of the same script learn from each other.
+        at: Unix time.
+        start_s: from the request for a node until it trains, as a rule.
+    """
+    runs = [run for run in all_runs if not run.spec.local]
+    alike: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: -run.spec.created_at):
+        alike.setdefault(_script(run), []).append(run)
+    live = [run for run in runs if not run.roster.status.ended]
+    weights = _weights(live, at)
+    return {run.id: _gain(run, alike[_script(run)], weights[run.id], at, start_s) for run in live}
+
+
+def _script(run: Run) -> str:
+    if not run.script_digest:
+        run.script_digest = hashlib.sha256(run.spec.script.encode()).hexdigest()
+    return run.script_digest
+
+
+def project(run: Run) -> str:
+    """The account that its harvest jobs run under; empty: the user's default one."""
+    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
+    return given.get("account", "")
+
+
+def _weights(live: list[Run], at: float) -> dict[str, float]:
+    """A project's part does not depend on the number of its runs; within it their own weights count."""
+    spans: dict[str, list[tuple[float, float]]] = {project(run): [] for run in live}
+    sums: dict[str, float] = dict.fromkeys(spans, 0.0)
+    for run in live:
+        sums[project(run)] += run.spec.weight
+        for a in run.record.allocations.values():
+            if a.kind is AllocationKind.HARVEST and a.start_at is not None:
+                end = at if a.live or a.end_at is None else min(at, a.end_at)
+                spans[project(run)].append((a.start_at, end))
+    factors = fairshare.factors({name: fairshare.faded_use(held, at) for name, held in spans.items()})
+    return {run.id: factors[project(run)] * run.spec.weight / sums[project(run)] for run in live}
+
+
+def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float) -> Gain:
+    r, spec = run.roster, run.spec
+    others = _same_model(run, alike)
+    curve = pooled(run.record.curve, [other.record.curve for other in others], at)
+    slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
+    shards = r.shards or (others[0].roster.shards if others else None) or spec.max_nodes * slots
+    speeds = tuple(fit(curve, shards, at).speeds(slots, spec.max_nodes))
+    running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
+    schedule = _schedule(run, curve, at)
+    worth = Worth(
+        speeds=speeds,
+        weight=weight,
+        base=sum(len(a.nodes) or a.nodes_wanted for a in running if a.kind is AllocationKind.BASE),
+        least=spec.min_nodes,
+        going=r.generation > 0,
+        start_s=start_s,
+        pause_s=longest_pause(run) or PAUSE_S,
+        urgent_nodes=0 if schedule is None else schedule.nodes(speeds),
+        urgency=1.0 if schedule is None else schedule.urgency,
+    )
+    return Gain(worth, frozenset(curve.seen), schedule, known=_known(curve))
+
+
+def _same_model(run: Run, alike: list[Run]) -> list[Run]:
+    """Runs of its script with the same tensors, shards, global batch and workers per node.
+
+    As long as a run has not said what it has, those of the newest run of the script are the best guess.
+    """
+    mine = _model(run)
+    known = [(other, _model(other)) for other in alike if other is not run and other.roster.signature is not None]
+    if run.roster.signature is None and known:
+        mine = known[0][1]
+    return [other for other, model in known if model == mine]
+
+
+def _model(run: Run) -> tuple[str | None, int | None, int | None, int | None]:
+    return run.roster.signature, run.roster.shards, run.roster.global_batch, run.record.slots
+
+
+def _known(curve: Curve) -> bool:
+    return bool(curve.seen) or curve.shard_s is not None
+
+
+def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
+    spec, r = run.spec, run.roster
+    total = r.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
+    if spec.deadline_at is None or not total or not _known(curve):
+        return None
+    done = max([w.step for w in r.workers.values()], default=0)
+    return pacing.schedule(spec.created_at, spec.deadline_at, total, done, at)

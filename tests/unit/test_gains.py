@@ -1,0 +1,182 @@
+"""From beats to curves to what nodes are worth: the head's parts without its processes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.core.deadline import deadline_at
+from fallow.core.roster import Worker
+from fallow.core.script import parse_script
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head import gauge
+from fallow.head.book import Book, Run, RunRecord
+from fallow.head.gains import gains
+from fallow.head.turn import Turn
+from fallow.head.views import run_view
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Beat,
+    FallowError,
+    RunSpec,
+    RunStatus,
+    WorkerPhase,
+)
+
+NOW = 1_000_000.0
+SCRIPT = "#!/bin/sh\nfallow run -- python train.py\n"
+
+
+class Desk:
+    """A book with runs that train by themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "s"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        numbers = iter(range(10_000))
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.at = 0.0
+
+    def turn(self) -> Turn:
+        return Turn(self.book, self.at, NOW + self.at)
+
+    def run(self, name: str, members: int = 0, script: str = SCRIPT, shards: int = 8, **spec: object) -> Run:
+        wanted = RunSpec(run="", name=name, min_nodes=1, max_nodes=8, script=script, **spec)  # type: ignore[arg-type]
+        run = self.book.create(wanted, self.at, NOW + self.at)
+        if members:
+            r = run.roster
+            run.record.slots, r.shards, r.global_batch, r.signature = 1, shards, 64, "sig"
+            r.status, r.generation, r.total_steps = RunStatus.TRAINING, 1, 1000
+            self.place(run, members)
+        return run
+
+    def place(self, run: Run, members: int) -> None:
+        r = run.roster
+        r.members = [f"w{i}" for i in range(members)]
+        base = self.book.new_allocation(run, AllocationKind.BASE, NOW)
+        for i, w in enumerate(r.members):
+            known = Worker(worker=w, index=i, token=base.token, node=f"n{i}", phase=WorkerPhase.MEMBER)
+            r.workers[w] = r.workers.get(w, known)
+
+    def train(self, run: Run, seconds: float, step_s: float, begin: int = 0) -> tuple[int, bool]:
+        """Beats twice a second; returns finished steps and whether the run was to be written down."""
+        dirty = False
+        for beat in range(int(2 * seconds)):
+            self.at += 0.5
+            turn = self.turn()
+            for w in run.roster.members:
+                step = begin + int((beat + 1) * 0.5 / step_s)
+                run.roster.workers[w].step = step
+                run.beats[w] = Beat(
+                    worker=w, generation=run.roster.generation, prepared=0, step=step, held=False, pace_s=step_s / 4
+                )
+                gauge.heard(turn, run, run.beats[w])
+            dirty = dirty or run.id in turn.dirty
+        return step, dirty
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_steady_training_is_measured_and_written_down(desk: Desk) -> None:
+    run = desk.run("a", members=2)
+    _, dirty = desk.train(run, 80.0, 0.4)
+    assert dirty
+    seen = run.record.curve.seen
+    assert list(seen) == [2]
+    assert seen[2].step_s == pytest.approx(0.4, rel=0.05)
+    assert seen[2].weight_s > 45
+    assert run.record.curve.shard_s == pytest.approx(0.1)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
+    assert again.curve == run.record.curve
+
+
+def test_what_happens_around_a_change_is_not_measured(desk: Desk) -> None:
+    run = desk.run("a", members=2)
+    step, _ = desk.train(run, 10.0, 0.4)
+    run.roster.generation = 2
+    desk.place(run, 4)
+    desk.at += 100.0  # a long pause
+    desk.train(run, 40.0, 0.25, begin=step)
+    assert list(run.record.curve.seen) == [4]
+    assert run.record.curve.seen[4].step_s == pytest.approx(0.25, rel=0.05)
+
+
+def test_very_long_steps_are_measured_over_several(desk: Desk) -> None:
+    run = desk.run("a", members=1)
+    desk.train(run, 200.0, 20.0)
+    assert run.record.curve.seen[1].step_s == pytest.approx(20.0, rel=0.03)
+
+
+def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: Desk) -> None:
+    before = desk.run("a", members=4)
+    desk.train(before, 120.0, 0.4)
+    before.roster.status = RunStatus.FINISHED
+    fresh = desk.run("a2")
+    other = desk.run("b", script=SCRIPT + "# another\n")
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
+    assert set(found) == {fresh.id, other.id}
+    assert found[fresh.id].measured == {4}
+    assert found[fresh.id].worth.speed(4) == pytest.approx(2.5, rel=0.1)
+    assert not found[other.id].known
+    changed = desk.run("a3", members=1, shards=16)
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
+    assert found[changed.id].measured == set(), "the same script with another model is another thing"
+
+
+def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
+    one = desk.run("one", members=1, harvest_options=["--account=physics"])
+    two = desk.run("two", members=1, harvest_options=["--account=biology"], weight=3.0)
+    three = desk.run("three", members=1, harvest_options=["--account=biology"])
+    weight = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
+    assert weight[one.id] == pytest.approx(weight[two.id] + weight[three.id])
+    assert weight[two.id] == pytest.approx(3 * weight[three.id])
+    held = desk.book.new_allocation(two, AllocationKind.HARVEST, NOW)
+    held.state, held.start_at = AllocationState.RUNNING, NOW - 50 * 3600.0
+    later = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
+    assert later[two.id] / later[one.id] < 0.7 * weight[two.id] / weight[one.id], "it has had more than its due"
+
+
+def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:
+    run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
+    step, _ = desk.train(run, 100.0, 0.4)  # a quarter of the steps in a tenth of the time
+    run.gain = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id]
+    view = run_view(run, desk.at, NOW + desk.at)
+    assert view.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
+    assert [one.nodes for one in view.speeds] == [1, 2, 3, 4, 8]
+    assert [one.nodes for one in view.speeds if one.measured] == [2]
+    late = gains(desk.book.runs.values(), NOW + 900.0, 30.0)[run.id]
+    assert late.schedule is not None
+    assert late.schedule.behind
+    assert late.worth.urgency > 1
+    assert late.worth.urgent_nodes == 8
+
+
+def test_deadlines_are_days_times_and_weekdays() -> None:
+    now = datetime(2026, 11, 25, 12, 0).timestamp()  # a Wednesday
+    for text, end in [
+        ("2026-11-27", datetime(2026, 11, 28)),
+        ("2026-11-27T18:30", datetime(2026, 11, 27, 18, 30)),
+        ("Friday", datetime(2026, 11, 28)),
+        ("friday-18:00", datetime(2026, 11, 27, 18)),
+        ("wednesday-13:00", datetime(2026, 11, 25, 13)),
+        ("wednesday-11:00", datetime(2026, 12, 2, 11)),
+    ]:
+        assert deadline_at(text, now) == end.timestamp(), text
+    for wrong in ("soon", "2026-13-01", "2026-11-27T25:00", "", "2026-11-24"):
+        with pytest.raises(FallowError):
+            deadline_at(wrong, now)
+
+
+def test_weight_and_deadline_in_the_script() -> None:
+    script = parse_script("#!/bin/sh\n#FALLOW weight=2.5 deadline=friday-18:00\nfallow run -- true\n", "s.sh")
+    assert script.settings == {"weight": "2.5", "deadline": "friday-18:00"}
+    for wrong in ("weight=0", "weight=inf", "weight=x", "deadline=never", "deadline=2026-02-30"):
+        with pytest.raises(FallowError, match=wrong.partition("=")[0]):
+            parse_script(f"#!/bin/sh\n#FALLOW {wrong}\ntrue\n", "s.sh")
