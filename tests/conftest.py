@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurm_fixtures import make_testbed, slurm_installed, testbed
+from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
-__all__ = ["make_testbed", "slurm_installed", "testbed"]
+__all__ = ["make_testbed", "pyslurm_installed", "slurm_installed", "testbed"]
 
 # Background jobs of a shell have SIGINT ignored, and their children inherit that: tests of Ctrl-C would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)

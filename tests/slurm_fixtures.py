@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from fallow.model import FallowError
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.host import find_commands
+from fallow.testbed.host import find_commands, parse_version
 
 
 def slurm_missing() -> str | None:
@@ -30,6 +33,18 @@ def slurm_installed() -> None:
     if os.environ.get("FALLOW_REQUIRE_SLURM"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def pyslurm_installed(slurm_installed: None) -> None:
+    """Skips where pyslurm is missing or is for another version of Slurm, as on most machines."""
+    if importlib.util.find_spec("pyslurm") is None:
+        pytest.skip("pyslurm is not installed; it must be built against this host's Slurm")
+    text = subprocess.run([find_commands()["slurmctld"], "-V"], capture_output=True, text=True, check=True).stdout
+    here = parse_version(text)
+    built_for = importlib.metadata.version("pyslurm")
+    if parse_version(built_for) != here:
+        pytest.skip(f"pyslurm {built_for} is for another version of Slurm than {text.strip()}")
 
 
 @pytest.fixture

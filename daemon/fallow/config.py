@@ -30,8 +30,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Slurm(_Section, frozen=True):
     poll_interval_s: Seconds = 30.0
-    client: Literal["auto", "cli", "none"] = "auto"
-    "none: no Slurm at all, as under `fallow local`"
+    client: Literal["auto", "cli", "pyslurm", "none"] = "auto"
+    "auto: pyslurm where it imports and matches, else cli: the commands; none: no Slurm at all, as under `fallow local`"
 
 
 class Harvest(_Section, frozen=True):

@@ -1,4 +1,4 @@
-"""What holds for every `SlurmClient`: the same tests on a real Slurm and on the fake."""
+"""What holds for every `SlurmClient`: the same tests on a real Slurm, by commands and by pyslurm, and on the fake."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
 from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
 
 T = TypeVar("T")
@@ -44,7 +45,10 @@ class Setup:
         return await self.until(ask)
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.slurm)])
+REAL = [pytest.param(name, marks=pytest.mark.slurm) for name in ("cli", "pyslurm")]
+
+
+@pytest.fixture(params=["fake", *REAL])
 async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
     if request.param == "fake":
         fake = FakeSlurm(4)
@@ -57,6 +61,8 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
 
         yield Setup(fake, advance, switch_off)
         return
+    if request.param == "pyslurm":
+        request.getfixturevalue("pyslurm_installed")
     testbed: Testbed = request.getfixturevalue("testbed")
 
     async def wait() -> None:
@@ -67,7 +73,11 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
         testbed.conf.write_text(conf.replace(f"SlurmctldPort={testbed.layout.first_port}", "SlurmctldPort=1"))
 
     # An unreachable slurmctld keeps Slurm's commands busy for 9 s and more; nobody need wait so long.
-    yield Setup(CliClient(testbed.conf, query_timeout_s=6.0), wait, unreachable)
+    kind: type[CliClient] | type[PyslurmClient] = PyslurmClient if request.param == "pyslurm" else CliClient
+    client = kind(testbed.conf, query_timeout_s=6.0)
+    yield Setup(client, wait, unreachable)
+    await client.close()
+    assert client.backend.startswith("pyslurm" if request.param == "pyslurm" else "command line")
 
 
 def request_of(token: str, *options: str, script: str = SCRIPT) -> JobRequest:

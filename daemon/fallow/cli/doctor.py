@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -101,15 +102,17 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
     from fallow.config import load_config
 
     try:
-        harvest = load_config().harvest
-        config, cluster = asyncio.run(_ask_slurm())
+        settings = load_config()
+        config, cluster, client = asyncio.run(_ask_slurm(settings.slurm.client))
     except FallowError as error:
         return [Check("slurmctld", Level.FAIL, error.message)], None
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
+    harvest = settings.harvest
     found = [
         checks.slurm_version(config),
+        client,
         checks.scheduler(config),
         *checks.partitions(cluster, harvest.partitions, harvest.allow_without_preemption),
         checks.priority(config, harvest.nice),
@@ -119,13 +122,19 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
     return found, cluster
 
 
-async def _ask_slurm() -> tuple[ClusterConfig, ClusterState]:
-    from fallow.slurm.cli import CliClient
+async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, Check]:
+    from fallow.slurm.choose import slurm_client
+    from fallow.slurm.pyslurm_client import PyslurmClient
 
-    client = CliClient()
-    async with asyncio.timeout(SLURM_S):
-        config = await client.config()
-        return config, await client.poll("fallow-doctor-asks-for-no-job")
+    client = slurm_client("auto" if setting == "none" else setting)
+    try:
+        async with asyncio.timeout(SLURM_S):
+            config = await client.config()
+            state = await client.poll("fallow-doctor-asks-for-no-job")
+        second_best = isinstance(client, PyslurmClient) and client.backend.startswith("command line")
+        return config, state, checks.slurm_client(client.backend, second_best)
+    finally:
+        await client.close()
 
 
 def _munge() -> Check:

@@ -46,6 +46,14 @@ def slurm_version(config: ClusterConfig) -> Check:
     return Check("slurm version", Level.OK, text)
 
 
+def slurm_client(backend: str, second_best: bool) -> Check:
+    """`backend`: what answers, and why; `second_best`: pyslurm is installed and was not told off."""
+    if second_best:
+        fix = 'build pyslurm for this version of Slurm, or set [slurm] client = "cli"; the commands serve as well'
+        return Check("slurm client", Level.WARN, backend, fix)
+    return Check("slurm client", Level.OK, backend)
+
+
 def scheduler(config: ClusterConfig) -> Check:
     text = f"backfill cycle {config.backfill_interval_s:g} s"
     if config.backfill_interval_s > GOOD_BACKFILL_S:

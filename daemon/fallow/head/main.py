@@ -36,7 +36,8 @@ def main(config: Config | None = None) -> int:
 
 
 async def _serve(paths: Paths, config: Config) -> int:
-    head = Head(paths, config, slurm_client(config))
+    slurm = slurm_client(config)
+    head = Head(paths, config, slurm)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.stop)
@@ -44,6 +45,9 @@ async def _serve(paths: Paths, config: Config) -> int:
         await head.run()
     except* FallowError as group:
         raise first_error(group) from group
+    finally:
+        if slurm is not None:
+            await slurm.close()
     return Exit.OK
 
 
@@ -60,9 +64,9 @@ def slurm_client(config: Config) -> SlurmClient | None:
     """The client that the configuration asks for; None for `none` (`fallow local`)."""
     if config.slurm.client == "none":
         return None
-    from fallow.slurm.cli import CliClient
+    from fallow.slurm import choose
 
-    return CliClient()
+    return choose.slurm_client(config.slurm.client)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class SlurmCalls:
         "monotonic time of the last good poll"
         self.polls = 0
         self.interval_s = interval_s
+        self._backend = ""
         self._slurm = slurm
         self._paths = paths
         self._harvest = harvest
@@ -74,6 +75,9 @@ class SlurmCalls:
             except FallowError as error:
                 self._inbox.put_nowait(Polled(error))
                 delay = min(2 * delay, 10 * self.interval_s)
+            if slurm.backend != self._backend:
+                self._backend = slurm.backend
+                log.info("slurm.client", backend=self._backend)
             await asyncio.sleep(max(0.0, began + delay - time.monotonic()))
 
     def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:

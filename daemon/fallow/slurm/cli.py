@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pwd
 import re
 import secrets
 import tempfile
@@ -17,12 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
 from fallow.slurm import parse
-from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
+from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from fallow.slurm.process import Done, job_environment, query_environment, run
+from fallow.slurm.state import cluster_state, user_name
 
 QUERY_TIMEOUT_S = 30.0
 "A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
@@ -36,7 +34,12 @@ _SIGNAL = re.compile(r"[A-Z0-9]{1,10}")
 
 
 class CliClient:
-    """`SlurmClient` over Slurm's commands. `conf` is the slurm.conf to use; None: what the environment says."""
+    """`SlurmClient` over Slurm's commands.
+
+    Args:
+        conf: the slurm.conf to use; None: what the environment says.
+        why: why the commands and nothing else, for `backend`.
+    """
 
     def __init__(
         self,
@@ -44,12 +47,15 @@ class CliClient:
         *,
         query_timeout_s: float = QUERY_TIMEOUT_S,
         submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+        why: str = "",
     ) -> None:
-        self._conf = str(conf) if conf else os.environ.get("SLURM_CONF")
+        self.conf = str(conf) if conf else os.environ.get("SLURM_CONF")
+        self.backend = f"command line ({why})" if why else "command line"
         self._query_timeout_s = query_timeout_s
         self._submit_timeout_s = submit_timeout_s
-        self._clock_offset_s = 0.0
-        self._user = _user_name()
+        self.clock_offset_s = 0.0
+        "what to add to our clock for slurmctld's"
+        self._user = user_name(os.getuid())
         self.polls = 0
         self.commands = 0
         "number of processes started"
@@ -58,7 +64,7 @@ class CliClient:
         asked_at = time.time()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
         offset = 0.0 if as_of is None else as_of - (asked_at + time.time()) / 2
-        self._clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
+        self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
 
     async def poll(self, names_prefix: str) -> ClusterState:
@@ -70,7 +76,7 @@ class CliClient:
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
-        at = time.time() + self._clock_offset_s
+        at = time.time() + self.clock_offset_s
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
         return await asyncio.to_thread(self._state, at, cluster, queue, layout, names_prefix)
 
@@ -105,6 +111,9 @@ class CliClient:
         if done.code != 0 and not re.search(r"invalid job id|already complet", done.stderr, re.IGNORECASE):
             raise SlurmUnavailable(_failure(["scancel"], done))
 
+    async def close(self) -> None:
+        """Nothing is kept between calls."""
+
     async def test_only(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--test-only"])
         if done.code == 0:
@@ -118,18 +127,15 @@ class CliClient:
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
             raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
-        jobs = [
-            job
-            for job in parse.jobs(queue, layout)
-            if job.state not in parse.ENDED_STATES or (job.user == self._user and carries(job, names_prefix))
-        ]
-        # Two answers, two moments: a job may have started between them. What squeue saw running is not idle.
-        busy = {name for job in jobs if job.state == "RUNNING" for name in job.nodes}
-        nodes = [
-            msgspec.structs.replace(node, state="ALLOCATED") if node.state == "IDLE" and node.node in busy else node
-            for node in nodes
-        ]
-        return ClusterState(at=at, nodes=nodes, jobs=jobs, partitions=partitions, reservations=reservations)
+        return cluster_state(
+            nodes,
+            partitions,
+            reservations,
+            parse.jobs(queue, layout),
+            at=at,
+            user=self._user,
+            names_prefix=names_prefix,
+        )
 
     # -- processes ----------------------------------------------------------------------------------------------
 
@@ -152,7 +158,7 @@ class CliClient:
         self.commands += 1
         try:
             return await run(
-                argv, environment=query_environment(self._conf), timeout_s=self._query_timeout_s, stdin=stdin
+                argv, environment=query_environment(self.conf), timeout_s=self._query_timeout_s, stdin=stdin
             )
         except OSError as error:
             raise SlurmUnavailable(_not_started(argv[0], error)) from error
@@ -169,7 +175,7 @@ class CliClient:
             try:
                 return await run(
                     argv,
-                    environment=job_environment(request.environment, self._conf),
+                    environment=job_environment(request.environment, self.conf),
                     timeout_s=self._submit_timeout_s,
                     cwd=Path(request.cwd),
                     umask=request.umask,
@@ -201,11 +207,3 @@ def _failure(argv: list[str], done: Done) -> str:
 
 def _not_started(command: str, error: OSError) -> str:
     return f"{command} cannot be started ({error.strerror}); install Slurm's client commands or set PATH"
-
-
-def _user_name() -> str:
-    """Our name as squeue prints it: the number when the user data base does not know us."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

@@ -1,4 +1,4 @@
-"""What the head asks of Slurm, whoever answers: the command line (`cli`) or a script (`fake`)."""
+"""What the head asks of Slurm, whoever answers: commands (`cli`), pyslurm (`pyslurm_client`) or a script (`fake`)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class SlurmClient(Protocol):
 
     polls: int
     "number of `poll` calls answered or not, for the head's statistics"
+    backend: str
+    "what answers, and why that, in words"
 
     async def config(self) -> ClusterConfig:
         """What rarely changes. Call it first: it also learns the offset to slurmctld's clock."""
@@ -78,4 +80,8 @@ class SlurmClient(Protocol):
 
     async def test_only(self, request: JobRequest) -> str:
         """What Slurm says about when and where the job would start. Takes slurmctld's locks: call it rarely."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started for it. It may be used again, and closed again."""
         ...

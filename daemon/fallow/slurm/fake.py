@@ -36,6 +36,7 @@ class FakeSlurm(VirtualCluster):
         self.unknown_submits: list[bool] = []
         "for each next submit: it times out, and the job exists (True) or does not (False)"
         self.polls = 0
+        self.backend = "fake"
         self.signals: list[tuple[str, str]] = []
         "(job id, signal) of every `cancel` with a signal"
         self._config = config or ClusterConfig(
@@ -95,6 +96,9 @@ class FakeSlurm(VirtualCluster):
         if len(free) < job.num_nodes:
             raise SubmitRejected(request.token, "Requested node configuration is not available")
         return f"Job {self.next_id} to start at {self.now:.0f} on nodes {','.join(free[: job.num_nodes])}"
+
+    async def close(self) -> None:
+        """Nothing was started."""
 
     def _check(self) -> None:
         _ = self.now

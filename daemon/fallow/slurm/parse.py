@@ -1,4 +1,5 @@
-"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 25.11 and 26.05.
+"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 24.11, 25.11
+and 26.05.
 
 Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. What users
 can choose (job names, comments) may hold any character, line ends too, so rows of jobs carry separators
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -198,11 +199,12 @@ def jobs(text: str, layout: JobFormat) -> list[JobInfo]:
     for row in text.split(layout.end):
         values = row.lstrip("\n").split(layout.separator)
         if len(values) == len(layout.fields):
-            found.append(_job(dict(zip(layout.fields, values, strict=True))))
+            found.append(job(dict(zip(layout.fields, values, strict=True))))
     return found
 
 
-def _job(row: dict[str, str]) -> JobInfo:
+def job(row: Mapping[str, str]) -> JobInfo:
+    """A job from the texts of `JOB_FIELDS`, as squeue prints them; a field may be missing."""
     num_nodes = count(row.get("NumNodes", "1"))
     gpus_each, gpu_type = _job_gpus(row, num_nodes)
     return JobInfo(
@@ -232,6 +234,7 @@ def _job(row: dict[str, str]) -> JobInfo:
         gpu_type=gpu_type,
         exclusive=word(row.get("OverSubscribe", "")) in ("NO", "NODE"),
         required_nodes=nodes(row.get("ReqNodes", "")),
+        excluded_nodes=nodes(row.get("ExcNodes", "")),  # not from squeue, whose -O has no such field
         dependency=word(row.get("Dependency", "")),
         eligible_at=when(row.get("EligibleTime", "")),
         reservation=word(row.get("Reservation", "")),
@@ -242,13 +245,13 @@ def _each(total: int, num_nodes: int) -> int:
     return -(-total // max(num_nodes, 1))
 
 
-def _job_memory_mb(row: dict[str, str], num_nodes: int) -> int:
+def _job_memory_mb(row: Mapping[str, str], num_nodes: int) -> int:
     """From the TRES, which say what MinMemory does not: whether it is per CPU or per node."""
     match = re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
     return _each(megabytes(match[1]), num_nodes) if match else megabytes(row.get("MinMemory", ""))
 
 
-def _job_gpus(row: dict[str, str], num_nodes: int) -> tuple[int, str]:
+def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
     """GPUs on each node and their type; "" where it asks for any, or for several types."""
     total, kinds = 0, set()
     for field, times, over in (
@@ -276,11 +279,11 @@ def cluster(text: str) -> tuple[list[NodeInfo], list[PartitionInfo], list[Reserv
     for line in text.splitlines():
         line = line.strip()
         if line.startswith("NodeName="):
-            found_nodes.append(_node(line))
+            found_nodes.append(node(_values(line)))
         elif line.startswith("PartitionName="):
-            partitions.append(_partition(line))
+            partitions.append(partition(_values(line)))
         elif line.startswith("ReservationName="):
-            reservations += _reservation(line)
+            reservations += reservation(_values(line))
     return found_nodes, partitions, reservations
 
 
@@ -294,8 +297,8 @@ def _values(line: str) -> dict[str, str]:
     return found
 
 
-def _node(line: str) -> NodeInfo:
-    row = _values(line)
+def node(row: Mapping[str, str]) -> NodeInfo:
+    """A node from the words of `scontrol -o -d show node`; any may be missing. So with the next two."""
     state, flags = node_state(row.get("State", ""))
     used = row.get("GresUsed", "")
     return NodeInfo(
@@ -324,8 +327,7 @@ def _tres_gpus(text: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _partition(line: str) -> PartitionInfo:
-    row = _values(line)
+def partition(row: Mapping[str, str]) -> PartitionInfo:
     # GANG says how SUSPEND is carried out, not what happens to a job
     modes = [mode for mode in row.get("PreemptMode", "").upper().split(",") if mode not in ("", "GANG")]
     return PartitionInfo(
@@ -349,8 +351,8 @@ def _partition(line: str) -> PartitionInfo:
     )
 
 
-def _reservation(line: str) -> list[ReservationInfo]:
-    row = _values(line)
+def reservation(row: Mapping[str, str]) -> list[ReservationInfo]:
+    """[] for one without a beginning or an end."""
     start, end = when(row.get("StartTime", "")), when(row.get("EndTime", ""))
     if start is None or end is None:
         return []

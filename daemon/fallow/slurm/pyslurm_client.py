@@ -1,0 +1,204 @@
+"""Slurm through pyslurm where that is better, and through its commands for the rest.
+
+Through pyslurm go the polls, which are most of what is asked, and cancellations. The rest is rare, and the commands
+do it better: pyslurm cannot submit heterogeneous jobs or ask when a job would start; of a plain job it cannot say
+`--mem=0` or `--propagate=NONE`, and it runs none of the site's SPANK and cli_filter plugins, so a harvest job would
+not be what the user's own sbatch makes; it cannot load the jobs of one user only; and slurmctld's clock stands in
+`scontrol show config` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest
+from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
+from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.pyslurm_child import Answer, Cancel, Cancelled, Failed, Poll, Polled, Request
+from fallow.slurm.pyslurm_process import CHILD, ChildDied, PyslurmProcess
+
+OLDEST = (25, 11)
+"pyslurm's first version with all classes that are used here"
+
+START_TIMEOUT_S = 20.0
+"Of a child: importing pyslurm; a configless site's slurm.conf comes from slurmctld then."
+CANCEL_TIMEOUT_S = 5.0
+"After that scancel is tried; nodes that others wait for are given back meanwhile."
+RETRY_S, RETRY_MAX_S = 5.0, 300.0
+ANSWERS_PER_CHILD = 1000
+"pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
+
+
+class PyslurmClient:
+    """`SlurmClient` over pyslurm in a process of its own, which is started again after a crash or a hang.
+
+    While there is no such process the commands answer in its place, and `backend` says why.
+
+    Args:
+        conf: the slurm.conf to use; None: what the environment says.
+        insist: never let the commands answer a poll; say that Slurm is not available.
+        child: what to run.
+    """
+
+    def __init__(
+        self,
+        conf: Path | None = None,
+        *,
+        insist: bool = False,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
+        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+        child: Sequence[str] = CHILD,
+    ) -> None:
+        self._cli = CliClient(conf, query_timeout_s=query_timeout_s, submit_timeout_s=submit_timeout_s)
+        self._insist = insist
+        self._query_timeout_s = query_timeout_s
+        self._argv = child
+        self._turn = asyncio.Lock()
+        self._child: PyslurmProcess | None = None
+        self._answers = 0
+        self._release: tuple[int, int] | None = None
+        self._failures = 0
+        self._not_before = 0.0
+        self.backend = "pyslurm, not asked yet"
+        self.polls = 0
+
+    async def config(self) -> ClusterConfig:
+        found = await self._configure()
+        async with self._turn:
+            await self._ready()
+        return found
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        self.polls += 1
+        async with self._turn:
+            answer = await self._ask(Poll(names_prefix), self._query_timeout_s)
+        if isinstance(answer, Polled):
+            return msgspec.structs.replace(answer.state, at=time.time() + self._cli.clock_offset_s)
+        if self._insist:
+            raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
+        return await self._cli.poll(names_prefix)
+
+    async def submit(self, request: JobRequest) -> str:
+        return await self._cli.submit(request)
+
+    async def find(self, token: str) -> list[JobInfo]:
+        return await self._cli.find(token)
+
+    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+        plain = signal is None and all(re.fullmatch("[0-9]{1,9}", text) for text in job_ids)
+        if plain and job_ids and not self._turn.locked():  # never behind a poll
+            async with self._turn:
+                job_ids = await self._cancel([int(text) for text in job_ids])
+        await self._cli.cancel(job_ids, signal)
+
+    async def test_only(self, request: JobRequest) -> str:
+        return await self._cli.test_only(request)
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._end()
+
+    async def _cancel(self, jobs: list[int]) -> list[str]:
+        """Those that remain to be cancelled by other means."""
+        try:
+            answer = await self._ask(Cancel(jobs), CANCEL_TIMEOUT_S)
+        except SlurmUnavailable:
+            answer = None
+        return [str(job) for job in (answer.doubtful if isinstance(answer, Cancelled) else jobs)]
+
+    # -- the child; all with the turn held ----------------------------------------------------------------------
+
+    async def _ask(self, request: Request, timeout_s: float) -> Answer | None:
+        """The child's answer; None: there is no child, ask the commands.
+
+        Raises:
+            SlurmUnavailable: slurmctld did not answer the child; so the commands would fare no better.
+        """
+        child = await self._ready()
+        if child is None:
+            return None
+        answer: Answer | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await child.ask(request)
+        except TimeoutError:
+            reason = f"no answer within {timeout_s:g} s"
+            self._failed(reason)
+            raise SlurmUnavailable(f"pyslurm: {reason}; check slurmctld with `scontrol ping`") from None
+        except ChildDied as error:
+            self._failed(f"ended: {error}")
+            return None
+        finally:
+            self._answers += 1
+            # After an error too: a new one reads slurm.conf again, which may be what has changed.
+            if answer is None or isinstance(answer, Failed) or self._answers >= ANSWERS_PER_CHILD:
+                await self._end()
+        self._failures = 0
+        if isinstance(answer, Failed):
+            raise SlurmUnavailable(f"pyslurm: {answer.reason}; check slurmctld with `scontrol ping`")
+        return answer
+
+    async def _ready(self) -> PyslurmProcess | None:
+        if self._child is not None or time.monotonic() < self._not_before:
+            return self._child
+        if self._release is None:
+            await self._configure()
+        child = PyslurmProcess(self._cli.conf, self._argv)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                version = await child.start()
+        except TimeoutError:
+            self._failed(f"not started within {START_TIMEOUT_S:g} s")
+        except ChildDied as error:
+            self._failed(f"not started: {error}")
+        else:
+            if (unsuited := _unsuited(version, self._release)) is None:
+                self._child, self._answers = child, 0
+                self.backend = f"pyslurm {version}"
+                return child
+            self._not_before = float("inf")  # until the cluster has another version
+            self.backend = f"command line ({unsuited})"
+        finally:
+            if self._child is not child:
+                await child.end()
+        return None
+
+    async def _configure(self) -> ClusterConfig:
+        found = await self._cli.config()
+        release = _release(found.slurm_version)
+        if release != self._release:
+            self._release, self._not_before = release, 0.0
+        return found
+
+    def _failed(self, reason: str) -> None:
+        delay = min(RETRY_S * 2.0 ** min(self._failures, 20), RETRY_MAX_S)
+        self._failures += 1
+        self._not_before = time.monotonic() + delay
+        self.backend = f"command line (pyslurm {reason}; tried again in {delay:g} s)"
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _unsuited(version: str, cluster: tuple[int, int] | None) -> str | None:
+    """Why this pyslurm cannot be used with Slurm of that release; None when it can."""
+    release = _release(version)
+    if release is None or release < OLDEST:
+        return f"pyslurm {version} is older than {OLDEST[0]}.{OLDEST[1]:02}"
+    if release != cluster:
+        wanted = "an unknown version of Slurm" if cluster is None else f"Slurm {cluster[0]}.{cluster[1]:02}"
+        return f"pyslurm {version} is for its own version of Slurm, and the cluster runs {wanted}"
+    return None

@@ -1,0 +1,195 @@
+"""pyslurm's objects as the words that squeue and scontrol print, so that `parse` alone says what they mean.
+
+Tried on pyslurm 25.11.2. Only attributes that are needed are touched: several others raise (PySlurm issues 312, 341).
+The objects are Cython's and may be absent here, so they are `Any`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fallow.slurm.state import user_name
+
+# slurm.h: the flags of reservations by the names that scontrol prints for them
+_RESERVATION_FLAGS = {
+    "MAINTENANCE": "MAINT",
+    "IGNORE_RUNNING_JOBS": "IGNORE_JOBS",
+    "STATIC_NODES": "STATIC",
+    "PARTITION_NODES_ONLY": "PART_NODES",
+    "PURGE": "PURGE_COMP",
+    "SPECIFIC_NODES": "SPEC_NODES",
+    "NO_JOB_HOLD_AFTER_END": "NO_HOLD_JOBS_AFTER_END",
+}
+
+
+def job(found: Any) -> dict[str, str]:
+    """Fields of `parse.JOB_FIELDS`, and ExcNodes, which squeue has none for.
+
+    `--gpus=N` (not per node, nor per task) is seen only where the site counts GPUs as TRES: pyslurm does not read
+    what is asked for per job.
+    """
+    requested = _tres(found.requested_tres)
+    return {
+        "JobID": str(found.id),
+        "HetJobID": _number(found.heterogeneous_id),
+        "UserName": user_name(found.user_id),
+        "State": found.state or "",
+        "Partition": found.partition or "",
+        "NumNodes": _number(found.num_nodes),
+        "NodeList": found.allocated_nodes or "",
+        "SchedNodes": found.scheduled_nodes or "",
+        "SubmitTime": _number(found.submit_time),
+        "StartTime": _number(found.start_time),
+        "EndTime": _number(found.end_time),
+        "TimeLimit": _number(found.time_limit),  # minutes
+        "PreemptTime": _number(found.preempt_time),
+        "PriorityLong": _number(found.priority),
+        "EligibleTime": _number(found.eligible_time),
+        "NumCPUs": _number(found.cpus),
+        "NumTasks": _number(found.ntasks),
+        "MinMemory": _megabytes(found.memory_per_node or found.memory_per_cpu),
+        "tres-alloc": _tres(found.allocated_tres) or requested,
+        "tres-per-job": _gres(_gpus_of_tres((name, number) for name, _, number in map(_halves, requested.split(",")))),
+        "tres-per-node": _gres(found.gres_per_node),
+        "tres-per-task": _tres(found.tres_per_task),
+        "OverSubscribe": found.resource_sharing or "",
+        "ReqNodes": found.required_nodes or "",
+        "ExcNodes": found.excluded_nodes or "",
+        "Account": found.account or "",
+        "QOS": found.qos or "",
+        "Reservation": found.reservation or "",
+        "Feature": ",".join(found.constraints or ()),
+        "Dependency": _dependency(found.dependencies),
+        "Reason": _text(lambda: found.state_reason),
+        "Name": _text(lambda: found.name),
+        "Comment": _text(lambda: found.comment),
+    }
+
+
+def node(found: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
+    """Words of `scontrol -o -d show node`. `gpus_used`: type -> number, from `gpus_of_jobs`, where TRES do not say."""
+    counted = _gpus_of_tres((found.allocated_tres or {}).items())
+    return {
+        "NodeName": found.name,
+        "State": found.state,
+        "Partitions": ",".join(found.partitions or ()),
+        "Arch": found.architecture or "",
+        "CPUTot": _number(found.total_cpus),
+        "CPUAlloc": _number(found.allocated_cpus),
+        "RealMemory": _number(found.real_memory),
+        "AllocMem": _number(found.allocated_memory),
+        "Gres": _gres(found.configured_gres),
+        "GresUsed": _gres(counted or gpus_used),
+        "ActiveFeatures": ",".join(found.active_features or ()),
+        "Owner": found.owner or "",
+        "LastBusyTime": _number(found.last_busy_time),
+    }
+
+
+def gpus_of_jobs(jobs: Sequence[Any], nodes: Sequence[Any]) -> dict[str, dict[str, int]]:
+    """Node -> type of GPU -> number that jobs were given, for sites that do not count GPUs as TRES.
+
+    Asked for only where there is something to find: this call of pyslurm's reads structures that changed between
+    versions of Slurm (it ended the process with 24.11, PySlurm issue 380).
+    """
+    unknown = {
+        found.name
+        for found in nodes
+        if found.allocated_cpus
+        and any(name.startswith("gpu") for name in found.configured_gres or {})
+        and not any(name.startswith("gres/gpu") for name in found.allocated_tres or {})
+    }
+    used: dict[str, dict[str, int]] = {}
+    if not unknown:
+        return used
+    for found in jobs:
+        if found.state not in ("RUNNING", "COMPLETING", "SUSPENDED"):
+            continue
+        for name, layout in found.get_resource_layout_per_node().items():
+            for gres, given in layout["gres"].items():
+                if name in unknown and gres.startswith("gpu"):
+                    number = given["count"] if isinstance(given, dict) else given
+                    types = used.setdefault(name, {})
+                    types[gres] = types.get(gres, 0) + number
+    return used
+
+
+def partition(found: Any) -> dict[str, str]:
+    """Words of `scontrol -o show partition`."""
+    return {
+        "PartitionName": found.name,
+        "Nodes": found.nodes or "",
+        "MaxTime": str(found.max_time or ""),  # minutes, or UNLIMITED
+        "State": found.state,
+        "Default": _yes(found.is_default),
+        "PriorityTier": _number(found.priority_tier),
+        "PreemptMode": found.preempt_mode or "",
+        "GraceTime": _number(found.preemption_grace_time),
+        "OverSubscribe": found.oversubscribe or "",
+        "ExclusiveUser": _yes(found.is_user_exclusive),
+        "MaxNodes": _number(found.max_nodes),
+        "RootOnly": _yes(found.is_root_only),
+        "AllowAccounts": ",".join(found.allowed_accounts),
+        "DenyAccounts": ",".join(found.denied_accounts),
+        "AllowQos": ",".join(found.allowed_qos),
+        "DenyQos": ",".join(found.denied_qos),
+        "ReqResv": _yes(found.requires_reservation),
+    }
+
+
+def reservation(found: Any) -> dict[str, str]:
+    """Words of `scontrol -o show reservation`. Flags that pyslurm has no name for are left out."""
+    flags = [flag.name for flag in type(found.flags) if flag in found.flags]
+    return {
+        "ReservationName": found.name or "",
+        "Nodes": found.nodes or "",
+        "StartTime": _number(found.start_time),
+        "EndTime": _number(found.end_time),
+        "Flags": ",".join(_RESERVATION_FLAGS.get(name, name) for name in flags),
+    }
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _yes(value: Any) -> str:
+    return "YES" if value else "NO"
+
+
+def _megabytes(value: int | None) -> str:
+    return f"{value}M" if value else ""
+
+
+def _tres(value: Any) -> str:
+    return (value.raw_str or "") if value is not None else ""
+
+
+def _halves(item: str) -> tuple[str, str, str]:
+    return item.partition("=")
+
+
+def _gpus_of_tres(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """GPUs among TRES: of `gres/gpu=4,gres/gpu:a100=4` the types, else the total."""
+    found = {name.removeprefix("gres/"): number for name, number in items if name.startswith("gres/gpu")}
+    return {name: number for name, number in found.items() if name != "gpu"} or found
+
+
+def _gres(value: Mapping[str, Any] | None) -> str:
+    return ",".join(f"{name}:{number}" for name, number in (value or {}).items())
+
+
+def _dependency(value: Mapping[str, Any] | None) -> str:
+    """`afterok:12,singleton` of what pyslurm has taken apart."""
+    found = value or {}
+    words = [f"{kind}:{':'.join(map(str, jobs))}" for kind, jobs in found.items() if isinstance(jobs, list) and jobs]
+    return ",".join([*words, "singleton"] if found.get("singleton") else words)
+
+
+def _text(read: Callable[[], str | None]) -> str:
+    """What users may fill with any bytes; pyslurm reads them as UTF-8 or not at all."""
+    try:
+        return read() or ""
+    except UnicodeDecodeError:
+        return ""

@@ -1,0 +1,144 @@
+"""What only a real pyslurm against its real Slurm can show; skipped where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+import psutil
+import pytest
+
+from fallow.model import ClusterState, JobRequest
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.pyslurm_client import PyslurmClient
+from fallow.testbed.cluster import Testbed
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("pyslurm_installed")]
+
+T = TypeVar("T")
+
+
+async def until(ask: Callable[[], Awaitable[T | None]], seconds: float = 20.0) -> T:
+    deadline = time.monotonic() + seconds
+    while (found := await ask()) is None:
+        assert time.monotonic() < deadline, "condition not reached"
+        await asyncio.sleep(0.1)
+    return found
+
+
+def submit(testbed: Testbed, *options: str) -> str:
+    return testbed.slurm("sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep 120").strip()
+
+
+def rounded(state: ClusterState) -> dict[str, object]:
+    """What two polls of the same moment must agree on. pyslurm gives excluded nodes, too; squeue has no field for them.
+
+    The start and end that are planned for a pending job move with the scheduler's clock.
+    """
+    jobs = [
+        msgspec.structs.replace(job, start_at=None, end_at=None) if job.state == "PENDING" else job
+        for job in state.jobs
+    ]
+    return {
+        "nodes": state.nodes,
+        "partitions": state.partitions,
+        "reservations": state.reservations,
+        "jobs": {job.job_id: msgspec.structs.replace(job, excluded_nodes=[]) for job in jobs},
+    }
+
+
+async def test_it_sees_what_the_commands_see(testbed: Testbed) -> None:
+    submit(testbed, "-J", "gpu", "--gres=gpu:1", "--nodelist=n2", "--time=5", "--comment=fallow:x")
+    submit(testbed, "-J", "whole", "--exclusive", "-w", "n1", "--time=1-0", "--mem=500")
+    submit(testbed, "-J", "two", "-p", "scavenge", "-N2", "-n4", "--gpus-per-task=1", "-w", "n3,n4", "--time=5")
+    submit(testbed, "-J", "later", "-N2", "--gpus-per-node=2", "--exclude=n4", "--time=5", "--begin=now+1hour")
+    submit(testbed, "-J", "after", "--dependency=afterok:1", "--mem-per-cpu=100", "-c2", "--hold")
+    submit(testbed, "-J", "het", "-N1", "--gres=gpu:1", "--begin=now+1hour", ":", "-N2")
+    submit(testbed, "-J", "array", "--array=1-3", "--mem=0", "--begin=now+1hour")
+    reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
+    testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
+    by_commands, by_pyslurm = CliClient(testbed.conf), PyslurmClient(testbed.conf)
+
+    async def same() -> ClusterState | None:
+        # The scheduler goes on in between: ask until nothing has changed around the poll.
+        before = rounded(await by_commands.poll("fallow-"))
+        state = await by_pyslurm.poll("fallow-")
+        if before != rounded(await by_commands.poll("fallow-")):
+            return None
+        running = [job for job in state.jobs if job.state == "RUNNING"]
+        if len(running) < 3:
+            return None
+        found = rounded(state)
+        assert found == before
+        return state
+
+    state = await until(same)
+    assert by_pyslurm.backend.startswith("pyslurm ")
+    nodes = {node.node: node for node in state.nodes}
+    assert (nodes["n2"].state, nodes["n2"].gpus, nodes["n2"].gpus_used) == ("MIXED", 4, 1)
+    assert [job.excluded_nodes for job in state.jobs if job.name == "later"] == [["n4"]]
+    assert len(state.jobs) == 8 and len(state.reservations) == 1
+    await by_pyslurm.close()
+
+
+async def test_names_and_comments_of_others_break_nothing(testbed: Testbed) -> None:
+    evil = "x\n7|N/A|root|RUNNING|caf\u00e9 'quoted' %j \\n"
+    submit(testbed, f"--job-name={evil}", f"--comment={evil}")
+    no_text = os.fsdecode(b"\xff\xfe")
+    submit(testbed, f"--job-name={no_text}", f"--comment={no_text}")
+    client = PyslurmClient(testbed.conf)
+    jobs = {job.job_id: job for job in (await client.poll("")).jobs}
+    assert client.backend.startswith("pyslurm ")
+    assert (jobs["1"].name, jobs["1"].comment) == (evil, evil)
+    assert (jobs["2"].name, jobs["2"].comment) == ("", ""), "no text that pyslurm can read"
+    await client.close()
+
+
+async def test_the_leader_of_a_heterogeneous_job_ends_it(testbed: Testbed) -> None:
+    client = PyslurmClient(testbed.conf)
+    request = JobRequest(
+        token="fallow-h",
+        options=["--time=5", "--nodes=1", "--output=/dev/null", ":", "--nodes=2"],
+        script="#!/bin/sh\nexec sleep 60\n",
+        environment={"PATH": "/usr/bin:/bin"},
+    )
+    leader = await client.submit(request)
+
+    async def states(wanted: str) -> bool | None:
+        found = [job.state for job in (await client.poll("fallow-")).jobs if job.het_job_id == leader]
+        return found == [wanted, wanted] or None
+
+    await until(lambda: states("RUNNING"))
+    await client.cancel([leader])
+    await until(lambda: states("CANCELLED"))
+    assert client.backend.startswith("pyslurm ")
+    await client.close()
+
+
+async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(testbed: Testbed) -> None:
+    client = PyslurmClient(testbed.conf, query_timeout_s=2.0)
+    await client.poll("fallow-")
+    pid = testbed.daemon_pid("slurmctld")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(SlurmUnavailable, match=r"no answer within 2 s"):
+            await client.poll("fallow-")
+        assert time.monotonic() - began < 3.0
+        assert psutil.Process().children() == []
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    async def back() -> bool | None:
+        return client.backend.startswith("pyslurm ") or (await client.poll("fallow-") and None)
+
+    assert (await client.poll("fallow-")).nodes, "by the commands"
+    assert client.backend.startswith("command line (pyslurm no answer within 2 s")
+    await until(back)
+    await client.close()
