@@ -1,0 +1,157 @@
+"""What pyslurm 25.11.2 gave for jobs, nodes and partitions of a real Slurm 25.11.7, turned into our own structs."""
+
+from __future__ import annotations
+
+import os
+from enum import Flag
+from types import SimpleNamespace
+
+from fallow.slurm import parse, pyslurm_rows
+from fallow.slurm.state import user_name
+
+JOB = {
+    "id": 7,
+    "name": "h",
+    "user_id": os.getuid(),
+    "state": "PENDING",
+    "state_reason": "Resources",
+    "partition": "normal",
+    "allocated_nodes": None,
+    "num_nodes": 2,
+    "scheduled_nodes": "n[1-2]",
+    "submit_time": 1795280956,
+    "start_time": 1795281555,
+    "end_time": 1795282155,
+    "time_limit": 10,
+    "preempt_time": None,
+    "priority": 1,
+    "comment": None,
+    "heterogeneous_id": 7,
+    "account": None,
+    "qos": None,
+    "constraints": ["a100", "ib"],
+    "cpus": 4,
+    "ntasks": 1,
+    "memory_per_cpu": 1000,
+    "memory_per_node": None,
+    "gres_per_node": {"gres/gpu": 1},
+    "tres_per_task": None,
+    "allocated_tres": None,
+    "requested_tres": SimpleNamespace(raw_str="cpu=4,mem=4000M,node=2,billing=4"),
+    "resource_sharing": "NO",
+    "required_nodes": None,
+    "excluded_nodes": "n[3-4]",
+    "eligible_time": None,
+    "reservation": None,
+    "dependencies": {"after": [], "afterok": ["1(unfulfilled)"], "singleton": True, "satisfy": "all"},
+}
+NODE = {
+    "name": "n2",
+    "architecture": "x86_64",
+    "configured_gres": {"gpu": 4},
+    "owner": None,
+    "state": "MIXED+PLANNED",
+    "partitions": ["normal", "scavenge"],
+    "total_cpus": 4,
+    "allocated_cpus": 1,
+    "real_memory": 4000,
+    "allocated_memory": 1000,
+    "active_features": [],
+    "last_busy_time": 1795280954,
+    "allocated_tres": {"cpu": 1, "mem": "1000M"},
+}
+
+
+def job_of(**changes: object) -> SimpleNamespace:
+    return SimpleNamespace(**JOB | changes)
+
+
+def test_a_pending_component() -> None:
+    job = parse.job(pyslurm_rows.job(job_of()))
+    assert (job.job_id, job.het_job_id, job.user, job.state) == ("7", "7", user_name(os.getuid()), "PENDING")
+    assert (job.nodes, job.planned_nodes, job.excluded_nodes) == ([], ["n1", "n2"], ["n3", "n4"])
+    assert (job.start_at, job.end_at, job.time_limit_s) == (1795281555.0, 1795282155.0, 600.0)
+    assert (job.preempt_at, job.eligible_at, job.comment) == (None, None, "")
+    assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
+    assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
+
+
+def test_an_ordinary_job_without_limit() -> None:
+    job = parse.job(pyslurm_rows.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
+    assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, "")
+
+
+def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:
+    counted = SimpleNamespace(raw_str="cpu=4,node=2,gres/gpu=3,gres/gpu:a100=3")
+    job = parse.job(pyslurm_rows.job(job_of(gres_per_node={}, requested_tres=counted)))
+    assert (job.gpus_per_node, job.gpu_type) == (2, "a100"), "3 on 2 nodes"
+
+
+def test_names_that_are_no_text_are_empty() -> None:
+    class Undecodable(SimpleNamespace):
+        @property
+        def name(self) -> str:
+            return b"\xff".decode()
+
+    fields = {name: value for name, value in JOB.items() if name != "name"}
+    assert parse.job(pyslurm_rows.job(Undecodable(**fields))).name == ""
+
+
+def test_gpus_in_use_come_from_the_jobs_where_tres_do_not_tell() -> None:
+    layout = {"n2": {"gres": {"gpu": {"count": 1, "indexes": "0"}}}, "n9": {"gres": {"gpu:a100": 2}}}
+    running = SimpleNamespace(state="RUNNING", get_resource_layout_per_node=lambda: layout)
+    node = SimpleNamespace(**NODE)
+    used = pyslurm_rows.gpus_of_jobs([running, job_of()], [node])
+    assert used == {"n2": {"gpu": 1}}, "only nodes of which it is not known"
+    info = parse.node(pyslurm_rows.node(node, used["n2"]))
+    assert (info.state, info.flags, info.gpus, info.gpus_used) == ("MIXED", ["PLANNED"], 4, 1)
+    assert (info.cpus, info.cpus_used, info.memory_mb, info.memory_used_mb) == (4, 1, 4000, 1000)
+
+
+def test_gpus_in_use_come_from_tres_where_they_tell() -> None:
+    counted = {"cpu": 1, "gres/gpu": 3, "gres/gpu:a100": 3}
+    node = SimpleNamespace(**NODE | {"allocated_tres": counted, "configured_gres": {"gpu:a100": 4}})
+    assert pyslurm_rows.gpus_of_jobs([SimpleNamespace(state="RUNNING")], [node]) == {}, "no job is asked"
+    info = parse.node(pyslurm_rows.node(node, {}))
+    assert (info.gpus_used, info.gpu_types, info.gpu_types_used) == (3, {"a100": 4}, {"a100": 3})
+
+
+def test_partitions_and_reservations() -> None:
+    found = SimpleNamespace(
+        name="scavenge",
+        nodes="n[1-4]",
+        max_time=1440,
+        state="UP",
+        is_default=False,
+        priority_tier=1,
+        preempt_mode="REQUEUE",
+        preemption_grace_time=10,
+        oversubscribe="EXCLUSIVE",
+        is_user_exclusive=False,
+        max_nodes="UNLIMITED",
+        is_root_only=False,
+        requires_reservation=False,
+        allowed_accounts=["ALL"],
+        denied_accounts=["ALL"],
+        allowed_qos=["low"],
+        denied_qos=["ALL"],
+    )
+    info = parse.partition(pyslurm_rows.partition(found))
+    assert (info.partition, info.nodes, info.max_time_s, info.up) == (
+        "scavenge",
+        ["n1", "n2", "n3", "n4"],
+        86400.0,
+        True,
+    )
+    assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
+    assert (info.allow_accounts, info.deny_accounts, info.allow_qos) == ([], [], ["low"])
+
+    class Flags(Flag):
+        MAINTENANCE = 1
+        IGNORE_RUNNING_JOBS = 2
+        DAILY = 4
+
+    maint = SimpleNamespace(name="maint", nodes="n[1-2]", start_time=1795288156, end_time=1795291756, flags=Flags(3))
+    [reservation] = parse.reservation(pyslurm_rows.reservation(maint))
+    assert (reservation.nodes, reservation.flags) == (["n1", "n2"], ["MAINT", "IGNORE_JOBS"])
+    assert reservation.end_at - reservation.start_at == 3600.0
