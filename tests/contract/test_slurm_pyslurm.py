@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,13 @@ from fallow.testbed.cluster import Testbed
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("pyslurm_installed")]
 
 T = TypeVar("T")
+
+
+@pytest.fixture
+async def client(testbed: Testbed) -> AsyncIterator[PyslurmClient]:
+    client = PyslurmClient(testbed.conf, query_timeout_s=5.0)
+    yield client
+    await client.close()
 
 
 async def until(ask: Callable[[], Awaitable[T | None]], seconds: float = 20.0) -> T:
@@ -53,9 +60,9 @@ def rounded(state: ClusterState) -> dict[str, object]:
     }
 
 
-async def test_it_sees_what_the_commands_see(testbed: Testbed) -> None:
+async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmClient) -> None:
     submit(testbed, "-J", "gpu", "--gres=gpu:1", "--nodelist=n2", "--time=5", "--comment=fallow:x")
-    submit(testbed, "-J", "whole", "--exclusive", "-w", "n1", "--time=1-0", "--mem=500")
+    submit(testbed, "-J", "whole", "--exclusive", "-w", "n1", "--time=30", "--mem=500")
     submit(testbed, "-J", "two", "-p", "scavenge", "-N2", "-n4", "--gpus-per-task=1", "-w", "n3,n4", "--time=5")
     submit(testbed, "-J", "later", "-N2", "--gpus-per-node=2", "--exclude=n4", "--time=5", "--begin=now+1hour")
     submit(testbed, "-J", "after", "--dependency=afterok:1", "--mem-per-cpu=100", "-c2", "--hold")
@@ -63,45 +70,37 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed) -> None:
     submit(testbed, "-J", "array", "--array=1-3", "--mem=0", "--begin=now+1hour")
     reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
-    by_commands, by_pyslurm = CliClient(testbed.conf), PyslurmClient(testbed.conf)
+    commands = CliClient(testbed.conf)
 
     async def same() -> ClusterState | None:
         # The scheduler goes on in between: ask until nothing has changed around the poll.
-        before = rounded(await by_commands.poll("fallow-"))
-        state = await by_pyslurm.poll("fallow-")
-        if before != rounded(await by_commands.poll("fallow-")):
+        before = rounded(await commands.poll("fallow-"))
+        state = await client.poll("fallow-")
+        if before != rounded(await commands.poll("fallow-")):
             return None
-        running = [job for job in state.jobs if job.state == "RUNNING"]
-        if len(running) < 3:
-            return None
-        found = rounded(state)
-        assert found == before
-        return state
+        assert rounded(state) == before
+        return state if [job.state for job in state.jobs].count("RUNNING") == 3 else None
 
     state = await until(same)
-    assert by_pyslurm.backend.startswith("pyslurm ")
+    assert client.backend.startswith("pyslurm ")
     nodes = {node.node: node for node in state.nodes}
     assert (nodes["n2"].state, nodes["n2"].gpus, nodes["n2"].gpus_used) == ("MIXED", 4, 1)
     assert [job.excluded_nodes for job in state.jobs if job.name == "later"] == [["n4"]]
     assert len(state.jobs) == 8 and len(state.reservations) == 1
-    await by_pyslurm.close()
 
 
-async def test_names_and_comments_of_others_break_nothing(testbed: Testbed) -> None:
+async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, client: PyslurmClient) -> None:
     evil = "x\n7|N/A|root|RUNNING|caf\u00e9 'quoted' %j \\n"
     submit(testbed, f"--job-name={evil}", f"--comment={evil}")
     no_text = os.fsdecode(b"\xff\xfe")
     submit(testbed, f"--job-name={no_text}", f"--comment={no_text}")
-    client = PyslurmClient(testbed.conf)
     jobs = {job.job_id: job for job in (await client.poll("")).jobs}
     assert client.backend.startswith("pyslurm ")
     assert (jobs["1"].name, jobs["1"].comment) == (evil, evil)
     assert (jobs["2"].name, jobs["2"].comment) == ("", ""), "no text that pyslurm can read"
-    await client.close()
 
 
-async def test_the_leader_of_a_heterogeneous_job_ends_it(testbed: Testbed) -> None:
-    client = PyslurmClient(testbed.conf)
+async def test_the_leader_of_a_heterogeneous_job_ends_it(client: PyslurmClient) -> None:
     request = JobRequest(
         token="fallow-h",
         options=["--time=5", "--nodes=1", "--output=/dev/null", ":", "--nodes=2"],
@@ -118,19 +117,19 @@ async def test_the_leader_of_a_heterogeneous_job_ends_it(testbed: Testbed) -> No
     await client.cancel([leader])
     await until(lambda: states("CANCELLED"))
     assert client.backend.startswith("pyslurm ")
-    await client.close()
 
 
-async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(testbed: Testbed) -> None:
-    client = PyslurmClient(testbed.conf, query_timeout_s=2.0)
+async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(
+    testbed: Testbed, client: PyslurmClient
+) -> None:
     await client.poll("fallow-")
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        with pytest.raises(SlurmUnavailable, match=r"no answer within 2 s"):
+        with pytest.raises(SlurmUnavailable, match=r"no answer within 5 s"):
             await client.poll("fallow-")
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 6.5
         assert psutil.Process().children() == []
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -139,6 +138,5 @@ async def test_a_hung_slurmctld_is_given_up_at_the_deadline_and_found_again(test
         return client.backend.startswith("pyslurm ") or (await client.poll("fallow-") and None)
 
     assert (await client.poll("fallow-")).nodes, "by the commands"
-    assert client.backend.startswith("command line (pyslurm no answer within 2 s")
+    assert client.backend.startswith("command line (pyslurm no answer within 5 s")
     await until(back)
-    await client.close()
