@@ -18,7 +18,7 @@ from fallow.worker.checkpoint.saver import Saver  # noqa: E402
 from fallow.worker.group import Group  # noqa: E402
 from fallow.worker.position import Position  # noqa: E402
 from fallow.worker.prepared import Gate, Prepared  # noqa: E402
-from fallow.worker.session import Progress  # noqa: E402
+from fallow.worker.progress import Progress  # noqa: E402
 
 
 class Session:

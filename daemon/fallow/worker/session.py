@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,42 +18,32 @@ import fallow
 from fallow.model import (
     PROTOCOL,
     Abort,
-    Beat,
     BeatAck,
     Checkpointed,
     CheckpointNoted,
     Commit,
     Dismiss,
-    Doing,
     Exit,
     FallowError,
     FromWorker,
     Held,
     Interrupt,
-    KvOp,
     KvReply,
-    KvRequest,
     Prepare,
     Refused,
     SaveCheckpoint,
     ToWorker,
-    Vote,
     Welcome,
     WorkerHello,
     WorkerReady,
 )
-from fallow.worker.group import Group, build_group, reap
-from fallow.worker.reach import unreachable
-from fallow.worker.rendezvous import HeadStore
+from fallow.worker.group import Group, reap
+from fallow.worker.progress import Progress
+from fallow.worker.questions import Questions
+from fallow.worker.upcoming import Upcoming
 
 _HELLO_S = 1.0
 """Repeat the first message until the head answers."""
-
-_REFUSAL_S = 1.0
-"""The head says that a rendezvous question has waited too long; that takes its way, too."""
-
-_ASK_AGAIN_S = 1.0
-"""Repeat a rendezvous question that may have been lost (only those that can be asked twice)."""
 
 _DELIVER_AGAIN_S = 1.0
 """Repeat the last message of a process until the head has heard of it."""
@@ -69,45 +58,6 @@ class Channel(Protocol):
     def start(self) -> None: ...
     def send(self, message: FromWorker) -> None: ...
     def close(self) -> Any: ...
-
-
-@dataclass(slots=True)
-class Progress:
-    """What the beats tell; written by the training thread, plain assignments only."""
-
-    generation: int = 0
-    step: int = 0
-    epoch: int = 0
-    reached: tuple[int, int] = (0, 0)
-    held: bool = False
-    loss: float | None = None
-    samples_per_s: float = 0.0
-    shards: int = 0
-    pace_s: float = 0.0
-    total_steps: int | None = None
-    scalars: dict[str, float] = field(default_factory=dict)
-    in_loop: bool = False
-    moved_at: float = field(default_factory=time.monotonic)
-    "when the training thread last began or ended a body"
-
-    def move(self, *, in_loop: bool = True) -> None:
-        """The training thread gets on."""
-        self.in_loop, self.moved_at = in_loop, time.monotonic()
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A generation that was announced: its group, once it stands (None for one who leaves)."""
-
-    prepare: Prepare
-    rank: int | None
-    group: Group | None = None
-    standing: bool = False
-    reason: str = ""
-    "why it could not be built"
-    cut_off: list[str] = field(default_factory=list)
-    "members to whom there is no connection, which is why"
-    committed: bool = False
 
 
 class Session:
@@ -131,7 +81,7 @@ class Session:
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._term = 0
-        self._next: Prepared | None = None
+        self._next: Upcoming | None = None
         self._highest = 0
         self._taken = 0
         self._held: Held | None = None
@@ -146,8 +96,7 @@ class Session:
         self._deadline: float | None = None
         self._checkpoint_wanted = False
         self._unnoted: dict[str, Checkpointed] = {}
-        self._asked: dict[int, KvReply | None] = {}
-        self._ask_number = 0
+        self._questions = Questions(self.send)
         self._acks = 0
         self.members_reached = 0, 0
         "where the members are in their data, as the head has last told"
@@ -228,29 +177,10 @@ class Session:
         )
 
     def _beat(self) -> None:
-        now = self.progress
         upcoming = self._next
         standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
-        doing, stalled_s = self._doing()
-        self.send(
-            Beat(
-                worker=self.worker,
-                generation=now.generation,
-                prepared=standing,
-                step=now.step,
-                held=now.held,
-                epoch=now.epoch,
-                reached=now.reached,
-                loss=now.loss,
-                samples_per_s=now.samples_per_s,
-                shards=now.shards,
-                pace_s=now.pace_s,
-                total_steps=now.total_steps,
-                scalars=now.scalars,
-                doing=doing,
-                stalled_s=stalled_s,
-            )
-        )
+        doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)
+        self.send(self.progress.beat(self.worker, standing, doing, stalled_s))
         self._report_held()
         with self._changed:
             unnoted = list(self._unnoted.values())
@@ -259,16 +189,6 @@ class Session:
         ready = self._ready
         if ready is not None and not self._ready_seen and upcoming is None:
             self.send(ready)
-
-    def _doing(self) -> tuple[Doing, float]:
-        """What the training thread is at, and for how many seconds without getting on."""
-        now, group, awaiting = time.monotonic(), self._current, self._awaiting_since
-        if awaiting is not None:
-            return Doing.WAITING, now - awaiting
-        if group is not None and group.waiting:
-            return Doing.WAITING, now - group.turned_at
-        doing = Doing.WORKING if self.progress.in_loop else Doing.OUTSIDE
-        return doing, now - max(self.progress.moved_at, group.turned_at if group is not None else 0.0)
 
     # ------------------------------------------------------------------------------------------- what the head says
 
@@ -308,15 +228,13 @@ class Session:
                     self._end = FallowError(message.message, _exit(message.code))
                     self._break(self._highest, message.message)
                 case KvReply():
-                    if message.id in self._asked:
-                        self._asked[message.id] = message
+                    self._questions.answer(message)
             self._changed.notify_all()
 
     def _on_prepare(self, prepare: Prepare) -> None:
         known = self._next
         if known is not None and known.prepare.generation == prepare.generation:
-            if known.standing or known.reason:
-                self._vote(known)
+            self._vote(known)
             return
         if prepare.generation <= self._highest:
             return
@@ -325,7 +243,7 @@ class Session:
         if prepare.interrupt:
             self._break(prepare.replaces, "the head replaces this generation")
         ranks = [rank for rank, peer in enumerate(prepare.members) if peer.worker == self.worker]
-        self._next = Prepared(prepare, ranks[0] if ranks else None)
+        self._next = Upcoming(prepare, ranks[0] if ranks else None)
         threading.Thread(
             target=self._build, args=(self._next,), name=f"build-{prepare.generation}", daemon=True
         ).start()
@@ -336,9 +254,8 @@ class Session:
 
     def _drop_next(self, reason: str) -> None:
         dropped, self._next = self._next, None
-        if dropped is not None and dropped.group is not None:
-            dropped.group.interrupt(reason)
-            reap(dropped.group)
+        if dropped is not None and dropped.built is not None:
+            dropped.built.drop(reason)
 
     def _break(self, generation: int, reason: str) -> None:
         if generation > self._broken_upto:
@@ -346,76 +263,23 @@ class Session:
         if self._current is not None and self._current.generation <= self._broken_upto:
             self._current.interrupt(reason)
 
-    def _build(self, upcoming: Prepared) -> None:
-        prepare = upcoming.prepare
-        group: Group | None = None
-        reason, cut_off = "", []
-        if upcoming.rank is not None:
-            size = len(prepare.members)
-            # The head must have the votes, which say whom it is better to do without, before its own patience ends.
-            patience_s = 0.8 * prepare.timeout_s
-            end = time.monotonic() + patience_s
-            store = HeadStore(prepare.generation, self._ask, patience_s)
-            try:
-                lost = unreachable(store, upcoming.rank, size, self._address, 0.8 * patience_s)
-                cut_off = [prepare.members[rank].worker for rank in lost]
-                if not cut_off:
-                    left_s = max(0.1, end - time.monotonic())
-                    holds = self.progress.generation > 0
-                    group = build_group(
-                        prepare.generation, upcoming.rank, size, store, self._address, left_s, holds=holds
-                    )
-            except FallowError as error:
-                reason = error.message
-            except RuntimeError as error:
-                reason = f"rendezvous of generation {prepare.generation}: {error}"
-            if cut_off:
-                reason = f"{self.worker} at {self._address} has no connection to {', '.join(cut_off)}"
+    def _build(self, upcoming: Upcoming) -> None:
+        holds = self.progress.generation > 0
+        built = upcoming.build(self.worker, self._address, self._questions.ask, holds=holds)
         with self._changed:
-            if self._next is not upcoming:
-                if group is not None:
-                    group.interrupt("superseded")
-                    reap(group)
-                return
-            upcoming.group = group
-            upcoming.standing = not reason
-            upcoming.reason, upcoming.cut_off = reason, cut_off
-            self._changed.notify_all()
-        self._vote(upcoming)
+            wanted = self._next is upcoming
+            if wanted:
+                upcoming.built = built
+                self._changed.notify_all()
+        if wanted:
+            self._vote(upcoming)
+        else:
+            built.drop("superseded")
 
-    def _vote(self, on: Prepared) -> None:
-        generation = on.prepare.generation
-        self.send(
-            Vote(
-                worker=self.worker,
-                generation=generation,
-                ok=on.standing,
-                reason=on.reason,
-                unreachable=on.cut_off,
-            )
-        )
-
-    def _ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
-        with self._changed:
-            self._ask_number += 1
-            number = self._ask_number
-            self._asked[number] = None
-        request = KvRequest(id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s)
-        end = time.monotonic() + timeout_s + _REFUSAL_S
-        try:
-            while True:
-                self.send(request)
-                left = end - time.monotonic()
-                with self._changed:
-                    self._changed.wait_for(lambda: self._asked[number] is not None, max(0.0, min(left, _ASK_AGAIN_S)))
-                    reply = self._asked[number]
-                if reply is not None:
-                    return reply
-                if left <= 0:
-                    raise RuntimeError(f"the head did not answer {op} {keys} within {timeout_s:g} s")
-        finally:
-            with self._changed:
-                del self._asked[number]
+    def _vote(self, on: Upcoming) -> None:
+        vote = on.vote(self.worker)
+        if vote is not None:
+            self.send(vote)
 
     # ------------------------------------------------------------------------------------------- the training thread
 
@@ -457,7 +321,7 @@ class Session:
             self._unnoted[written.path] = written
         self.send(written)
 
-    def await_commit(self, meanwhile: Callable[[], bool]) -> Prepared:
+    def await_commit(self, meanwhile: Callable[[], bool]) -> Upcoming:
         """Wait until a newer generation is committed and its group stands, then make it the current one.
 
         Args:
@@ -476,7 +340,7 @@ class Session:
             self._retired.append(old)
         return taken
 
-    def _take_committed(self, meanwhile: Callable[[], bool]) -> tuple[Prepared, Group | None]:
+    def _take_committed(self, meanwhile: Callable[[], bool]) -> tuple[Upcoming, Group | None]:
         assert self._welcome is not None
         busy = True
         with self._changed:

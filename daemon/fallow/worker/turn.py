@@ -15,10 +15,10 @@ from fallow.worker.group import Group, Interrupted
 from fallow.worker.handover import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
-from fallow.worker.session import Prepared as Upcoming
 from fallow.worker.signature import signature
 from fallow.worker.standing import FRESH
 from fallow.worker.switch import exchange
+from fallow.worker.upcoming import Upcoming
 
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
 "A fixed world's only generation."
