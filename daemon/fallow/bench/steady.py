@@ -68,12 +68,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def run(settings: Settings, progress: Progress) -> list[Row]:
     """All worlds and models that were asked for, with 1 and 4 shards on each member."""
     rows = []
-    for members in settings.members:
-        for params in settings.params:
-            for shards in (1, 4):
-                progress(f"steady: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-                figures = measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS)
-                rows.append(row(figures))
+    for params, members in settings.worlds:
+        for shards in (1, 4):
+            progress(f"steady: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
+            figures = measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS)
+            rows.append(row(figures))
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,11 +40,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.processes:
-            family = _family(process.pid)
-            for one in family:
-                one.kill()
-            psutil.wait_procs(family, timeout=10)
-            process.wait(10)
+            kill_node(process)
 
     def start(self, argv: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
         """One more process, with these variables beside our own; its output goes to the log folder."""
@@ -99,17 +96,13 @@ def kill_worker(process: subprocess.Popen[bytes]) -> float:
 
 def kill_node(process: subprocess.Popen[bytes]) -> float:
     """SIGKILL an agent with all that it has started, as a node's failure would; returns when."""
-    family = _family(process.pid)
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
     at = time.monotonic()
     for one in family:
-        one.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait(10)
     return at
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return []
