@@ -26,6 +26,7 @@ from fallow.worker.arithmetic import SMALL, Arithmetic, Floating
 from fallow.worker.buckets import Bucket, Buckets
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
+from fallow.worker.state import as_bytes
 
 
 @dataclass(slots=True)
@@ -479,7 +480,7 @@ class Reducer:
 
 
 def _gather_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([as_bytes(t.detach().to("cpu").contiguous()) for t in tensors])
 
 
 def _scatter_bytes(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
