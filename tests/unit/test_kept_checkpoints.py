@@ -9,8 +9,11 @@ from fallow.core.checkpoints import spare
 from fallow.core.membership import Membership
 from fallow.core.roster import Saved
 from fallow.model import (
+    Beat,
     ChangeKind,
+    CheckpointDamaged,
     Checkpointed,
+    CheckpointFailed,
     Commit,
     Interrupt,
     Prepare,
@@ -56,7 +59,7 @@ def test_a_damaged_one_is_passed_over_and_goes_when_enough_came_after_it() -> No
     m = started("w0")
     tell(m, written("w0", 1, 10))
     tell(m, written("w0", 1, 20))
-    out = m.handle(ev.CheckpointUnusable(at=9, worker="w0", path="/c1-20", reason="20 is torn"))
+    out = m.handle(ev.Said(at=9, message=CheckpointDamaged(worker="w0", path="/c1-20", reason="20 is torn")))
     (record,) = [i for i in out if isinstance(i, ev.Record)]
     assert (record.kind, record.text) == ("damaged", "20 is torn; that of step 10 is used")
     assert usable(m) == [10]
@@ -70,7 +73,7 @@ def test_if_none_can_be_used_the_run_fails_with_advice_instead_of_beginning_agai
     m.handle(ev.WorkerGone(at=9, worker="w0", reason="killed by signal 9"))
     join(m, "w1", at=9)
     assert m.roster.status is RunStatus.SUSPENDED
-    m.handle(ev.CheckpointUnusable(at=9, worker="w1", path="/c1-10", reason="10 is torn"))
+    m.handle(ev.Said(at=9, message=CheckpointDamaged(worker="w1", path="/c1-10", reason="10 is torn")))
     assert m.roster.status is RunStatus.FAILED
     assert "10 is torn; no older checkpoint is left. Put a good copy" in m.roster.message
 
@@ -80,7 +83,9 @@ def test_a_failure_is_told_once_however_many_members_saw_it() -> None:
     records = [
         i
         for worker in ("w0", "w1")
-        for i in m.handle(ev.CheckpointGivenUp(at=9, worker=worker, generation=1, step=5, reason="disk full"))
+        for i in m.handle(
+            ev.Said(at=9, message=CheckpointFailed(worker=worker, generation=1, step=5, reason="disk full"))
+        )
         if isinstance(i, ev.Record)
     ]
     assert [record.text for record in records] == ["disk full"]
@@ -94,7 +99,7 @@ def test_rolling_back_drops_what_members_hold() -> None:
     for step in (10, 20):
         tell(m, written("w0", 1, step), keep=3)
     for worker in ("w0", "w1"):
-        m.handle(ev.WorkerBeat(at=9, worker=worker, generation=1, prepared=1, step=25, held=False))
+        m.handle(ev.Said(at=9, message=Beat(worker=worker, generation=1, prepared=1, step=25, held=False)))
     out = m.handle(ev.RollbackWanted(at=9, step=10))
     assert told(out, Interrupt).keys() == {"w0", "w1"}
     prepares = told(out, Prepare)
@@ -103,7 +108,7 @@ def test_rolling_back_drops_what_members_hold() -> None:
     assert m.roster.change.kind is ChangeKind.START
     assert not any(worker.has_state for worker in m.roster.workers.values())
     # Beats of the old generation say nothing any more.
-    m.handle(ev.WorkerBeat(at=9, worker="w0", generation=1, prepared=1, step=26, held=True))
+    m.handle(ev.Said(at=9, message=Beat(worker="w0", generation=1, prepared=1, step=26, held=True)))
     assert m.roster.workers["w0"].step == 10
     # One that was finished by then is of no use: going on from it would mix two histories.
     tell(m, written("w0", 1, 26), keep=3)

@@ -14,18 +14,28 @@ from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
 from fallow.model import (
+    PROTOCOL,
     Abort,
+    Active,
+    Beat,
     ChangeKind,
     Checkpointed,
     Commit,
     Dismiss,
+    Failed,
+    Finished,
+    Held,
     Interrupt,
+    Left,
     Message,
     Parts,
     Prepare,
     Refused,
     RunStatus,
+    Vote,
+    WorkerHello,
     WorkerPhase,
+    WorkerReady,
 )
 
 TIMING = Timing(prepare_s=10, start_s=60, lease_s=10, held_grace_s=0.3)
@@ -39,8 +49,11 @@ def new_machine(min_members: int = 1, max_members: int = 8) -> Membership:
 def ready(
     worker: str, at: float = 0.0, signature: str = "s", layout: tuple[str, ...] = ("w float32[2]",), shards: int = 8
 ):
-    return ev.WorkerIsReady(
-        at=at, worker=worker, signature=signature, layout=list(layout), shards=shards, global_batch=16, total_steps=100
+    return ev.Said(
+        at=at,
+        message=WorkerReady(
+            worker=worker, signature=signature, layout=list(layout), shards=shards, global_batch=16, total_steps=100
+        ),
     )
 
 
@@ -50,7 +63,12 @@ def tells(instructions: list[ev.Instruction], kind: type[Message]) -> list[str]:
 
 def join(m: Membership, worker: str, at: float = 0.0) -> list[ev.Instruction]:
     m.handle(ev.WorkerExpected(at=at, worker=worker, token="t-" + worker, node="n-" + worker))
-    m.handle(ev.WorkerSaidHello(at=at, worker=worker, pid=1, address="127.0.0.1"))
+    m.handle(
+        ev.Said(
+            at=at,
+            message=WorkerHello(worker=worker, pid=1, address="127.0.0.1", protocol=PROTOCOL, version="0", torch="0"),
+        )
+    )
     return m.handle(ready(worker, at))
 
 
@@ -60,12 +78,17 @@ def finish_change(m: Membership, at: float = 0.0, first_step: int = 0) -> list[e
     assert change is not None
     out: list[ev.Instruction] = []
     for worker in change.participants:
-        out += m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+        out += m.handle(ev.Said(at=at, message=Vote(worker=worker, generation=change.generation, ok=True)))
     for worker in change.leavers:
-        out += m.handle(ev.WorkerLeft(at=at, worker=worker))
+        out += m.handle(ev.Said(at=at, message=Left(worker=worker, generation=1, step=0)))
     for worker in change.members:
         out += m.handle(
-            ev.WorkerActive(at=at, worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1)
+            ev.Said(
+                at=at,
+                message=Active(
+                    worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1, parts=Parts()
+                ),
+            )
         )
     return out
 
@@ -94,9 +117,9 @@ def test_commit_only_after_every_vote() -> None:
     join(m, "w2")
     generation = m.roster.high
     for worker in ("w0", "w2"):
-        assert not tells(m.handle(ev.VoteCast(at=0, worker=worker, generation=generation, ok=True)), Commit)
+        assert not tells(m.handle(ev.Said(at=0, message=Vote(worker=worker, generation=generation, ok=True))), Commit)
     assert m.roster.generation == 1
-    out = m.handle(ev.VoteCast(at=0, worker="w1", generation=generation, ok=True))
+    out = m.handle(ev.Said(at=0, message=Vote(worker="w1", generation=generation, ok=True)))
     assert tells(out, Commit) == ["w0", "w1", "w2"]
     assert m.roster.generation == generation
 
@@ -105,7 +128,7 @@ def test_vote_of_another_generation_does_not_count() -> None:
     m = started("w0")
     join(m, "w1")
     for worker in ("w0", "w1"):
-        m.handle(ev.VoteCast(at=0, worker=worker, generation=m.roster.high + 1, ok=True))
+        m.handle(ev.Said(at=0, message=Vote(worker=worker, generation=m.roster.high + 1, ok=True)))
     assert m.roster.change is not None
     assert not m.roster.change.committed
 
@@ -171,7 +194,7 @@ def test_death_after_the_commit_interrupts_both_generations() -> None:
     join(m, "w2")
     generation = m.roster.high
     for worker in ("w0", "w1", "w2"):
-        m.handle(ev.VoteCast(at=0, worker=worker, generation=generation, ok=True))
+        m.handle(ev.Said(at=0, message=Vote(worker=worker, generation=generation, ok=True)))
     out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
     interrupted = {
         (i.worker, i.message.generation) for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Interrupt)
@@ -188,8 +211,8 @@ def test_leaver_that_alone_has_the_state_is_kept() -> None:
     assert change is not None
     assert (change.members, change.leavers) == (["w2"], ["w0"])
     for worker in ("w0", "w2"):
-        m.handle(ev.VoteCast(at=3, worker=worker, generation=change.generation, ok=True))
-    m.handle(ev.WorkerHeld(at=4, worker="w0", generation=change.replaces, reason="reset"))
+        m.handle(ev.Said(at=3, message=Vote(worker=worker, generation=change.generation, ok=True)))
+    m.handle(ev.Said(at=4, message=Held(worker="w0", generation=change.replaces, reason="reset", step=0)))
     m.handle(ev.Ticked(at=5))
     change = m.roster.change
     assert change is not None
@@ -215,9 +238,9 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_comes_back() -> None
     out = m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="walltime"))
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
     assert prepare.members == []
-    m.handle(ev.VoteCast(at=1, worker="w0", generation=prepare.generation, ok=True))
+    m.handle(ev.Said(at=1, message=Vote(worker="w0", generation=prepare.generation, ok=True)))
     m.handle(ev.CheckpointWritten(at=2, written=written("w0", 1, 5), keep=2))
-    m.handle(ev.WorkerLeft(at=2, worker="w0"))
+    m.handle(ev.Said(at=2, message=Left(worker="w0", generation=1, step=0)))
     assert m.roster.status is RunStatus.SUSPENDED
     out = join(m, "w1", at=3)
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
@@ -229,7 +252,7 @@ def test_all_killed_goes_on_from_the_checkpoint_but_a_failing_script_ends_the_ru
     m.handle(ev.WorkerGone(at=1, worker="w0", reason="killed by signal 9"))
     assert m.roster.status is RunStatus.SUSPENDED
     m = started("w0", "w1")
-    m.handle(ev.WorkerFailed(at=1, worker="w0", code=1, message="ValueError: bad"))
+    m.handle(ev.Said(at=1, message=Failed(worker="w0", code=1, message="ValueError: bad")))
     m.handle(ev.WorkerGone(at=1, worker="w0", reason="exited with 1", code=1))
     out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="exited with 1", code=1))
     assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FAILED for i in out)
@@ -262,7 +285,7 @@ def test_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None:
         (ready("w1", shards=4), ["4", "8"]),
     ],
 )
-def test_newcomer_that_differs_is_refused_with_the_difference(event: ev.WorkerIsReady, words: list[str]) -> None:
+def test_newcomer_that_differs_is_refused_with_the_difference(event: ev.Said, words: list[str]) -> None:
     m = started("w0")
     m.handle(ev.WorkerExpected(at=0, worker="w1", token="t", node="n1"))
     out = m.handle(event)
@@ -274,7 +297,7 @@ def test_newcomer_that_differs_is_refused_with_the_difference(event: ev.WorkerIs
 
 def test_silent_member_is_ejected_after_its_lease() -> None:
     m = started("w0", "w1")
-    m.handle(ev.WorkerBeat(at=9, worker="w0", generation=1, prepared=1, step=3, held=False))
+    m.handle(ev.Said(at=9, message=Beat(worker="w0", generation=1, prepared=1, step=3, held=False)))
     out = m.handle(ev.Ticked(at=11))
     assert [i.worker for i in out if isinstance(i, ev.Kill)] == ["w1"]
     assert tells(out, Interrupt) == ["w0"]
@@ -282,7 +305,7 @@ def test_silent_member_is_ejected_after_its_lease() -> None:
 
 def test_broken_link_without_a_death_rebuilds_the_same_group() -> None:
     m = started("w0", "w1")
-    m.handle(ev.WorkerHeld(at=1.0, worker="w0", generation=1, reason="connection reset"))
+    m.handle(ev.Said(at=1.0, message=Held(worker="w0", generation=1, reason="connection reset", step=0)))
     assert m.roster.change is None, "the news of a death may still come"
     m.handle(ev.Ticked(at=1.4))
     assert m.roster.change is not None
@@ -294,10 +317,10 @@ def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_c
     m = started("w0", "w1", "w2")
     m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed"))
     for worker in ("w0", "w2"):
-        m.handle(ev.WorkerHeld(at=1.1, worker=worker, generation=1, reason="interrupted"))
+        m.handle(ev.Said(at=1.1, message=Held(worker=worker, generation=1, reason="interrupted", step=0)))
     finish_change(m, at=1.2)
     generation = m.roster.generation
-    late = ev.WorkerBeat(at=1.3, worker="w0", generation=1, prepared=generation, step=3, held=True)
+    late = ev.Said(at=1.3, message=Beat(worker="w0", generation=1, prepared=generation, step=3, held=True))
     m.handle(late)
     for at in (1.5, 2.0, 3.0):
         assert not tells(m.handle(ev.Ticked(at=at)), Interrupt)
@@ -347,8 +370,8 @@ def test_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> Non
     m.roster.limit = 2
     join(m, "w2")
     done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
-    assert not any(isinstance(i, ev.RunEnded) for i in m.handle(ev.WorkerFinished(at=1, worker="w0", **done)))
-    out = m.handle(ev.WorkerFinished(at=1, worker="w1", **done))
+    assert not any(isinstance(i, ev.RunEnded) for i in m.handle(ev.Said(at=1, message=Finished(worker="w0", **done))))
+    out = m.handle(ev.Said(at=1, message=Finished(worker="w1", **done)))
     assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)
     assert tells(out, Dismiss) == ["w2"]
 
@@ -358,12 +381,12 @@ def test_a_newcomer_whose_change_was_overtaken_by_the_end_is_not_waited_for() ->
     join(m, "w2")
     generation = m.roster.high
     for worker in ("w0", "w1", "w2"):
-        m.handle(ev.VoteCast(at=1, worker=worker, generation=generation, ok=True))
+        m.handle(ev.Said(at=1, message=Vote(worker=worker, generation=generation, ok=True)))
     assert m.roster.members == ["w0", "w1", "w2"], "it is committed"
     done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
-    m.handle(ev.WorkerFinished(at=1, worker="w0", **done))
+    m.handle(ev.Said(at=1, message=Finished(worker="w0", **done)))
     assert m.roster.status is RunStatus.TRAINING
-    out = m.handle(ev.WorkerFinished(at=1, worker="w1", **done))
+    out = m.handle(ev.Said(at=1, message=Finished(worker="w1", **done)))
     assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)
     assert tells(out, Dismiss) == ["w2"]
 
@@ -375,7 +398,7 @@ def test_a_head_that_comes_back_burns_what_was_only_prepared_and_keeps_what_was_
     stored = msgspec.msgpack.encode(m.roster)
     again = Membership(msgspec.msgpack.decode(stored, type=Roster), term=2, timing=TIMING, at=50.0, validate=True)
     assert again.roster.change is None
-    out = again.handle(ev.WorkerBeat(at=50, worker="w0", generation=1, prepared=generation, step=4, held=False))
+    out = again.handle(ev.Said(at=50, message=Beat(worker="w0", generation=1, prepared=generation, step=4, held=False)))
     assert again.roster.high > generation, "the number is never used again"
     assert tells(out, Prepare) == ["w0", "w1"]
 
@@ -384,12 +407,12 @@ def test_a_peer_that_missed_a_message_hears_it_again() -> None:
     m = started("w0")
     join(m, "w1")
     generation = m.roster.high
-    silent = ev.WorkerBeat(at=3, worker="w0", generation=1, prepared=1, step=4, held=False)
+    silent = ev.Said(at=3, message=Beat(worker="w0", generation=1, prepared=1, step=4, held=False))
     assert tells(m.handle(silent), Prepare) == ["w0"]
     for worker in ("w0", "w1"):
-        m.handle(ev.WorkerBeat(at=4, worker=worker, generation=1, prepared=generation, step=4, held=False))
+        m.handle(ev.Said(at=4, message=Beat(worker=worker, generation=1, prepared=generation, step=4, held=False)))
     assert m.roster.generation == generation, "a beat that shows the group stands is a vote"
-    behind = ev.WorkerBeat(at=7, worker="w0", generation=1, prepared=generation, step=4, held=False)
+    behind = ev.Said(at=7, message=Beat(worker="w0", generation=1, prepared=generation, step=4, held=False))
     assert tells(m.handle(behind), Commit) == ["w0"]
 
 
@@ -459,8 +482,9 @@ class World:
             lost = [n for n in others if w.name in others and frozenset((n, w.name)) in self.cut]
             if lost:
                 del w.prepared[message.generation]
-            vote = ev.VoteCast(
-                at=self.at, worker=w.name, generation=message.generation, ok=not lost, reason="cut", unreachable=lost
+            vote = ev.Said(
+                at=self.at,
+                message=Vote(worker=w.name, generation=message.generation, ok=not lost, reason="cut", unreachable=lost),
             )
             self.put(vote)
         elif isinstance(message, Abort):
@@ -481,7 +505,9 @@ class World:
         """A worker that stops says so, whoever told it to."""
         if not w.held:
             w.held = True
-            self.put(ev.WorkerHeld(at=self.at, worker=w.name, generation=w.generation, reason="interrupted"))
+            self.put(
+                ev.Said(at=self.at, message=Held(worker=w.name, generation=w.generation, reason="interrupted", step=0))
+            )
 
     def switch(self) -> None:
         """A committed generation whose old and new members have all heard of it passes its boundary."""
@@ -500,15 +526,18 @@ class World:
                     if not names:
                         new_one = written(w.name, prepare.replaces, w.step)
                         self.put(ev.CheckpointWritten(at=self.at, written=new_one, keep=2))
-                    self.put(ev.WorkerLeft(at=self.at, worker=w.name))
+                    self.put(ev.Said(at=self.at, message=Left(worker=w.name, generation=1, step=0)))
             assert generation not in self.active, "a generation becomes active once"
             self.active[generation] = tuple(names)
             self.generations.append(generation)
             for w in new:
                 w.generation, w.committed, w.held, w.has_state, w.step = generation, 0, False, True, step + 1
                 self.put(
-                    ev.WorkerActive(
-                        at=self.at, worker=w.name, generation=generation, first_step=step, pause_s=0.0, parts=Parts()
+                    ev.Said(
+                        at=self.at,
+                        message=Active(
+                            worker=w.name, generation=generation, first_step=step, pause_s=0.0, parts=Parts()
+                        ),
                     )
                 )
 
@@ -531,8 +560,11 @@ class World:
             elif w.alive:
                 prepared = max([*w.prepared, w.generation])
                 self.put(
-                    ev.WorkerBeat(
-                        at=self.at, worker=w.name, generation=w.generation, prepared=prepared, step=w.step, held=w.held
+                    ev.Said(
+                        at=self.at,
+                        message=Beat(
+                            worker=w.name, generation=w.generation, prepared=prepared, step=w.step, held=w.held
+                        ),
                     )
                 )
 

@@ -13,7 +13,25 @@ from fallow.core.links import to_drop
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
-from fallow.model import Abort, Commit, Doing, Interrupt, Message, Prepare, RunStatus, WorkerPhase
+from fallow.model import (
+    PROTOCOL,
+    Abort,
+    Active,
+    Beat,
+    Commit,
+    Doing,
+    Failed,
+    Finished,
+    Interrupt,
+    Message,
+    Parts,
+    Prepare,
+    RunStatus,
+    Vote,
+    WorkerHello,
+    WorkerPhase,
+    WorkerReady,
+)
 
 TIMING = Timing(prepare_s=30, rebuild_s=8, start_s=60, lease_s=10, progress_s=40, probe_s=5, stopped_s=1, bar_after=3)
 
@@ -33,9 +51,17 @@ def records(out: list[ev.Instruction], kind: str) -> list[ev.Record]:
 def join(m: Membership, worker: str, at: float = 0.0, node: str = "") -> list[ev.Instruction]:
     node = node or "n-" + worker
     m.handle(ev.WorkerExpected(at=at, worker=worker, token="t-" + node, node=node))
-    m.handle(ev.WorkerSaidHello(at=at, worker=worker, pid=1, address="127.0.0.1"))
+    m.handle(
+        ev.Said(
+            at=at,
+            message=WorkerHello(worker=worker, pid=1, address="127.0.0.1", protocol=PROTOCOL, version="0", torch="0"),
+        )
+    )
     return m.handle(
-        ev.WorkerIsReady(at=at, worker=worker, signature="s", layout=["w"], shards=8, global_batch=16, total_steps=100)
+        ev.Said(
+            at=at,
+            message=WorkerReady(worker=worker, signature="s", layout=["w"], shards=8, global_batch=16, total_steps=100),
+        )
     )
 
 
@@ -43,10 +69,15 @@ def finish_change(m: Membership, at: float = 0.0, first_step: int = 0) -> None:
     change = m.roster.change
     assert change is not None
     for worker in change.participants:
-        m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+        m.handle(ev.Said(at=at, message=Vote(worker=worker, generation=change.generation, ok=True)))
     for worker in change.members:
         m.handle(
-            ev.WorkerActive(at=at, worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1)
+            ev.Said(
+                at=at,
+                message=Active(
+                    worker=worker, generation=change.generation, first_step=first_step, pause_s=0.1, parts=Parts()
+                ),
+            )
         )
 
 
@@ -68,15 +99,17 @@ def beats(
     for worker, (what, stalled) in doing.items():
         generation = m.roster.generation if active is None else active
         out += m.handle(
-            ev.WorkerBeat(
+            ev.Said(
                 at=at,
-                worker=worker,
-                generation=generation,
-                prepared=m.roster.generation,
-                step=step,
-                held=False,
-                doing=what,
-                stalled_s=stalled,
+                message=Beat(
+                    worker=worker,
+                    generation=generation,
+                    prepared=m.roster.generation,
+                    step=step,
+                    held=False,
+                    doing=what,
+                    stalled_s=stalled,
+                ),
             )
         )
     return out + m.handle(ev.Ticked(at=at))
@@ -114,7 +147,7 @@ def test_a_hanging_member_is_ejected_from_a_generation_that_nobody_is_active_in_
     join(m, "w2")
     number = m.roster.high
     for worker in ("w0", "w1", "w2"):
-        m.handle(ev.VoteCast(at=1, worker=worker, generation=number, ok=True))
+        m.handle(ev.Said(at=1, message=Vote(worker=worker, generation=number, ok=True)))
     out = beats(m, 42, w0=(WAITING, 41), w1=(WORKING, 41), w2=(WAITING, 41))
     assert [k.worker for k in kills(out)] == ["w1"]
     assert m.roster.change is not None
@@ -148,7 +181,7 @@ def test_a_slow_link_is_looked_at_and_ejects_nobody() -> None:
     looked = m.roster.high
     votes: list[ev.Instruction] = []
     for worker in ("w0", "w1", "w2"):
-        votes += m.handle(ev.VoteCast(at=6.5, worker=worker, generation=looked, ok=True))
+        votes += m.handle(ev.Said(at=6.5, message=Vote(worker=worker, generation=looked, ok=True)))
     assert sorted(tells(votes, Abort)) == ["w0", "w1", "w2"]
     assert not tells(votes, Commit)
     assert m.roster.generation == 1
@@ -161,7 +194,7 @@ def votes(m: Membership, at: float = 1) -> None:
     change = m.roster.change
     assert change is not None
     for worker in change.participants:
-        m.handle(ev.VoteCast(at=at, worker=worker, generation=change.generation, ok=True))
+        m.handle(ev.Said(at=at, message=Vote(worker=worker, generation=change.generation, ok=True)))
     assert change.committed
 
 
@@ -187,9 +220,12 @@ def test_a_first_exchange_that_does_not_end_is_done_again_long_before_the_progre
     assert f"the first exchange of generation {broken} does not end" in change.reason
     for worker, other in (("w1", "w2"), ("w2", "w1")):
         m.handle(
-            ev.VoteCast(at=13, worker=worker, generation=change.generation, ok=False, reason="", unreachable=[other])
+            ev.Said(
+                at=13,
+                message=Vote(worker=worker, generation=change.generation, ok=False, reason="", unreachable=[other]),
+            )
         )
-    out = m.handle(ev.VoteCast(at=13, worker="w0", generation=change.generation, ok=True))
+    out = m.handle(ev.Said(at=13, message=Vote(worker="w0", generation=change.generation, ok=True)))
     assert [kill.worker for kill in kills(out)] == ["w2"], "the others have the state"
 
 
@@ -216,7 +252,12 @@ def test_a_leaver_in_a_long_body_breaks_nothing() -> None:
 def test_a_member_that_was_healed_is_told_of() -> None:
     m = first_exchange()
     out = m.handle(
-        ev.WorkerActive(at=2, worker="w1", generation=m.roster.generation, first_step=7, pause_s=0.1, healed=True)
+        ev.Said(
+            at=2,
+            message=Active(
+                worker="w1", generation=m.roster.generation, first_step=7, pause_s=0.1, healed=True, parts=Parts()
+            ),
+        )
     )
     (told,) = records(out, "healed")
     assert "w1 on n-w1: its weights were not those of most members at step 7; it has received theirs" in told.text
@@ -242,7 +283,7 @@ def test_a_joiner_is_not_kept_out_by_a_look_at_the_links() -> None:
     looked = m.roster.high
     out: list[ev.Instruction] = []
     for worker in ("w0", "w1"):
-        out += m.handle(ev.VoteCast(at=6.5, worker=worker, generation=looked, ok=True))
+        out += m.handle(ev.Said(at=6.5, message=Vote(worker=worker, generation=looked, ok=True)))
     assert tells(out, Prepare) == ["w0", "w1", "w2"]
 
 
@@ -253,7 +294,9 @@ def test_a_cut_link_drops_the_younger_of_the_two() -> None:
     cut = {"w0": ["w2"], "w1": [], "w2": ["w0"]}
     out: list[ev.Instruction] = []
     for worker, names in cut.items():
-        vote = ev.VoteCast(at=9, worker=worker, generation=looked, ok=not names, reason="cut", unreachable=names)
+        vote = ev.Said(
+            at=9, message=Vote(worker=worker, generation=looked, ok=not names, reason="cut", unreachable=names)
+        )
         out += m.handle(vote)
     assert [k.worker for k in kills(out)] == ["w2"]
     assert sorted(set(tells(out, Interrupt))) == ["w0", "w1"]
@@ -266,9 +309,13 @@ def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> No
     m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))
     number = m.roster.high
     # w1 is stopped: it never votes, and the first to notice is younger than it.
-    first = m.handle(ev.VoteCast(at=5, worker="w2", generation=number, ok=False, reason="", unreachable=["w1"]))
+    first = m.handle(
+        ev.Said(at=5, message=Vote(worker="w2", generation=number, ok=False, reason="", unreachable=["w1"]))
+    )
     assert not kills(first)
-    out = m.handle(ev.VoteCast(at=5.2, worker="w0", generation=number, ok=False, reason="", unreachable=["w1"]))
+    out = m.handle(
+        ev.Said(at=5.2, message=Vote(worker="w0", generation=number, ok=False, reason="", unreachable=["w1"]))
+    )
     assert [k.worker for k in kills(out)] == ["w1"]
     assert m.roster.change is not None
     assert m.roster.change.members == ["w0", "w2"]
@@ -277,7 +324,9 @@ def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> No
 def test_without_further_votes_it_is_decided_after_a_second() -> None:
     m = started("w0", "w1", "w2", "w3")
     m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))
-    m.handle(ev.VoteCast(at=5, worker="w2", generation=m.roster.high, ok=False, reason="", unreachable=["w1"]))
+    m.handle(
+        ev.Said(at=5, message=Vote(worker="w2", generation=m.roster.high, ok=False, reason="", unreachable=["w1"]))
+    )
     assert not kills(m.handle(ev.Ticked(at=5.9)))
     assert kills(m.handle(ev.Ticked(at=6.1)))
 
@@ -285,7 +334,7 @@ def test_without_further_votes_it_is_decided_after_a_second() -> None:
 def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     m = started("w0", "w1", "w2")
     m.handle(ev.WorkerGone(at=1, worker="w2", reason="killed", signal=9))
-    m.handle(ev.VoteCast(at=1, worker="w0", generation=m.roster.high, ok=True))
+    m.handle(ev.Said(at=1, message=Vote(worker="w0", generation=m.roster.high, ok=True)))
     beats(m, 8, w1=(WORKING, 7))
     assert not kills(m.handle(ev.Ticked(at=8.9)))
     assert [k.worker for k in kills(m.handle(ev.Ticked(at=9.1)))] == ["w1"]
@@ -295,8 +344,8 @@ def test_a_newcomer_that_is_cut_off_from_a_member_is_left_out_and_the_members_tr
     m = started("w0", "w1")
     join(m, "w2", at=1)
     number = m.roster.high
-    out = m.handle(ev.VoteCast(at=5, worker="w0", generation=number, ok=False, reason="", unreachable=["w2"]))
-    out += m.handle(ev.VoteCast(at=5, worker="w1", generation=number, ok=True))
+    out = m.handle(ev.Said(at=5, message=Vote(worker="w0", generation=number, ok=False, reason="", unreachable=["w2"])))
+    out += m.handle(ev.Said(at=5, message=Vote(worker="w1", generation=number, ok=True)))
     assert [k.worker for k in kills(out)] == ["w2"]
     assert sorted(set(tells(out, Abort))) == ["w0", "w1", "w2"]
     assert not tells(out, Interrupt)
@@ -307,9 +356,11 @@ def test_members_that_do_not_reach_each_other_in_a_planned_change_train_on_as_th
     m = started("w0", "w1")
     join(m, "w2", at=1)
     number = m.roster.high
-    out = m.handle(ev.VoteCast(at=5, worker="w0", generation=number, ok=False, reason="", unreachable=["w1"]))
-    out += m.handle(ev.VoteCast(at=5, worker="w1", generation=number, ok=False, reason="", unreachable=["w0"]))
-    out += m.handle(ev.VoteCast(at=5, worker="w2", generation=number, ok=True))
+    out = m.handle(ev.Said(at=5, message=Vote(worker="w0", generation=number, ok=False, reason="", unreachable=["w1"])))
+    out += m.handle(
+        ev.Said(at=5, message=Vote(worker="w1", generation=number, ok=False, reason="", unreachable=["w0"]))
+    )
+    out += m.handle(ev.Said(at=5, message=Vote(worker="w2", generation=number, ok=True)))
     assert not kills(out)
     assert not tells(out, Interrupt)
     assert m.roster.members == ["w0", "w1"]
@@ -349,14 +400,16 @@ def test_one_bad_node_is_found_whoever_it_is() -> None:
 
 def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = "ValueError at t.py:7") -> list:
     return m.handle(
-        ev.WorkerFailed(
+        ev.Said(
             at=at,
-            worker=worker,
-            code=1,
-            message="ValueError: bad",
-            signature=signature,
-            step=step,
-            traceback="Traceback: here",
+            message=Failed(
+                worker=worker,
+                code=1,
+                message="ValueError: bad",
+                signature=signature,
+                step=step,
+                traceback="Traceback: here",
+            ),
         )
     )
 
@@ -441,7 +494,7 @@ def test_a_node_with_three_failures_is_barred_except_where_a_schedule_decides(sc
 def test_a_failure_after_the_end_of_the_loop_does_not_undo_what_the_others_have_finished() -> None:
     m = started("w0", "w1")
     fail(m, "w0", 1, step=9)
-    m.handle(ev.WorkerFinished(at=1.1, worker="w1", generation=1, steps=9, digest="d", loss=1.0, samples=9))
+    m.handle(ev.Said(at=1.1, message=Finished(worker="w1", generation=1, steps=9, digest="d", loss=1.0, samples=9)))
     assert m.roster.status is RunStatus.FINISHED
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fallow.core import events as ev
 from fallow.core.joining import difference
 from fallow.core.roster import Roster
-from fallow.model import FallowError
+from fallow.model import (
+    FallowError,
+    WorkerReady,
+)
 from fallow.worker import signature as sg
 
 CPU = [torch.device("cpu")]
@@ -30,10 +32,10 @@ def settings() -> Iterator[None]:
 def refusal(members: list[str], newcomer: list[str]) -> str | None:
     roster = Roster(run="r", min_members=1, max_members=2, limit=2, signature="s", shards=2, global_batch=4)
     roster.arithmetic = members
-    event = ev.WorkerIsReady(
-        at=0, worker="w1", signature="s", layout=[], shards=2, global_batch=4, total_steps=1, arithmetic=newcomer
+    ready = WorkerReady(
+        worker="w1", signature="s", layout=[], shards=2, global_batch=4, total_steps=1, arithmetic=newcomer
     )
-    return difference(roster, event)
+    return difference(roster, ready)
 
 
 def test_equal_processes_have_equal_signatures_and_leave_the_generator_alone() -> None:

@@ -10,7 +10,7 @@ from fallow.core import events as ev
 from fallow.core.changes import Changes
 from fallow.core.effects import Effects
 from fallow.core.roster import Roster, Saved
-from fallow.model import ChangeKind, Checkpointed, RollbackReport, RunStatus
+from fallow.model import ChangeKind, CheckpointDamaged, Checkpointed, CheckpointFailed, RollbackReport, RunStatus
 
 
 class Checkpoints:
@@ -37,27 +37,27 @@ class Checkpoints:
             r.checkpoints.remove(saved)
             self._effects.add(ev.RemoveCheckpoint(saved.written.path))
 
-    def given_up(self, event: ev.CheckpointGivenUp) -> None:
+    def given_up(self, failed: CheckpointFailed, at: float) -> None:
         """One could not be written. Several members may say so; it is told once."""
-        r, which = self._roster, (event.generation, event.step)
+        r, which = self._roster, (failed.generation, failed.step)
         if r.checkpoint_given_up != which:
-            self._effects.record("checkpoint", event.reason, worker=event.worker, failed=True)
-        r.checkpoint_given_up, r.checkpoint_problem = which, event.reason
+            self._effects.record("checkpoint", failed.reason, worker=failed.worker, failed=True)
+        r.checkpoint_given_up, r.checkpoint_problem = which, failed.reason
 
-    def unusable(self, event: ev.CheckpointUnusable) -> None:
+    def unusable(self, damaged: CheckpointDamaged, at: float) -> None:
         """One could not be loaded; the member tries the next older one by itself."""
         r = self._roster
         for saved in r.checkpoints:
-            if saved.written.path == event.path and not saved.problem:
-                saved.problem = event.reason
+            if saved.written.path == damaged.path and not saved.problem:
+                saved.problem = damaged.reason
                 left = r.usable_checkpoints()
                 then = f"that of step {left[0].step} is used" if left else "no older one is left"
-                self._effects.record("damaged", f"{event.reason}; {then}", path=event.path, worker=event.worker)
+                self._effects.record("damaged", f"{damaged.reason}; {then}", path=damaged.path, worker=damaged.worker)
                 if not left and not self._held():
                     # Never from the beginning, silently: somebody may have a good copy.
                     self._changes.end(
                         RunStatus.FAILED,
-                        f"{event.reason}; no older checkpoint is left. Put a good copy in its place and submit the "
+                        f"{damaged.reason}; no older checkpoint is left. Put a good copy in its place and submit the "
                         "run again, or begin anew",
                     )
 

@@ -8,7 +8,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.model import Checkpointed, Doing, Parts, RunStatus, ToWorker
+from fallow.model import (
+    Active,
+    Beat,
+    CheckpointDamaged,
+    Checkpointed,
+    CheckpointFailed,
+    Failed,
+    Finished,
+    Held,
+    Left,
+    RunStatus,
+    ToWorker,
+    Vote,
+    WorkerHello,
+    WorkerReady,
+)
+
+AboutMembership = (
+    WorkerHello
+    | WorkerReady
+    | Vote
+    | Beat
+    | Active
+    | Held
+    | Left
+    | Failed
+    | Finished
+    | CheckpointFailed
+    | CheckpointDamaged
+)
+"""What a worker says that the machine takes as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,43 +56,10 @@ class WorkerExpected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSaidHello(Event):
-    worker: str
-    pid: int
-    address: str
+class Said(Event):
+    """A worker said this."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIsReady(Event):
-    worker: str
-    signature: str
-    layout: list[str]
-    shards: int
-    global_batch: int
-    total_steps: int | None
-    arithmetic: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VoteCast(Event):
-    worker: str
-    generation: int
-    ok: bool
-    reason: str = ""
-    unreachable: list[str] = field(default_factory=list)
-    "why not: these could not be reached"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerBeat(Event):
-    worker: str
-    generation: int
-    prepared: int
-    step: int
-    held: bool
-    doing: Doing = Doing.WORKING
-    stalled_s: float = 0.0
-    "for how long it has been at that, or in the same body"
+    message: AboutMembership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,46 +67,6 @@ class WorkerStopped(Event):
     """Its agent sees the process stopped (SIGSTOP). Said again with each of the agent's beats."""
 
     worker: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerActive(Event):
-    worker: str
-    generation: int
-    first_step: int
-    pause_s: float
-    parts: Parts = field(default_factory=Parts)
-    bytes_received: int = 0
-    bytes_behind: int = 0
-    steps_discarded: int = 0
-    healed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerHeld(Event):
-    """Its group broke, it stopped at the turn of the loop."""
-
-    worker: str
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLeft(Event):
-    worker: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailed(Event):
-    """The script raised (its process will end), with the message for the user."""
-
-    worker: str
-    code: int
-    message: str
-    signature: str = ""
-    step: int = 0
-    "finished steps of this worker"
-    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +82,6 @@ class WorkerGone(Event):
     signal: int | None = None
     tail: str = ""
     "last lines of its standard error"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFinished(Event):
-    worker: str
-    generation: int
-    steps: int
-    digest: str
-    loss: float | None
-    samples: int
-    repeated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,25 +107,6 @@ class CheckpointWritten(Event):
     written: Checkpointed
     keep: int
     "this many of the newest stay"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointGivenUp(Event):
-    """A checkpoint was not written."""
-
-    worker: str
-    generation: int
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointUnusable(Event):
-    """A checkpoint could not be loaded."""
-
-    worker: str
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

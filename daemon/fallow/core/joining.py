@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from fallow.core import events as ev
 from fallow.core.roster import Roster
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, WorkerReady
 
 
-def difference(roster: Roster, event: ev.WorkerIsReady) -> str | None:
+def difference(roster: Roster, newcomer: WorkerReady) -> str | None:
     """Why a newcomer cannot join: in words, naming the first difference."""
-    if event.global_batch != roster.global_batch or event.shards != roster.shards:
+    if newcomer.global_batch != roster.global_batch or newcomer.shards != roster.shards:
         return (
-            f"its global batch is {event.global_batch} in {event.shards} shards, the members' is "
+            f"its global batch is {newcomer.global_batch} in {newcomer.shards} shards, the members' is "
             f"{roster.global_batch} in {roster.shards}; start it with the same arguments"
         )
-    if event.signature == roster.signature:
-        return other_bits(roster.arithmetic, event.arithmetic)
-    for mine, theirs in zip(event.layout, roster.layout, strict=False):
+    if newcomer.signature == roster.signature:
+        return other_bits(roster.arithmetic, newcomer.arithmetic)
+    for mine, theirs in zip(newcomer.layout, roster.layout, strict=False):
         if mine != theirs:
             return f"its model differs from the members': it has {mine}, they have {theirs}"
-    return f"its prepared state has {len(event.layout)} tensors, the members' has {len(roster.layout)}"
+    return f"its prepared state has {len(newcomer.layout)} tensors, the members' has {len(roster.layout)}"
 
 
 def other_bits(members: Sequence[str], newcomer: Sequence[str]) -> str | None:

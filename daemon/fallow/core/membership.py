@@ -23,10 +23,30 @@ from fallow.core.effects import Effects
 from fallow.core.invariants import check
 from fallow.core.joining import difference
 from fallow.core.proposals import involved
-from fallow.core.roster import Failure, FailureKind, Final, Roster, Worker
+from fallow.core.roster import Failure, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
-from fallow.model import Abort, Commit, Dismiss, Exit, Refused, RunStatus, WorkerPhase
+from fallow.model import (
+    Abort,
+    Active,
+    Beat,
+    CheckpointDamaged,
+    CheckpointFailed,
+    Commit,
+    Dismiss,
+    Exit,
+    Failed,
+    Finished,
+    Held,
+    Left,
+    Message,
+    Refused,
+    RunStatus,
+    Vote,
+    WorkerHello,
+    WorkerPhase,
+    WorkerReady,
+)
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
@@ -54,30 +74,34 @@ class Membership:
         self._checkpoints = Checkpoints(roster, self._effects, self._changes)
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.WorkerExpected: self._expected,
-            ev.WorkerSaidHello: self._hello,
-            ev.WorkerIsReady: self._ready,
-            ev.VoteCast: self._vote,
-            ev.WorkerBeat: self._beat,
+            ev.Said: self._take,
             ev.WorkerStopped: self._stopped,
-            ev.WorkerActive: self._active,
-            ev.WorkerHeld: self._held,
-            ev.WorkerLeft: self._left,
-            ev.WorkerFailed: self._failed,
             ev.WorkerGone: self._gone,
-            ev.WorkerFinished: self._finished,
             ev.ReleaseWanted: self._release,
             ev.LimitChanged: self._limit,
             ev.CheckpointWritten: self._checkpoints.written,
-            ev.CheckpointGivenUp: self._checkpoints.given_up,
-            ev.CheckpointUnusable: self._checkpoints.unusable,
             ev.RollbackWanted: self._checkpoints.roll_back,
             ev.Cancelled: self._cancel,
             ev.Ticked: self._tick,
         }
+        self._said: dict[type[Message], Callable[[Any, float], None]] = {
+            WorkerHello: self._hello,
+            WorkerReady: self._ready,
+            Vote: self._vote,
+            Beat: self._beat,
+            Active: self._active,
+            Held: self._held,
+            Left: self._left,
+            Failed: self._failed,
+            Finished: self._finished,
+            CheckpointFailed: self._checkpoints.given_up,
+            CheckpointDamaged: self._checkpoints.unusable,
+        }
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event; returns what to do, in order."""
-        if not isinstance(event, ev.Ticked | ev.WorkerBeat | ev.WorkerStopped):
+        beat = isinstance(event, ev.Said) and isinstance(event.message, Beat)
+        if not beat and not isinstance(event, ev.Ticked | ev.WorkerStopped):
             self.story.append(event)
         if not self.roster.status.ended:
             self._handlers[type(event)](event)
@@ -93,6 +117,9 @@ class Membership:
         """When the worker was last heard of, on the events' clock."""
         return self._watch.heard(worker)
 
+    def _take(self, event: ev.Said) -> None:
+        self._said[type(event.message)](event.message, event.at)
+
     # -- workers come ---------------------------------------------------------------------------------------------
 
     def _expected(self, event: ev.WorkerExpected) -> None:
@@ -105,24 +132,24 @@ class Membership:
         r.next_index += 1
         self._watch.hear(event.worker, event.at)
 
-    def _hello(self, event: ev.WorkerSaidHello) -> None:
-        worker = self.roster.workers.get(event.worker)
+    def _hello(self, hello: WorkerHello, at: float) -> None:
+        worker = self.roster.workers.get(hello.worker)
         if worker is not None:
-            worker.pid, worker.address = event.pid, event.address
+            worker.pid, worker.address = hello.pid, hello.address
             if worker.phase is not WorkerPhase.STARTING:
-                self._watch.hear(event.worker, event.at)
+                self._watch.hear(hello.worker, at)
 
-    def _ready(self, event: ev.WorkerIsReady) -> None:
+    def _ready(self, ready: WorkerReady, at: float) -> None:
         r = self.roster
-        worker = r.workers.get(event.worker)
+        worker = r.workers.get(ready.worker)
         if worker is None or worker.phase is not WorkerPhase.STARTING:
             return
-        self._watch.hear(event.worker, event.at)
+        self._watch.hear(ready.worker, at)
         if r.signature is None:
-            r.signature, r.layout = event.signature, event.layout
-            r.shards, r.global_batch = event.shards, event.global_batch
-            r.total_steps, r.arithmetic = event.total_steps, event.arithmetic
-        problem = difference(r, event)
+            r.signature, r.layout = ready.signature, ready.layout
+            r.shards, r.global_batch = ready.shards, ready.global_batch
+            r.total_steps, r.arithmetic = ready.total_steps, ready.arithmetic
+        problem = difference(r, ready)
         if problem:
             worker.phase = WorkerPhase.GONE
             message = f"worker {worker.worker} on node {worker.node} was refused: {problem}"
@@ -135,22 +162,23 @@ class Membership:
 
     # -- a change goes on -----------------------------------------------------------------------------------------
 
-    def _vote(self, event: ev.VoteCast) -> None:
+    def _vote(self, vote: Vote, at: float) -> None:
         change = self.roster.change
-        if change is None or change.committed or change.generation != event.generation:
+        if change is None or change.committed or change.generation != vote.generation:
             return
-        if event.ok:
-            if event.worker in change.participants and event.worker not in change.votes:
-                change.votes.append(event.worker)
-        elif event.unreachable:
-            change.unreachable[event.worker] = event.unreachable
+        unreachable = [worker for worker in vote.unreachable if worker in self.roster.workers]
+        if vote.ok:
+            if vote.worker in change.participants and vote.worker not in change.votes:
+                change.votes.append(vote.worker)
+        elif unreachable:
+            change.unreachable[vote.worker] = unreachable
             if change.accused_at is None:
-                change.accused_at = event.at
+                change.accused_at = at
         else:
-            self._effects.record("abort", f"generation {change.generation}: {event.worker} could not: {event.reason}")
-            if event.worker not in self.roster.members:
-                self._effects.dismiss(event.worker, Exit.TEMPFAIL, f"its group could not be built: {event.reason}")
-            self._changes.burn(event.at, event.reason)
+            self._effects.record("abort", f"generation {change.generation}: {vote.worker} could not: {vote.reason}")
+            if vote.worker not in self.roster.members:
+                self._effects.dismiss(vote.worker, Exit.TEMPFAIL, f"its group could not be built: {vote.reason}")
+            self._changes.burn(at, vote.reason)
 
     def _drop_unreachable(self, at: float) -> None:
         """Go on without those whom the others cannot reach, as soon as the votes say who that is."""
@@ -163,103 +191,103 @@ class Membership:
             overdue.append(Overdue(self.roster.workers[name], reason, FailureKind.UNREACHABLE))
         self._eject(at, overdue)
 
-    def _beat(self, event: ev.WorkerBeat) -> None:
+    def _beat(self, beat: Beat, at: float) -> None:
         r = self.roster
-        worker = r.workers.get(event.worker)
+        worker = r.workers.get(beat.worker)
         if worker is None:
             return
         term = self._effects.term
         if worker.phase is WorkerPhase.GONE:
             # It was let go while it could not hear (stopped, cut off, the head was away): it must not compute on.
             code = Exit.OK if worker.leaving_because else Exit.TEMPFAIL
-            self._effects.tell(event.worker, Dismiss(term=term, code=code, reason="it is no longer in the run"))
+            self._effects.tell(beat.worker, Dismiss(term=term, code=code, reason="it is no longer in the run"))
             return
-        self._watch.beat(event)
+        self._watch.beat(beat, at)
         if not r.rolling_back:
-            worker.step = max(worker.step, event.step)
+            worker.step = max(worker.step, beat.step)
         change = r.change
         if change is None:
-            if event.prepared > r.generation:
-                abort = Abort(term=term, generation=event.prepared, reason="superseded")
-                self._effects.again(event.worker, event.prepared, abort, event.at)
-            elif event.held and event.worker in r.members and event.generation == r.generation:
-                self._watch.suspect(event.at, event.generation, f"{event.worker} is held")
-        elif event.worker in change.participants:
+            if beat.prepared > r.generation:
+                abort = Abort(term=term, generation=beat.prepared, reason="superseded")
+                self._effects.again(beat.worker, beat.prepared, abort, at)
+            elif beat.held and beat.worker in r.members and beat.generation == r.generation:
+                self._watch.suspect(at, beat.generation, f"{beat.worker} is held")
+        elif beat.worker in change.participants:
             number = change.generation
             if not change.committed:
-                if event.prepared == number and event.worker not in change.votes:
-                    change.votes.append(event.worker)
-                elif event.prepared < number:
-                    self._effects.again(event.worker, number, self._changes.prepare(change, event.at), event.at)
-            elif event.generation == number:
-                if event.worker not in change.active and event.worker in change.members:
-                    change.active.append(event.worker)
+                if beat.prepared == number and beat.worker not in change.votes:
+                    change.votes.append(beat.worker)
+                elif beat.prepared < number:
+                    self._effects.again(beat.worker, number, self._changes.prepare(change, at), at)
+            elif beat.generation == number:
+                if beat.worker not in change.active and beat.worker in change.members:
+                    change.active.append(beat.worker)
                     worker.has_state = True
-            elif event.prepared == number:
-                self._effects.again(event.worker, number, Commit(term=term, generation=number), event.at)
+            elif beat.prepared == number:
+                self._effects.again(beat.worker, number, Commit(term=term, generation=number), at)
             else:
                 # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
-                self._watch.suspect(event.at, number, f"{event.worker} missed its commit")
+                self._watch.suspect(at, number, f"{beat.worker} missed its commit")
 
-    def _active(self, event: ev.WorkerActive) -> None:
-        worker = self.roster.workers.get(event.worker)
+    def _active(self, active: Active, at: float) -> None:
+        worker = self.roster.workers.get(active.worker)
         change = self.roster.change
         if worker is None or worker.phase is WorkerPhase.GONE:
             return
-        if event.healed:
+        if active.healed:
             text = (
-                f"{event.worker} on {worker.node}: its weights were not those of most members at step "
-                f"{event.first_step}; it has received theirs. Does this node compute differently?"
+                f"{active.worker} on {worker.node}: its weights were not those of most members at step "
+                f"{active.first_step}; it has received theirs. Does this node compute differently?"
             )
-            self._effects.record("healed", text, worker=event.worker, node=worker.node, step=event.first_step)
-        if change is None or change.generation != event.generation:
+            self._effects.record("healed", text, worker=active.worker, node=worker.node, step=active.first_step)
+        if change is None or change.generation != active.generation:
             return
         worker.has_state = True
-        worker.step = max(worker.step, event.first_step)
-        if event.worker not in change.active:
-            change.active.append(event.worker)
-        change.first_step = event.first_step
-        change.bytes_in_pause += event.bytes_received
-        change.bytes_behind += event.bytes_behind
-        change.steps_discarded = max(change.steps_discarded, event.steps_discarded)
-        if event.pause_s > (change.pause_s or 0.0):
-            change.pause_s, change.parts = event.pause_s, event.parts
+        worker.step = max(worker.step, active.first_step)
+        if active.worker not in change.active:
+            change.active.append(active.worker)
+        change.first_step = active.first_step
+        change.bytes_in_pause += active.bytes_received
+        change.bytes_behind += active.bytes_behind
+        change.steps_discarded = max(change.steps_discarded, active.steps_discarded)
+        if active.pause_s > (change.pause_s or 0.0):
+            change.pause_s, change.parts = active.pause_s, active.parts
 
-    def _held(self, event: ev.WorkerHeld) -> None:
-        if event.worker in involved(self.roster):
-            self._watch.suspect(event.at, event.generation, f"{event.worker}: {event.reason}")
+    def _held(self, held: Held, at: float) -> None:
+        if held.worker in involved(self.roster):
+            self._watch.suspect(at, held.generation, f"{held.worker}: {held.reason}")
 
     def _stopped(self, event: ev.WorkerStopped) -> None:
         if self.roster.alive(event.worker):
             self._watch.stopped(event.worker, event.at)
 
-    def _left(self, event: ev.WorkerLeft) -> None:
-        worker = self.roster.workers.get(event.worker)
+    def _left(self, left: Left, at: float) -> None:
+        worker = self.roster.workers.get(left.worker)
         if worker is None:
             return
         change = self.roster.change
-        if change is not None and change.committed and event.worker in change.leavers:
-            change.left.append(event.worker)
+        if change is not None and change.committed and left.worker in change.leavers:
+            change.left.append(left.worker)
         worker.phase = WorkerPhase.GONE
 
     # -- workers go -----------------------------------------------------------------------------------------------
 
-    def _failed(self, event: ev.WorkerFailed) -> None:
+    def _failed(self, failed: Failed, at: float) -> None:
         r = self.roster
-        worker = r.workers.get(event.worker)
+        worker = r.workers.get(failed.worker)
         if worker is None or worker.phase is WorkerPhase.GONE or worker.finished:
             return
-        text = f"{event.worker} on node {worker.node}: {event.message}"
+        text = f"{failed.worker} on node {worker.node}: {failed.message}"
         self._effects.record(
-            "failed", text, worker=event.worker, code=event.code, step=event.step, traceback=event.traceback
+            "failed", text, worker=failed.worker, code=failed.code, step=failed.step, traceback=failed.traceback
         )
         r.message = text
-        if event.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
+        if failed.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
             return  # no failure of the script's, or one that counts when the process has ended
-        worker.step = max(worker.step, event.step)
-        signature = event.signature or f"exit code {event.code}"
-        if not self._is_the_scripts(worker, FailureKind.EXCEPTION, signature, event.message, event.traceback):
-            self._lose(event.at, [worker], event.message, event.code)
+        worker.step = max(worker.step, failed.step)
+        signature = failed.signature or f"exit code {failed.code}"
+        if not self._is_the_scripts(worker, FailureKind.EXCEPTION, signature, failed.message, failed.traceback):
+            self._lose(at, [worker], failed.message, failed.code)
 
     def _gone(self, event: ev.WorkerGone) -> None:
         worker = self.roster.workers.get(event.worker)
@@ -374,24 +402,21 @@ class Membership:
         if r.generation == 0 and not others:
             self._changes.end(RunStatus.FAILED, r.message)
 
-    def _finished(self, event: ev.WorkerFinished) -> None:
+    def _finished(self, finished: Finished, at: float) -> None:
         r = self.roster
-        worker = r.workers.get(event.worker)
-        if worker is None or event.worker not in involved(r):
+        worker = r.workers.get(finished.worker)
+        if worker is None or finished.worker not in involved(r):
             return
         worker.finished = True
-        worker.step = event.steps
-        final = Final(
-            steps=event.steps, digest=event.digest, loss=event.loss, samples=event.samples, repeated=event.repeated
-        )
+        worker.step = finished.steps
         if r.final is None:
-            r.final = final
-        elif r.final.digest != final.digest:
-            text = f"members disagree on the final state: {event.worker} has {final.digest[:12]}"
+            r.final = finished
+        elif r.final.digest != finished.digest:
+            text = f"members disagree on the final state: {finished.worker} has {finished.digest[:12]}"
             self._effects.record("diverged", text)
             r.message = text
         if r.change is not None and not r.change.committed:
-            self._changes.burn(event.at, "the training is finished")
+            self._changes.burn(at, "the training is finished")
 
     def _release(self, event: ev.ReleaseWanted) -> None:
         if event.limit is not None:

@@ -9,7 +9,16 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.model import ChangeKind, Checkpointed, GenerationReport, Parts, RollbackReport, RunStatus, WorkerPhase
+from fallow.model import (
+    ChangeKind,
+    Checkpointed,
+    Finished,
+    GenerationReport,
+    Parts,
+    RollbackReport,
+    RunStatus,
+    WorkerPhase,
+)
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -93,16 +102,6 @@ class Change(msgspec.Struct, kw_only=True):
         return self.members + self.leavers
 
 
-class Final(msgspec.Struct, kw_only=True):
-    """What members said when the script ended."""
-
-    steps: int
-    digest: str
-    loss: float | None
-    samples: int
-    repeated: int = 0
-
-
 class Saved(msgspec.Struct, kw_only=True):
     """A durable checkpoint."""
 
@@ -154,7 +153,8 @@ class Roster(msgspec.Struct, kw_only=True):
     "the generation being made drops what its members hold and loads the newest checkpoint"
     history: list[GenerationReport] = []
     steps_discarded: int = 0
-    final: Final | None = None
+    final: Finished | None = None
+    "what the first member said whose script ended"
     start_failures: int = 0
     "workers in a row that ended before they were ready"
     failures: list[Failure] = []

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fallow.core import events as ev
 from fallow.core.roster import FailureKind, Roster, Worker
 from fallow.core.timing import Timing
-from fallow.model import Doing, WorkerPhase
+from fallow.model import Beat, Doing, WorkerPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class Watch:
         self._roster = roster
         self._timing = timing
         self._heard: dict[str, float] = dict.fromkeys(roster.workers, at)
-        self._beats: dict[str, ev.WorkerBeat] = {}
+        self._beats: dict[str, tuple[float, Beat]] = {}
+        "when the last one came, and what it said"
         self._stopped: dict[str, float] = {}
         self._committed_at = at
 
@@ -56,10 +56,10 @@ class Watch:
         """Something came from the worker itself."""
         self._heard[worker] = at
 
-    def beat(self, event: ev.WorkerBeat) -> None:
-        self._heard[event.worker] = event.at
-        self._beats[event.worker] = event
-        self._stopped.pop(event.worker, None)
+    def beat(self, beat: Beat, at: float) -> None:
+        self._heard[beat.worker] = at
+        self._beats[beat.worker] = at, beat
+        self._stopped.pop(beat.worker, None)
 
     def stopped(self, worker: str, at: float) -> None:
         """Its agent sees it stopped; a beat of its own proves the contrary."""
@@ -102,17 +102,17 @@ class Watch:
 
     def _stalled_s(self, worker: str, at: float) -> float:
         """For how long the worker has kept the run from getting on."""
-        beat = self._beats.get(worker)
+        came, beat = self._beats.get(worker, (at, None))
         if beat is None or beat.doing is Doing.WAITING or self._roster.finishing:
             return 0.0
         if beat.doing is Doing.OUTSIDE and not self._others_wait(worker):
             # After the loop, or between two: nobody knows whether it will come to another one.
             return 0.0
-        return beat.stalled_s + at - beat.at
+        return beat.stalled_s + at - came
 
     def _others_wait(self, worker: str) -> bool:
         others = [self._beats[w] for w in self._roster.members if w != worker and w in self._beats]
-        return any(beat.doing is Doing.WAITING for beat in others)
+        return any(beat.doing is Doing.WAITING for _, beat in others)
 
     def stuck_s(self, workers: Iterable[str], at: float) -> float:
         """For how long each of them has waited for the others: 0 if anybody does something else."""
@@ -120,10 +120,10 @@ class Watch:
         return min(waits, default=0.0)
 
     def _waited_s(self, worker: str, at: float) -> float:
-        beat = self._beats.get(worker)
+        came, beat = self._beats.get(worker, (at, None))
         if beat is None or beat.held or beat.doing is not Doing.WAITING:
             return 0.0
-        return min(beat.stalled_s + at - beat.at, at - self._committed_at)
+        return min(beat.stalled_s + at - came, at - self._committed_at)
 
     def suspect(self, at: float, generation: int, reason: str) -> None:
         """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.

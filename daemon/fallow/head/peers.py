@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from fallow import __version__
 from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
@@ -76,80 +78,32 @@ class Peers:
     # -- workers ------------------------------------------------------------------------------------------------
 
     def _hear_worker(self, turn: Turn, run: Run, worker: str, message: Any) -> None:
-        at = turn.at
         match message:
             case KvRequest():
-                turn.reply(run, run.rendezvous.handle(worker, message, at))
-            case Beat():
-                self._beat(turn, run, worker, message)
+                turn.reply(run, run.rendezvous.handle(worker, message, turn.at))
             case WorkerHello():
                 self._worker_hello(turn, run, worker, message)
-            case WorkerReady():
-                event = ev.WorkerIsReady(
-                    at=at,
-                    worker=worker,
-                    signature=message.signature,
-                    layout=message.layout,
-                    shards=message.shards,
-                    global_batch=message.global_batch,
-                    total_steps=message.total_steps,
-                    arithmetic=message.arithmetic,
-                )
-                turn.apply(run, event)
+            case Beat():
+                self._beat(turn, run, worker, message)
+            case WorkerReady() | Finished():
+                self._take(turn, run, message)
                 turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
-            case Vote():
-                vote = ev.VoteCast(
-                    at=at,
-                    worker=worker,
-                    generation=message.generation,
-                    ok=message.ok,
-                    reason=message.reason,
-                    unreachable=[w for w in message.unreachable if w in run.roster.workers],
-                )
-                turn.apply(run, vote)
+            case Checkpointed():
+                turn.apply(run, ev.CheckpointWritten(at=turn.at, written=message, keep=self._checkpoint.keep))
+                turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
+            case Failed():
+                clean = clean_block(message.traceback, TRACEBACK)
+                self._take(turn, run, msgspec.structs.replace(message, traceback=clean))
             case Active():
                 allocation = run.allocation_of(worker)
                 allocation.active_at = allocation.active_at or turn.now
-                active = ev.WorkerActive(
-                    at=at,
-                    worker=worker,
-                    generation=message.generation,
-                    first_step=message.first_step,
-                    pause_s=message.pause_s,
-                    parts=message.parts,
-                    bytes_received=message.bytes_received,
-                    bytes_behind=message.bytes_behind,
-                    steps_discarded=message.steps_discarded,
-                    healed=message.healed,
-                )
-                turn.apply(run, active)
-            case Held():
-                held = ev.WorkerHeld(at=at, worker=worker, generation=message.generation, reason=message.reason)
-                turn.apply(run, held)
-            case Left():
-                turn.apply(run, ev.WorkerLeft(at=at, worker=worker))
-            case Checkpointed():
-                turn.apply(run, ev.CheckpointWritten(at=at, written=message, keep=self._checkpoint.keep))
-                turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
-            case CheckpointFailed(generation=generation, step=step, reason=reason):
-                turn.apply(
-                    run, ev.CheckpointGivenUp(at=at, worker=worker, generation=generation, step=step, reason=reason)
-                )
-            case CheckpointDamaged():
-                turn.apply(run, ev.CheckpointUnusable(at=at, worker=worker, path=message.path, reason=message.reason))
-            case Failed():
-                failed = ev.WorkerFailed(
-                    at=at,
-                    worker=worker,
-                    code=message.code,
-                    message=message.message,
-                    signature=message.signature,
-                    step=message.step,
-                    traceback=clean_block(message.traceback, TRACEBACK),
-                )
-                turn.apply(run, failed)
-            case Finished():
-                self._finished(turn, run, worker, message)
+                self._take(turn, run, message)
+            case Vote() | Held() | Left() | CheckpointFailed() | CheckpointDamaged():
+                self._take(turn, run, message)
+
+    @staticmethod
+    def _take(turn: Turn, run: Run, message: ev.AboutMembership) -> None:
+        turn.apply(run, ev.Said(at=turn.at, message=message))
 
     def _worker_hello(self, turn: Turn, run: Run, worker: str, message: WorkerHello) -> None:
         if message.protocol != PROTOCOL:
@@ -159,7 +113,7 @@ class Peers:
         if not run.roster.alive(worker):
             turn.tell(run, worker, Refused(code=Exit.TEMPFAIL, message=f"worker {worker} was ejected"))
             return
-        turn.apply(run, ev.WorkerSaidHello(at=turn.at, worker=worker, pid=message.pid, address=message.address))
+        self._take(turn, run, message)
         usable = run.roster.usable_checkpoints()
         epochs = [run.beats[w].epoch for w in run.roster.members if w in run.beats]
         welcome = Welcome(
@@ -180,17 +134,7 @@ class Peers:
     def _beat(self, turn: Turn, run: Run, worker: str, beat: Beat) -> None:
         run.beats[worker] = beat
         gauge.heard(turn, run, beat)
-        event = ev.WorkerBeat(
-            at=turn.at,
-            worker=worker,
-            generation=beat.generation,
-            prepared=beat.prepared,
-            step=beat.step,
-            held=beat.held,
-            doing=beat.doing,
-            stalled_s=beat.stalled_s,
-        )
-        turn.apply(run, event)
+        self._take(turn, run, beat)
         known = run.roster.workers.get(worker)
         if known is None or known.phase is WorkerPhase.GONE:
             return
@@ -202,20 +146,6 @@ class Peers:
             reached=_reached(run),
         )
         turn.tell(run, worker, ack)
-
-    def _finished(self, turn: Turn, run: Run, worker: str, message: Finished) -> None:
-        event = ev.WorkerFinished(
-            at=turn.at,
-            worker=worker,
-            generation=message.generation,
-            steps=message.steps,
-            digest=message.digest,
-            loss=message.loss,
-            samples=message.samples,
-            repeated=message.repeated,
-        )
-        turn.apply(run, event)
-        turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
 
     # -- agents -------------------------------------------------------------------------------------------------
 
@@ -297,7 +227,10 @@ class Peers:
         if hello.token != allocation.token:
             return f"its key belongs to {allocation.token}, it says {hello.token}"
         if hello.protocol != PROTOCOL:
-            return f"it is version {hello.version} (protocol {hello.protocol}), the head is {__version__}"
+            return (
+                f"it is version {hello.version} (protocol {hello.protocol}), the head is {__version__} "
+                f"(protocol {PROTOCOL}); use one Fallow version"
+            )
         if run.roster.status.ended:
             return f"run {run.id} is {run.roster.status}"
         if hello.node in run.roster.barred:

@@ -14,6 +14,7 @@ from fallow.model import (
     AgentEnd,
     AllocationKind,
     AllocationState,
+    Beat,
     Exit,
     KvReply,
     RunStatus,
@@ -21,6 +22,7 @@ from fallow.model import (
     StopWorker,
     ToAgent,
     ToWorker,
+    Vote,
 )
 
 
@@ -63,7 +65,8 @@ class Turn:
         """Put an event into a run's machine and take its instructions as effects."""
         instructions = run.machine.handle(event)
         self._date_newest(run)
-        if instructions or not isinstance(event, ev.WorkerBeat | ev.Ticked | ev.VoteCast):
+        often = isinstance(event, ev.Ticked) or (isinstance(event, ev.Said) and isinstance(event.message, Beat | Vote))
+        if instructions or not often:
             self.dirty.add(run.id)
         for instruction in instructions:
             match instruction:
