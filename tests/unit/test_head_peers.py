@@ -1,0 +1,91 @@
+"""Peers of another protocol are refused in words, and nothing comes of what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Checkpoint, Membership
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Principal, Run
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import (
+    PROTOCOL,
+    AgentHello,
+    AgentPlan,
+    AllocationKind,
+    Exit,
+    FromPeer,
+    Refused,
+    RunSpec,
+    Welcome,
+    WorkerHello,
+)
+
+
+@pytest.fixture
+def turn(tmp_path: Path) -> Turn:
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    timing = Timing(prepare_s=10, start_s=60, lease_s=10)
+    return Turn(Book(paths, timing=timing, public_key="k" * 40, new_id=lambda: "123456abcdef"), at=1.0, now=1000.0)
+
+
+@pytest.fixture
+def run(turn: Turn) -> Run:
+    return turn.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), turn.at, turn.now)
+
+
+@pytest.fixture
+def allocation(turn: Turn, run: Run) -> Allocation:
+    return turn.book.new_allocation(run, AllocationKind.BASE, turn.now)
+
+
+def hear(turn: Turn, peer: str, message: FromPeer) -> None:
+    Peers(Membership(), Checkpoint()).hear(turn, peer, message)
+
+
+def agent(allocation: Allocation, protocol: int) -> AgentHello:
+    return AgentHello(
+        agent="n1", token=allocation.token, protocol=protocol, version="0.0", job_id="7", node="n1", slots=1, pid=1
+    )
+
+
+def worker(protocol: int) -> WorkerHello:
+    return WorkerHello(worker="w0", protocol=protocol, pid=5, version="0.0", torch="2", address="127.0.0.1")
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_an_agent_of_another_protocol_is_refused(turn: Turn, run: Run, allocation: Allocation, protocol: int) -> None:
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, protocol))
+    ((_, refusal),) = turn.messages
+    assert isinstance(refusal, Refused)
+    assert refusal.code == Exit.NO_RESTART
+    assert f"version 0.0 (protocol {protocol}), the head" in refusal.message
+    assert f"(protocol {PROTOCOL}); use one Fallow version" in refusal.message
+    assert not allocation.agents
+    assert not run.roster.workers
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_worker_of_another_protocol_is_refused(turn: Turn, run: Run, allocation: Allocation, protocol: int) -> None:
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    assert any(isinstance(message, AgentPlan) for _, message in turn.messages)
+    run.record.worker_keys["w0"] = "key"
+    turn.book.principals["key"] = Principal(run.id, allocation.token, "w0")
+    turn.messages.clear()
+    hear(turn, "key", worker(protocol))
+    ((_, refusal),) = turn.messages
+    assert isinstance(refusal, Refused)
+    assert refusal.code == Exit.CONFIG
+    assert refusal.message == f"worker w0 speaks protocol {protocol}, this head {PROTOCOL}; use one Fallow version"
+    assert run.roster.workers["w0"].pid == 0
+    turn.messages.clear()
+    hear(turn, "key", worker(PROTOCOL))
+    assert [type(message) for _, message in turn.messages] == [Welcome]
+    assert run.roster.workers["w0"].pid == 5
+    assert isinstance(run.machine.story[-1], ev.Said)
