@@ -93,7 +93,9 @@ def find_holes(
                 end = ends.get(name)
                 length_s = None if end is None else max(0.0, end - cluster.at)
                 old = age_s(name) if idle else 0.0
-                holes.append(Hole(name, partition.partition, length_s, old, name not in unsure_nodes, part))
+                # A node that is planned for we know not what: nobody shows us that job.
+                sure = name not in unsure_nodes and not (end is None and "PLANNED" in node.flags)
+                holes.append(Hole(name, partition.partition, length_s, old, sure, part))
     return sorted(
         holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), -h.age_s, h.node)
     )

@@ -90,8 +90,7 @@ def withdraw(
     out: list[Withdraw] = []
     surplus = {demand.run: -demand.nodes for demand in demands}
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
-    parts = {hole.node: hole.part.gpus for hole in idle if hole.part is not None}
-    whole = {hole.node for hole in idle if hole.part is None}
+    idle_gpus = {node.node: node.gpus - node.gpus_used for node in cluster.nodes}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s = allocation.token, cluster.at - allocation.requested_at
         part = allocation.part
@@ -105,7 +104,7 @@ def withdraw(
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif scope_of(allocation.reason) is not Scope.NOTHING:
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
-        elif part is not None and part.node not in whole and parts.get(part.node, 0) < part.gpus:
+        elif part is not None and not allocation.pinned and idle_gpus.get(part.node, 0) < part.gpus:
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
         elif allocation.pinned and any(allocation.partition in job.partition.split(",") for job in others):
             out.append(Withdraw(token, "somebody else waits, and might have the node"))

@@ -83,7 +83,7 @@ class Ask:
     least_minutes: int | None = None
     "for --time-min; None: exactly `minutes`"
     node: str = ""
-    "this one and no other"
+    "node of ours that it takes over when the job there ends; empty: any"
     part: Part | None = None
     "GPUs of a shared node; None: a whole node"
     exclude: tuple[str, ...] = ()
@@ -149,6 +149,7 @@ class Requests:
         self._nodes = {node.node: node for node in cluster.nodes}
         self._taboo = taboo
         self._curves: dict[str, Curve] = {}
+        self._best: dict[tuple[object, ...], int | None] = {}
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], list[Hole]] = {}
         self._held: dict[str, int] = {}
@@ -205,8 +206,7 @@ class Requests:
             self._count(demand.run, hole.partition, minutes)
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
-            node = hole.node if hole.part else ""
-            return Ask(demand.run, hole.partition, minutes, least, node, hole.part, exclude, replaces)
+            return Ask(demand.run, hole.partition, minutes, least, "", hole.part, exclude, replaces)
         return None
 
     def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:
@@ -215,7 +215,7 @@ class Requests:
         if self.room <= 0 or partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         (node,) = leaving.nodes
-        if node in self._wanted or node in demand.barred or leaving.part is not None:
+        if node in self._wanted or node in demand.barred:
             return None
         end = planned_ends(self._cluster, {leaving.token}).get(node)
         length_s = None if end is None else max(0.0, end - leaving.end_at)
@@ -224,7 +224,7 @@ class Requests:
         if minutes is None:
             return None
         self._count(demand.run, leaving.partition, minutes)
-        return Ask(demand.run, leaving.partition, minutes, node=node, replaces=leaving.token)
+        return Ask(demand.run, leaving.partition, minutes, None, node, leaving.part, (), leaving.token)
 
     def _count(self, run: str, partition: str, minutes: int) -> None:
         self.room -= 1
@@ -286,7 +286,10 @@ class Requests:
         shortest = max(rules.min_minutes, demand.min_minutes)
         curve, costs = self._curve(hole.partition), self._costs(partition, demand)
         members = max(1, demand.members)
-        best = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
+        key = (hole.partition, round(hole.age_s), shortest, longest, members, demand.pause_s)
+        if key not in self._best:
+            self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
+        best = self._best[key]
         if best is None:
             return None, None
         pays = [m for m in self._otherwise(hole, best, shortest) if self._pays(hole, m, costs, demand)]

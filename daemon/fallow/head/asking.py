@@ -109,7 +109,7 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         partition=wish.partition,
         minutes=wish.minutes,
         least_minutes=wish.least_minutes,
-        pinned=wish.node if wish.part is None else "",
+        pinned=wish.node,
         part=wish.part,
         exclude=folded(wish.exclude),
         replaces=wish.replaces,
