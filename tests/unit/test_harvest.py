@@ -159,6 +159,27 @@ async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site)
     assert second.state is AllocationState.RUNNING and run.record.next_allocation == 2
 
 
+async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> None:
+    run = site.run(nodes=1)
+    await site.poll()
+    await site.poll(1.0)
+    (first,) = site.live(run)
+    site.slurm.hold_starts = True
+    await site.poll((first.end_at or 0.0) - site.slurm.now - 100.0)
+    for _ in range(3):
+        await site.poll(1.0)
+    assert [a.replaces for a in site.live(run)] == ["", first.token] and site.kinds("withdraw") == []
+    site.slurm.hold_starts = False
+    await site.poll(10.0)
+    assert [a.state for a in site.live(run)] == [AllocationState.RUNNING] * 2, (
+        "the new one is there before the old goes"
+    )
+    await site.poll(200.0)
+    await site.poll(1.0)
+    (second,) = site.live(run)
+    assert second.replaces == first.token and run.record.next_allocation == 2
+
+
 async def test_a_successor_makes_way_for_somebody_who_waits(site: Site) -> None:
     site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
     run = site.run(nodes=1)

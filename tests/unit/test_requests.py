@@ -255,6 +255,15 @@ def test_requests_that_slurm_will_not_start_are_withdrawn(reason: str) -> None:
     assert isinstance(wish, Withdraw) and reason in wish.reason
 
 
+def test_a_successor_waits_for_its_node_whatever_that_is_called() -> None:
+    busy = cluster([node("n-h", "ALLOCATED")])
+    waits = {"replaces": "h", "minutes": 30, "requested_at": NOW - 1, "pinned": "n-h"}
+    for reason, withdrawn in (("ReqNodeNotAvail, May be reserved for other job", 0), ("AssocGrpGRES", 1)):
+        pinned = held("s", AllocationState.PENDING, reason=reason, **waits)
+        wishes = plan(busy, [Demand("r", 0)], [ending("h", 100.0), pinned], LEAD, fixed())
+        assert sum(isinstance(wish, Withdraw) for wish in wishes) == withdrawn
+
+
 def test_what_is_left_alone_is_not_asked_for() -> None:
     state, known, asker = cluster([node("n1")]), fixed(), Asker("bio")
     known.backoff.strike("AssocGrpGRES", asker, "scavenge", 30, NOW)

@@ -102,7 +102,7 @@ def withdraw(
             out.append(Withdraw(token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
         elif blocks_others(allocation, others, cluster):
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
-        elif scope_of(allocation.reason) is not Scope.NOTHING:
+        elif _hopeless(allocation):
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
         elif part is not None and not allocation.pinned and idle_gpus.get(part.node, 0) < part.gpus:
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
@@ -111,6 +111,13 @@ def withdraw(
         elif waited_s > rules.start_patience_s and allocation.partition in unsure and not allocation.pinned:
             out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
     return out
+
+
+def _hopeless(allocation: Allocation) -> bool:
+    """It waits for something that idle nodes do not mend."""
+    scope = scope_of(allocation.reason)
+    # A successor waits for a node that is in use, which has more than one name (Resources, ReqNodeNotAvail).
+    return scope is Scope.OWNER if allocation.pinned else scope is not Scope.NOTHING
 
 
 def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRules) -> list[GiveBack]:

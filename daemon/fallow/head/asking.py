@@ -57,11 +57,8 @@ class Asking:
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
         nodes = {node.node: node for node in cluster.nodes}
-        lead_s = rules.lead_s
         demands = [
-            demand(run, nodes, cluster.at, lead_s, asks=run.id not in put_off)
-            for run in runs.values()
-            if not run.roster.status.ended
+            demand(run, nodes, asks=run.id not in put_off) for run in runs.values() if not run.roster.status.ended
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
         for wish in plan(cluster, demands, live, rules, self._known):

@@ -7,7 +7,6 @@ from statistics import median
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
-from fallow.core.planner import is_leaving
 from fallow.core.requests import Demand
 from fallow.head.book import Run
 from fallow.head.learning import asker_of
@@ -18,18 +17,16 @@ PAUSES = 16
 """As many of the last changes say what one costs."""
 
 
-def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, lead_s: float, *, asks: bool) -> Demand:
+def demand(run: Run, nodes: Mapping[str, NodeInfo], *, asks: bool) -> Demand:
     """What to plan with for a run that has not ended.
 
     Args:
         run: whose demand it is.
         nodes: of the last poll.
-        now: Unix time of the poll.
-        lead_s: nodes that end so soon are about to be replaced.
         asks: False: nothing may be asked for now.
     """
     asks = asks and not run.record.harvest_paused and not run.roster.finishing
-    wanted = _missing(run, now, lead_s)
+    wanted = _missing(run)
     budget = run.spec.budget_node_hours
     spent = sum(_node_seconds(a) for a in run.record.allocations.values() if a.kind is AllocationKind.HARVEST)
     members = run.roster.members
@@ -50,7 +47,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, lead_s: float, *
     )
 
 
-def _missing(run: Run, now: float, lead_s: float) -> int:
+def _missing(run: Run) -> int:
     """Nodes that the run could use and neither holds nor has asked for; negative: so many too many."""
     slots = run.record.slots or 1
     useful = run.roster.useful_members
@@ -60,7 +57,7 @@ def _missing(run: Run, now: float, lead_s: float) -> int:
     live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING]
     replaced = {a.replaces for a in live}
     # While its successor starts, a node is counted once.
-    staying = [a for a in live if a.token not in replaced or not is_leaving(a, now, lead_s)]
+    staying = [a for a in live if a.token not in replaced]
     return -(-useful // slots) - sum(_nodes(a) for a in staying)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker
+from fallow.core.backoff import Asker, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.requests import HarvestRules, Known, harvestable
 from fallow.head.book import Run
@@ -66,7 +66,10 @@ class Learning:
         assert self._begun is not None
         experience, start_at = self.known.experience, allocation.start_at
         if allocation.state is AllocationState.PENDING and allocation.asked_at is None:
-            self.refused(turn, run, allocation.partition, allocation.minutes, allocation.reason)
+            one_node = allocation.pinned or allocation.part is not None
+            # What stands against one node says nothing about the partition.
+            if not one_node or scope_of(allocation.reason) is Scope.OWNER:
+                self.refused(turn, run, allocation.partition, allocation.minutes, allocation.reason)
         if start_at is None:
             return
         if allocation.token not in self._begun:
