@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
+from fallow.head.inbox import Item, TrialRefused
 from fallow.head.learning import NOTE
+from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn
 from fallow.model import AllocationState, ClusterConfig, ReservationInfo, RunSpec
 from fallow.slurm.client import SubmitRejected
@@ -227,3 +230,20 @@ async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> No
     assert isinstance(example, Allocation) and (example.partition, example.minutes) == ("scavenge", 2)
     run.spec.harvest_partitions.append("elsewhere")
     assert site.harvest.example(run) == "it may use none of the partitions that are harvested: scavenge"
+
+
+async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, inbox = site.run(), asyncio.Queue[Item]()
+    await site.poll()
+    calls = SlurmCalls(site.slurm, site.book.paths, site.harvest, inbox, POLL_S)
+    site.slurm.reject = "Invalid account or account/partition combination specified"
+    assert await calls.test(run) == f"scavenge: {site.slurm.reject}"
+    assert await calls.test(run) == "", "not so soon again"
+    tested = inbox.get_nowait()
+    assert isinstance(tested, TrialRefused)
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    site.harvest.tested(turn, run, tested.partition, tested.reason)
+    assert [record.kind for record in turn.records] == ["refused", "backoff"]
+    before = run.record.next_allocation
+    await site.poll(1.0)
+    assert run.record.next_allocation == before

@@ -22,7 +22,7 @@ from fallow.head import saved
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Heard, Inbox, Polled, Submitted, Tested, Tick
+from fallow.head.inbox import Asked, Heard, Inbox, Polled, Submitted, Tick, TrialRefused
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
@@ -166,7 +166,7 @@ class Head:
                     self._calls.take_poll(turn, cluster)
                 case Submitted():
                     self._calls.take_submission(turn, item)
-                case Tested(run_id, partition, reason):
+                case TrialRefused(run_id, partition, reason):
                     self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
                 case Asked():
                     answer = self._take_request(turn, item)

@@ -36,7 +36,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class TrialRefused:
     """Slurm said no to a trial of a run's harvest jobs."""
 
     run: str
@@ -49,5 +49,5 @@ class Tick:
     pass
 
 
-Item = Heard | Asked | Polled | Submitted | Tested | Tick
+Item = Heard | Asked | Polled | Submitted | TrialRefused | Tick
 Inbox = asyncio.Queue[Item]

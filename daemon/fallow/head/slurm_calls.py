@@ -13,7 +13,7 @@ from fallow.core.allocations import Allocation
 from fallow.files import Paths
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Inbox, Polled, Submitted, Tested
+from fallow.head.inbox import Inbox, Polled, Submitted, TrialRefused
 from fallow.head.turn import Turn
 from fallow.model import ClusterConfig, ClusterState, FallowError
 from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
@@ -124,7 +124,7 @@ class SlurmCalls:
             request = self._harvest.request(str(self._paths.state), run, example, "/dev/null")
             await self._slurm.test_only(request)
         except SubmitRejected as refusal:
-            self._inbox.put_nowait(Tested(run.id, example.partition, refusal.reason))
+            self._inbox.put_nowait(TrialRefused(run.id, example.partition, refusal.reason))
             return f"{example.partition}: {refusal.reason}"
         except FallowError as error:
             log.warning("test.failed", run=run.id, error=error.message)
