@@ -30,6 +30,7 @@ from fallow.model import (
     RunView,
     SampleReport,
     Snapshot,
+    SpeedView,
     WorkerPhase,
 )
 
@@ -86,6 +87,13 @@ RUN = RunView(
     members=[MEMBER],
     allocations=[JOB],
     change="absorbing n2",
+    speeds=[
+        SpeedView(nodes=1, steps_per_s=0.5, measured=True),
+        SpeedView(nodes=4, steps_per_s=1.75, measured=False),
+    ],
+    target=3,
+    deadline_at=1_000_000.0,
+    ahead_s=-3661.0,
     checkpoints=[
         CheckpointView(
             step=step,
@@ -156,6 +164,10 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
+    assert ["1", "0.5", "measured"] in shown
+    assert ["4", "1.75", "foretold"] in shown
+    assert ["harvested", "nodes", "it", "should", "have", "now:", "3"] in shown
+    assert ["behind", "its", "schedule", "by", "01:01:01"] in [line[-5:] for line in shown]
     assert shlex.split("step 3 usable") == shown[-1][:3]
     assert shlex.split("1.5 KiB by hand /c/3") == shown[-1][-5:]
     assert shlex.split("1.5 KiB /c/4 (torn)") == shown[-2][-4:]

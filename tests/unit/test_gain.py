@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.gain import MEMORY_S, SIZES, Curve, Seen, fit, pooled
+from fallow.core.gain import MEMORY_S, SIZES, Curve, Seen, fit, pooled, with_losses
 
 NOW = 1_000_000.0
 
@@ -125,6 +125,31 @@ def test_earlier_runs_of_the_same_script_tell_what_to_expect() -> None:
     later = NOW + 60 * 86400.0
     own.observe(4, 4.8, 60.0, later)
     assert pooled(own, [before], later).seen[4].step_s > 4.7, "old ones fade"
+
+
+def test_spare_nodes_are_worth_what_they_insure_against() -> None:
+    speeds = fit(learned(8, {1: 8.2}, 1.0), 8, NOW).speeds(1, 8)
+    sure = dict(with_losses(speeds, 0.0, 8))
+    assert sure == dict(speeds), "without losses a spare is worth nothing"
+    counted = dict(with_losses(speeds, 0.02, 8))
+    assert list(counted) == [1, 2, 3, 4, 5, 6, 7, 8]
+    steps = dict(speeds)
+    assert all(counted[n] < steps[n] for n in steps)
+    assert counted[1] == pytest.approx(0.98 * steps[1])
+    exact = sum(math.comb(4, k) * 0.02**k * 0.98 ** (4 - k) * steps.get(4 - k, 0.0) for k in range(5))
+    assert counted[4] == pytest.approx(exact, rel=1e-9)
+    assert 0 < counted[5] - counted[4] < 0.2 * (counted[8] - counted[4]) / 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(shards=st.integers(1, 100), loss=st.floats(0, 0.5), most=st.integers(1, 80))
+def test_what_can_be_counted_on_rises_with_the_nodes(shards: int, loss: float, most: int) -> None:
+    speeds = fit(Curve(), shards, NOW).speeds(1, most)
+    counted = with_losses(speeds, loss, most)
+    assert [n for n, _ in counted] == sorted({n for n, _ in counted})
+    assert all(0 < slower < faster for (_, slower), (_, faster) in pairwise(counted))
+    assert {n for n, _ in speeds} <= {n for n, _ in counted}
+    assert counted[-1][1] <= speeds[-1][1] + 1e-12
 
 
 def test_a_curve_survives_the_store() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fallow.config import Config
+from fallow.core.allocations import Allocation
 from fallow.core.deadline import deadline_at
 from fallow.core.roster import Worker
 from fallow.core.script import parse_script
@@ -16,13 +18,19 @@ from fallow.files import Paths
 from fallow.head import gauge
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.gains import gains
+from fallow.head.harvest import Harvest
 from fallow.head.turn import Turn
 from fallow.head.views import run_view
 from fallow.model import (
     AllocationKind,
     AllocationState,
     Beat,
+    ClusterState,
     FallowError,
+    JobInfo,
+    JobRequest,
+    NodeInfo,
+    PartitionInfo,
     RunSpec,
     RunStatus,
     WorkerPhase,
@@ -65,6 +73,7 @@ class Desk:
     def train(self, run: Run, seconds: float, step_s: float, begin: int = 0) -> tuple[int, bool]:
         """Beats twice a second; returns finished steps and whether the run was to be written down."""
         dirty = False
+        pace_s = step_s * len(run.roster.members) / (run.roster.shards or 1)
         for beat in range(int(2 * seconds)):
             self.at += 0.5
             turn = self.turn()
@@ -72,7 +81,7 @@ class Desk:
                 step = begin + int((beat + 1) * 0.5 / step_s)
                 run.roster.workers[w].step = step
                 run.beats[w] = Beat(
-                    worker=w, generation=run.roster.generation, prepared=0, step=step, held=False, pace_s=step_s / 4
+                    worker=w, generation=run.roster.generation, prepared=0, step=step, held=False, pace_s=pace_s
                 )
                 gauge.heard(turn, run, run.beats[w])
             dirty = dirty or run.id in turn.dirty
@@ -92,7 +101,7 @@ def test_steady_training_is_measured_and_written_down(desk: Desk) -> None:
     assert list(seen) == [2]
     assert seen[2].step_s == pytest.approx(0.4, rel=0.05)
     assert seen[2].weight_s > 45
-    assert run.record.curve.shard_s == pytest.approx(0.1)
+    assert run.record.curve.shard_s == pytest.approx(0.1)  # eight of them
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     assert again.curve == run.record.curve
 
@@ -120,13 +129,13 @@ def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: D
     before.roster.status = RunStatus.FINISHED
     fresh = desk.run("a2")
     other = desk.run("b", script=SCRIPT + "# another\n")
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)
     assert set(found) == {fresh.id, other.id}
     assert found[fresh.id].measured == {4}
     assert found[fresh.id].worth.speed(4) == pytest.approx(2.5, rel=0.1)
     assert not found[other.id].known
     changed = desk.run("a3", members=1, shards=16)
-    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0)
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)
     assert found[changed.id].measured == set(), "the same script with another model is another thing"
 
 
@@ -134,28 +143,120 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     one = desk.run("one", members=1, harvest_options=["--account=physics"])
     two = desk.run("two", members=1, harvest_options=["--account=biology"], weight=3.0)
     three = desk.run("three", members=1, harvest_options=["--account=biology"])
-    weight = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
+    weight = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
     assert weight[one.id] == pytest.approx(weight[two.id] + weight[three.id])
     assert weight[two.id] == pytest.approx(3 * weight[three.id])
     held = desk.book.new_allocation(two, AllocationKind.HARVEST, NOW)
     held.state, held.start_at = AllocationState.RUNNING, NOW - 50 * 3600.0
-    later = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0).items()}
+    later = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
     assert later[two.id] / later[one.id] < 0.7 * weight[two.id] / weight[one.id], "it has had more than its due"
 
 
 def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:
     run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
     step, _ = desk.train(run, 100.0, 0.4)  # a quarter of the steps in a tenth of the time
-    run.gain = gains(desk.book.runs.values(), NOW + desk.at, 30.0)[run.id]
+    run.gain = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)[run.id]
     view = run_view(run, desk.at, NOW + desk.at)
     assert view.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
     assert [one.nodes for one in view.speeds] == [1, 2, 3, 4, 8]
     assert [one.nodes for one in view.speeds if one.measured] == [2]
-    late = gains(desk.book.runs.values(), NOW + 900.0, 30.0)[run.id]
+    late = gains(desk.book.runs.values(), NOW + 900.0, 30.0, 3600.0)[run.id]
     assert late.schedule is not None
     assert late.schedule.behind
     assert late.worth.urgency > 1
     assert late.worth.urgent_nodes == 8
+
+
+class Slurm:
+    """The head's harvest of a desk, and a cluster of idle nodes that starts nothing by itself."""
+
+    def __init__(self, desk: Desk, nodes: int) -> None:
+        self.desk = desk
+        self.nodes = [f"n{i}" for i in range(nodes)]
+        self.harvest = Harvest(Config())
+        self.jobs = 0
+
+    def poll(self) -> Turn:
+        self.desk.at += 30.0
+        turn = self.desk.turn()
+        nodes = [NodeInfo(node=n, state="IDLE", partitions=["scavenge", "normal"]) for n in self.nodes]
+        idle = PartitionInfo(partition="scavenge", nodes=self.nodes, preempt_mode="REQUEUE")
+        normal = PartitionInfo(partition="normal", nodes=self.nodes, default=True)
+        jobs = [
+            JobInfo(
+                job_id=a.job_id,
+                name=a.token,
+                user="me",
+                state="RUNNING" if a.state is AllocationState.RUNNING else "PENDING",
+                partition=a.partition,
+                nodes=a.nodes,
+                start_at=a.start_at,
+                end_at=a.end_at,
+            )
+            for run in self.desk.book.runs.values()
+            for a in run.live_allocations()
+            if a.job_id is not None
+        ]
+        state = ClusterState(at=turn.now, nodes=nodes, jobs=jobs, partitions=[idle, normal])
+        self.harvest.polled(turn, state, None)
+        for run_id, token in turn.submissions:
+            self.jobs += 1
+            self.harvest.submitted(turn, self.desk.book.runs[run_id], token, str(100 + self.jobs))
+        return turn
+
+    def request(self, run: Run, allocation: Allocation) -> JobRequest:
+        return self.harvest.request("/state", run, allocation, "/dev/null")
+
+
+def base(desk: Desk, run: Run, job: str = "1") -> Allocation:
+    """Its base allocation runs."""
+    allocation = next(iter(run.record.allocations.values()))
+    allocation.state, allocation.job_id, allocation.partition = AllocationState.RUNNING, job, "normal"
+    allocation.start_at, allocation.end_at, allocation.nodes = NOW, NOW + 7200.0, [f"b{job}"]
+    allocation.agents = {f"b{job}": list(run.roster.members)}
+    return allocation
+
+
+def test_idle_nodes_go_where_measured_gain_is_and_status_tells(desk: Desk) -> None:
+    slurm = Slurm(desk, 6)
+    small, large = desk.run("small", members=1, shards=2), desk.run("large", members=1, shards=64)
+    for number, run in enumerate((small, large)):
+        base(desk, run, str(number + 1))
+        desk.train(run, 40.0, 0.4)
+    turn = slurm.poll()
+    asked = [run for run, _ in turn.submissions]
+    assert (asked.count(small.id), asked.count(large.id)) == (1, 3), "four requests may wait at once"
+    views = {run.id: run_view(run, desk.at, NOW + desk.at) for run in (small, large)}
+    assert views[small.id].target == 1, "two shards are for two members"
+    assert views[large.id].target == 5
+    assert [one.nodes for one in views[small.id].speeds] == [1, 2]
+    again = slurm.poll()
+    assert again.submissions == again.cancels == []
+
+
+def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_them_when_ahead(desk: Desk) -> None:
+    slurm = Slurm(desk, 0)
+    run = desk.run("a", members=1, deadline_at=NOW + 1000.0, harvest_options=["--qos=high"])
+    base(desk, run)
+    desk.train(run, 100.0, 4.0)
+    turn = slurm.poll()
+    asked = [run.record.allocations[token] for _, token in turn.submissions]
+    assert len(asked) == 4, "eight nodes are needed; four requests may wait at once"
+    assert all(a.hurried and a.partition == "normal" and a.minutes == 25 for a in asked), "until after the deadline"
+    options = slurm.request(run, asked[0]).options
+    assert {"--nice=0", "--qos=high", "--nodes=1", "--partition=normal"} <= set(options)
+    assert slurm.poll().submissions == [], "they wait"
+    for i, allocation in enumerate(asked):
+        allocation.state, allocation.nodes = AllocationState.RUNNING, [f"x{i}"]
+        allocation.start_at, allocation.end_at = NOW + desk.at, NOW + 3000.0
+        allocation.agents = {f"x{i}": [f"x{i}w"]}
+    assert len(slurm.poll().submissions) == 3, "up to the most that it may have"
+    for worker in run.roster.workers.values():
+        worker.step = 990
+    turn = slurm.poll()
+    released = [a for a in run.record.allocations.values() if a.asked_at is not None]
+    assert len(released) == 7
+    assert all(a.hurried for a in released)
 
 
 def test_deadlines_are_days_times_and_weekdays() -> None:

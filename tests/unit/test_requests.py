@@ -361,7 +361,7 @@ def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Alloca
     return state, demands, allocations, rules, known
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(situations())
 def test_never_above_caps_budgets_or_deadlines_and_stable(
     situation: tuple[ClusterState, list[Demand], list[Allocation], HarvestRules, Known],
@@ -403,7 +403,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
         assert len({a.replaces for a in mine if a.replaces}) == sum(1 for a in mine if a.replaces)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(count=st.integers(1, 40), already=st.integers(0, 8))
 def test_never_more_than_a_quarter_of_a_run_ends_at_once(count: int, already: int) -> None:
     state = cluster([node(f"n{i}") for i in range(count)])

@@ -19,6 +19,7 @@ BENCHES: dict[str, str] = {
     "state": "the state's way to a newcomer, against a checkpoint",
     "checkpoint": "training held up by durable checkpoints, against torch.save",
     "shares": "one member slower than the others, against the sum of the speeds",
+    "planner": "one plan for a large cluster and many runs",
     "torchrun": "absorb, release and kill, against torchrun's elastic agent",
     "torchft": "absorb and kill, against torchft, where it is installed",
 }

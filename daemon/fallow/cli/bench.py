@@ -28,10 +28,11 @@ def bench(names: tuple[str, ...], members: str, params: str, n: int | None, as_j
     state         the state's way to a newcomer, against a checkpoint
     checkpoint    training with durable checkpoints, against training without
     shares        members of unequal speed
+    planner       one plan of the harvester, for large clusters
     torchrun      absorb, release and kill under torchrun's elastic agent
     torchft       join and kill under torchft, where it is installed
     """
-    if importlib.util.find_spec("torch") is None:
+    if set(names) != {"planner"} and importlib.util.find_spec("torch") is None:
         raise FallowError("fallow bench trains; run: pip install 'fallow[torch]'", Exit.UNAVAILABLE)
     from fallow.bench.main import check_names, main
     from fallow.bench.rows import Settings

@@ -47,6 +47,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "token of the allocation whose place it takes"
     active_at: float | None = None
     "Unix time of its first step in the training"
+    hurried: bool = False
+    "asked for with normal priority, because the run was behind the schedule of its deadline"
     nodes_wanted: int = 1
     requested_at: float = 0.0
     submit_at: float | None = None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -45,6 +45,13 @@ HALF_LIFE_S = 7 * 86400.0
 
 SIZES = 32
 """As many sizes are remembered; the one with the least evidence is forgotten."""
+
+
+SPARES = 3
+"""Nodes beyond a stair that are looked at."""
+
+LOST = 6
+"""Nodes lost at a time that are looked at one by one."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -166,6 +173,34 @@ def _stairs(shards: int, slots: int, most: int) -> Iterator[int]:
             return
         members = -(-shards // (each - 1))
         nodes = max(nodes + 1, -(-members // slots))
+
+
+def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> list[tuple[int, float]]:
+    """Speeds that can be counted on: the mean over which nodes are just then lost and not yet replaced.
+
+    This is the liveput of Parcae (NSDI'24). It gives spare nodes, which add nothing as long as all are there, the worth
+    that they have: a stair is not lost with the first node that goes. Up to `SPARES` beyond each stair are looked at.
+
+    Args:
+        speeds: (nodes, steps per second), both ascending.
+        loss: probability that a node is away.
+        most: nodes.
+    """
+    sizes = sorted({n + spare for n, _ in speeds for spare in range(SPARES + 1) if n + spare <= most})
+    found: list[tuple[int, float]] = []
+    for n in sizes:
+        weight, mean, left = (1 - loss) ** n, 0.0, 1.0
+        for lost in range(min(n, LOST) + 1):
+            at = bisect_right(speeds, n - lost, key=lambda pair: pair[0]) - 1
+            mean += weight * (speeds[at][1] if at >= 0 else 0.0)
+            left -= weight
+            weight *= (n - lost) / (lost + 1) * loss / (1 - loss)
+        # More than that at once: counted as just one more.
+        at = bisect_right(speeds, n - LOST - 1, key=lambda pair: pair[0]) - 1
+        mean += max(0.0, left) * (speeds[at][1] if at >= 0 else 0.0)
+        if not found or mean > found[-1][1]:
+            found.append((n, mean))
+    return found
 
 
 def fit(curve: Curve, shards: int, at: float) -> Fit:

@@ -1,12 +1,12 @@
 """The planner: which nodes to ask for, which requests to withdraw, which nodes to give back. Pure.
 
-The order: what others are owed comes first, then what has lost its point, then nodes whose time is nearly over are
-asked for again, and what is left of the caps goes to runs that could use more.
+The order: what others are owed comes first, then nodes are shared out to the runs, what has lost its point is
+withdrawn, nodes whose time is nearly over are asked for again, and what is left of the caps goes where the gain is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -14,7 +14,10 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import Hole
 from fallow.core.neighbour import GiveBack, blocks_others, give_back, waiting
+from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
+from fallow.core.sharing import charge, requests_for, share_out, surplus
+from fallow.core.targets import Targets
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
 
 NOTICE_S = 60.0
@@ -40,63 +43,87 @@ def plan(
     allocations: list[Allocation],
     rules: HarvestRules,
     known: Known | None = None,
+    aims: dict[str, int] | None = None,
 ) -> list[Wish]:
     """Decide on the requests for the next interval.
 
     Args:
         cluster: one poll.
-        demands: what each run could use, most deserving first.
+        demands: what each run could use.
         allocations: every live allocation of every run.
         rules: what is allowed.
         known: what was learned; None: nothing.
+        aims: is told how many harvested nodes each run should have.
     """
     known = known or Known()
-    harvest = [a for a in allocations if a.kind is AllocationKind.HARVEST and a.live]
+    harvest = [a for a in allocations if a.kind is AllocationKind.HARVEST and a.live and not a.hurried]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
     others = waiting(cluster, {a.token for a in allocations})
     out: list[Wish] = list(give_back(cluster, harvest, others))
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
+    given = {wish.token for wish in out if isinstance(wish, GiveBack)}
 
+    taboo = _taboo(cluster, others, rules)
     holes = holes_of(cluster, harvest, rules, known)
-    withdrawn = withdraw(cluster, demands, pending, others, rules, holes)
+    holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
+    reach = Reach(cluster, harvestable(cluster, rules), known.backoff)
+    staying = [a for a in _counted(harvest, cluster.at, rules.lead_s) if a.token not in given]
+    found = share_out(demands, staying, {a.token for a in pending}, holes, reach, rules, cluster.at)
+    if aims is not None:
+        aims.update(found.nodes)
+    out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
+    moves = found.release[: _moves(found, rules.max_pending - len(pending))]
+    out += [GiveBack(a.token, "another run gains more from it") for a in moves]
+    withdrawn = withdraw(cluster, surplus(found), pending, others, rules, holes)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
     live = [a for a in harvest if a.token not in gone]
-    requests = Requests(cluster, live, kept, rules, known, holes, _taboo(cluster, others, rules))
+    requests = Requests(cluster, live, kept, rules, known, holes, reach)
     budgets = {demand.run: demand.budget_node_s for demand in demands}
+    freed = {a.token for a in [*found.unused, *moves]}
     for demand in demands:
-        out += _renew(cluster, demand, harvest, rules, requests, budgets)
-    for demand in demands:
-        for _ in range(max(0, demand.nodes)):
-            wish = requests.ask(demand, budgets[demand.run])
-            if wish is None:
-                break
-            _charge(budgets, wish)
-            out.append(wish)
+        mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
+        out += _renew(cluster, demand, mine, rules, requests, budgets)
+    out += requests_for(found, demands, requests, budgets)
     return out
+
+
+def _moves(found: Targets, room: int) -> int:
+    """Nodes to take from one run for another: no more than can be asked for again soon, idle ones first."""
+    wanted = sum(max(0, more) for more in found.more.values())
+    return max(0, room - (wanted - len(found.release)))
+
+
+def _counted(harvest: Sequence[Allocation], at: float, lead_s: float) -> Iterator[Allocation]:
+    """Those that are not on their way out; while its successor starts, a node is counted once."""
+    replaced = {a.replaces for a in harvest}
+    for allocation in harvest:
+        gone = allocation.state is AllocationState.RELEASING or allocation.asked_at is not None
+        if not gone and not (allocation.token in replaced and is_leaving(allocation, at, lead_s)):
+            yield allocation
 
 
 def withdraw(
     cluster: ClusterState,
-    demands: Sequence[Demand],
+    surplus: Mapping[str, int],
     pending: Sequence[Allocation],
     others: list[JobInfo],
     rules: HarvestRules,
     idle: Sequence[Hole],
 ) -> list[Withdraw]:
-    """Requests that have lost their point."""
+    """Requests that have lost their point, `surplus` (run -> requests) among them."""
     out: list[Withdraw] = []
-    surplus = {demand.run: -demand.nodes for demand in demands}
+    too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
     idle_gpus = {node.node: node.gpus - node.gpus_used for node in cluster.nodes}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s = allocation.token, cluster.at - allocation.requested_at
         part = allocation.part
         # A successor takes the place of a node that is counted still.
-        if surplus.get(allocation.run, 0) > 0 and not allocation.pinned:
-            surplus[allocation.run] -= 1
+        if too_many.get(allocation.run, 0) > 0 and not allocation.pinned:
+            too_many[allocation.run] -= 1
             out.append(Withdraw(token, "the run no longer needs it"))
         elif waited_s > rules.pending_patience_s:
             out.append(Withdraw(token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
@@ -160,7 +187,7 @@ def _renew(
         wish = requests.ask(demand, budgets[demand.run], allocation.token)
         wish = wish or requests.succeed(demand, budgets[demand.run], allocation)
         if wish is not None:
-            _charge(budgets, wish)
+            charge(budgets, wish)
             out.append(wish)
     return out
 
@@ -172,12 +199,6 @@ def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
         return False
     # Never for more than a third of its time: two nodes would be held for the work of one.
     return allocation.end_at - at < min(lead_s, (allocation.end_at - allocation.start_at) / 3)
-
-
-def _charge(budgets: dict[str, float | None], wish: Ask) -> None:
-    left = budgets[wish.run]
-    if left is not None:
-        budgets[wish.run] = left - 60.0 * wish.minutes
 
 
 def _taboo(cluster: ClusterState, others: list[JobInfo], rules: HarvestRules) -> Mapping[str, AbstractSet[str]]:

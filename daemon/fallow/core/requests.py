@@ -9,8 +9,7 @@ the node back), and is used where limits have been seen to stretch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor
 
@@ -18,9 +17,11 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Hole, Part, find_holes, planned_ends, waits
-from fallow.core.kinds import Kind, may_use
+from fallow.core.kinds import Kind
 from fallow.core.lengths import LADDER, Costs, best_minutes, worth
+from fallow.core.reach import Reach, Sort
 from fallow.core.survival import Curve
+from fallow.core.worth import Worth
 from fallow.model import ClusterState, PartitionInfo
 
 TRIES = 32
@@ -73,6 +74,12 @@ class Demand:
     "for so long all of them stall when one comes or goes"
     renew: bool = True
     "ask again for nodes whose time is nearly over"
+    worth: Worth | None = None
+    "of nodes to it; None: twice as many are worth twice as much"
+
+    @property
+    def sort(self) -> Sort:
+        return self.kind, self.partitions, self.asker
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class Requests:
         allocations: every live harvest allocation.
         pending: those of them that Slurm has not started and that are not withdrawn.
         holes: of the poll, best first.
-        taboo: partition -> nodes that are not ours to ask for, because others wait for them.
+        reach: which of them runs can use.
     """
 
     def __init__(
@@ -142,12 +149,12 @@ class Requests:
         rules: HarvestRules,
         known: Known,
         holes: Sequence[Hole],
-        taboo: Mapping[str, AbstractSet[str]],
+        reach: Reach,
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
         self._partitions = {p.partition: p for p in harvestable(cluster, rules)}
         self._nodes = {node.node: node for node in cluster.nodes}
-        self._taboo = taboo
+        self._reach = reach
         self._curves: dict[str, Curve] = {}
         self._best: dict[tuple[object, ...], int | None] = {}
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
@@ -189,13 +196,21 @@ class Requests:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def ask(self, demand: Demand, budget_node_s: float | None, replaces: str = "") -> Ask | None:
-        """One request more for this run; None when there is nothing worth asking for."""
+    def ask(
+        self,
+        demand: Demand,
+        budget_node_s: float | None,
+        replaces: str = "",
+        among: Callable[[Hole], bool] | None = None,
+    ) -> Ask | None:
+        """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
         if self.room <= 0 or self._full():
             return None
         tries = 0
         for hole in self._holes_for(demand):
             if hole.node in self._taken or hole.node in demand.barred or self._full(hole.partition):
+                continue
+            if among is not None and not among(hole):
                 continue
             if (tries := tries + 1) > TRIES:
                 break
@@ -240,23 +255,11 @@ class Requests:
     # -- which node -----------------------------------------------------------------------------------------------
 
     def _holes_for(self, demand: Demand) -> list[Hole]:
-        key = (demand.kind, demand.partitions, demand.asker)
-        if key not in self._suited:
-            self._suited[key] = list(self._suiting(demand))
-        return self._suited[key]
-
-    def _suiting(self, demand: Demand) -> Iterator[Hole]:
-        may = {
-            name
-            for name, partition in self._partitions.items()
-            if (not demand.partitions or name in demand.partitions)
-            and may_use(partition, demand.asker.account, demand.asker.qos)
-            and self._known.backoff.until(demand.asker, name) <= self._cluster.at
-        }
-        for hole in self._holes:
-            free = hole.partition in may and hole.node not in self._taboo.get(hole.partition, frozenset())
-            if free and demand.kind.suits(self._nodes[hole.node], hole.part):
-                yield hole
+        if demand.sort not in self._suited:
+            self._suited[demand.sort] = [
+                hole for hole in self._holes if self._reach.suits(demand.sort, hole.node, hole.partition, hole.part)
+            ]
+        return self._suited[demand.sort]
 
     def _unsuitable(self, kind: Kind, partition: str) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""

@@ -56,7 +56,9 @@ class Targets:
     places: dict[Place, int] = field(default_factory=dict)
     "kind of each node"
     release: list[Allocation] = field(default_factory=list)
-    "allocations to give back: another run gains more, or nobody does"
+    "allocations to give back because another run gains more from the node"
+    unused: list[Allocation] = field(default_factory=list)
+    "allocations to give back because the run gains nothing from them"
 
 
 def targets(
@@ -164,8 +166,9 @@ class _Supply:
     def hold(self, allocation: Allocation, pending: bool, spare: dict[str, list[Place]]) -> None:
         """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
         place = None
-        if not pending and allocation.nodes:
-            place = Place(allocation.nodes[0], allocation.partition)
+        node = allocation.pinned if pending else next(iter(allocation.nodes), "")
+        if node:
+            place = Place(node, allocation.partition)
         elif spare.get(allocation.partition):
             place = spare[allocation.partition].pop(0)
         kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
@@ -192,6 +195,11 @@ class _Run:
     claim: Claim
     mine: list[Allocation]
 
+    def gains_nothing(self, target: int) -> bool:
+        """Is it as well off with so many nodes as with those that it has?"""
+        worth = self.party.worth
+        return worth.of(worth.base + target) >= worth.of(worth.base + len(self.mine))
+
 
 def _carried_out(
     runs: Sequence[_Run], nodes: Sequence[int], pending: Collection[str], supply: _Supply
@@ -210,7 +218,7 @@ def _carried_out(
             key=lambda a: (supply.kind[a.token] not in wanted, -(a.start_at or 0.0), a.token),
         )
         released = order[: max(0, len(run.mine) - target - len(withdrawn))]
-        out.release += released
+        (out.unused if run.gains_nothing(target) else out.release).extend(released)
         for allocation in [*withdrawn, *released]:
             free[supply.kind[allocation.token]] += 1
     gains = {r.party.run: -slope(r.claim.sizes, r.claim.values, len(r.mine), target) for r, target in growing}

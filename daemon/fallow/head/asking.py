@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, HarvestRules, Known
+from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand
+from fallow.head.gains import gains
+from fallow.head.hurry import keep_pace
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
@@ -57,11 +61,17 @@ class Asking:
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
         nodes = {node.node: node for node in cluster.nodes}
+        experience = self._known.experience
+        start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
+        known = gains(runs.values(), cluster.at, start_s, stay_s(rules))
         demands = [
-            demand(run, nodes, asks=run.id not in put_off) for run in runs.values() if not run.roster.status.ended
+            replace(demand(runs[name], nodes, asks=name not in put_off), worth=gain.worth)
+            for name, gain in known.items()
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
-        for wish in plan(cluster, demands, live, rules, self._known):
+        aims: dict[str, int] = {}
+        budgets = {demand.run: demand.budget_node_s for demand in demands}
+        for wish in plan(cluster, demands, live, rules, self._known, aims):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
@@ -75,8 +85,10 @@ class Asking:
                     run, allocation = _find(runs, token)
                     turn.release_allocation(run, allocation, reason)
         for run in runs.values():
+            run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
                 _renew_base(turn, run)
+                keep_pace(turn, run, cluster, budgets.get(run.id), rules.max_pending)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing? Twice as long after each."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 from fallow.core import fairshare, pacing
-from fallow.core.gain import Curve, fit, pooled
+from fallow.core.gain import Curve, fit, pooled, with_losses
 from fallow.core.pacing import Schedule
 from fallow.core.worth import Gain, Worth
 from fallow.head.book import Run
@@ -17,13 +17,14 @@ PAUSE_S = 0.5
 """Stall at a change, until this run has had one."""
 
 
-def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]:
+def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> dict[str, Gain]:
     """Gain of every run that has not ended.
 
     Args:
         all_runs: ended ones too: runs of the same script learn from each other.
         at: Unix time.
         start_s: from the request for a node until it trains, as a rule.
+        stay_s: for so long nodes stay.
     """
     runs = [run for run in all_runs if not run.spec.local]
     alike: dict[str, list[Run]] = {}
@@ -31,7 +32,7 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float) -> dict[str, Gain]
         alike.setdefault(_script(run), []).append(run)
     live = [run for run in runs if not run.roster.status.ended]
     weights = _weights(live, at)
-    return {run.id: _gain(run, alike[_script(run)], weights[run.id], at, start_s) for run in live}
+    return {run.id: _gain(run, alike[_script(run)], weights[run.id], at, start_s, stay_s) for run in live}
 
 
 def _script(run: Run) -> str:
@@ -53,26 +54,29 @@ def _weights(live: list[Run], at: float) -> dict[str, float]:
     for run in live:
         sums[project(run)] += run.spec.weight
         for a in run.record.allocations.values():
-            if a.kind is AllocationKind.HARVEST and a.start_at is not None:
+            if a.kind is AllocationKind.HARVEST and not a.hurried and a.start_at is not None:
                 end = at if a.live or a.end_at is None else min(at, a.end_at)
                 spans[project(run)].append((a.start_at, end))
     factors = fairshare.factors({name: fairshare.faded_use(held, at) for name, held in spans.items()})
     return {run.id: factors[project(run)] * run.spec.weight / sums[project(run)] for run in live}
 
 
-def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float) -> Gain:
+def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float, stay_s: float) -> Gain:
     r, spec = run.roster, run.spec
     others = _same_model(run, alike)
     curve = pooled(run.record.curve, [other.record.curve for other in others], at)
     slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
     shards = r.shards or (others[0].roster.shards if others else None) or spec.max_nodes * slots
     speeds = tuple(fit(curve, shards, at).speeds(slots, spec.max_nodes))
+    # Who pays for nodes gets none that only stand by.
+    most = min(spec.max_nodes, -(-shards // slots)) if spec.budget_node_hours is None else 0
+    loss = min(0.5, start_s / stay_s)
     running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
     schedule = _schedule(run, curve, at)
     worth = Worth(
-        speeds=speeds,
+        speeds=tuple(with_losses(speeds, loss, most)) if most else speeds,
         weight=weight,
-        base=sum(len(a.nodes) or a.nodes_wanted for a in running if a.kind is AllocationKind.BASE),
+        base=sum(len(a.nodes) or a.nodes_wanted for a in running if a.kind is AllocationKind.BASE or a.hurried),
         least=spec.min_nodes,
         going=r.generation > 0,
         start_s=start_s,
@@ -80,7 +84,7 @@ def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float) 
         urgent_nodes=0 if schedule is None else schedule.nodes(speeds),
         urgency=1.0 if schedule is None else schedule.urgency,
     )
-    return Gain(worth, frozenset(curve.seen), schedule, known=_known(curve))
+    return Gain(worth, speeds, frozenset(curve.seen), schedule, known=_known(curve))
 
 
 def _same_model(run: Run, alike: list[Run]) -> list[Run]:

@@ -44,7 +44,7 @@ class Learning:
             for run in turn.book.runs.values()
             if not run.spec.local
             for a in run.record.allocations.values()
-            if a.kind is AllocationKind.HARVEST
+            if a.kind is AllocationKind.HARVEST and not a.hurried
         ]
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         ours = {node: a.start_at or cluster.at for _, a in harvest if a.state in held for node in a.nodes}

@@ -31,7 +31,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             partition=allocation.partition,
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=log,
-            nice=config.harvest.nice,
+            nice=0 if allocation.hurried else config.harvest.nice,
             barred=[*sorted(run.roster.barred), *filter(None, [allocation.exclude])],
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,

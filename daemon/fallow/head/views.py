@@ -85,7 +85,7 @@ def _speed_views(run: Run) -> list[SpeedView]:
     slots = run.record.slots or 1
     return [
         SpeedView(nodes=nodes, steps_per_s=speed, measured=nodes * slots in run.gain.measured)
-        for nodes, speed in run.gain.worth.speeds
+        for nodes, speed in run.gain.speeds
     ]
 
 

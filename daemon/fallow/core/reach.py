@@ -1,0 +1,48 @@
+"""Which nodes and partitions runs can use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from fallow.core.backoff import Asker, Backoff
+from fallow.core.holes import Part
+from fallow.core.kinds import Kind, may_use
+from fallow.model import ClusterState, PartitionInfo
+
+Sort = tuple[Kind, tuple[str, ...], Asker]
+"""Kind of node, partitions that were named, and in whose name: runs that share these can use the same nodes."""
+
+
+class Reach:
+    """What a poll says about that, remembered for the length of one plan.
+
+    Args:
+        cluster: the poll.
+        partitions: that may be harvested.
+        backoff: partitions that somebody should not ask in for a while.
+    """
+
+    def __init__(self, cluster: ClusterState, partitions: Iterable[PartitionInfo], backoff: Backoff) -> None:
+        self._at = cluster.at
+        self._nodes = {node.node: node for node in cluster.nodes}
+        self._partitions = list(partitions)
+        self._backoff = backoff
+        self._known: dict[Hashable, frozenset[str]] = {}
+
+    def partitions(self, sort: Sort) -> frozenset[str]:
+        """Names of the partitions in which such runs may ask."""
+        if sort not in self._known:
+            _, named, asker = sort
+            self._known[sort] = frozenset(
+                p.partition
+                for p in self._partitions
+                if (not named or p.partition in named)
+                and may_use(p, asker.account, asker.qos)
+                and self._backoff.until(asker, p.partition) <= self._at
+            )
+        return self._known[sort]
+
+    def suits(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> bool:
+        """Can they use this node, or this part of it?"""
+        known = self._nodes.get(node)
+        return known is not None and partition in self.partitions(sort) and sort[0].suits(known, part)

@@ -1,0 +1,128 @@
+"""From a poll and what runs can use to each run's number of nodes, and the requests that lead there. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from math import floor
+from typing import cast
+
+from fallow.core.allocations import Allocation
+from fallow.core.holes import Hole
+from fallow.core.reach import Reach, Sort
+from fallow.core.requests import Ask, Demand, HarvestRules, Requests
+from fallow.core.targets import Party, Place, Targets, targets
+from fallow.core.worth import Worth, as_many_as
+
+
+def share_out(
+    demands: Sequence[Demand],
+    held: Sequence[Allocation],
+    pending: AbstractSet[str],
+    holes: Sequence[Hole],
+    reach: Reach,
+    rules: HarvestRules,
+    at: float,
+) -> Targets:
+    """Apportion what is idle, and what is held, to the runs.
+
+    Args:
+        demands: of the runs.
+        held: harvest allocations that stay for now, each counted once with its successor.
+        pending: tokens of the requests among them.
+        holes: that may be asked for.
+        reach: who can use them.
+        rules: what is allowed.
+        at: Unix time of the poll.
+    """
+    parts = {(hole.node, hole.partition): hole.part for hole in holes}
+    have = Counter(allocation.run for allocation in held)
+
+    def suits(sort: Hashable, place: Place) -> bool:
+        part = parts.get((place.node, place.partition))
+        return reach.suits(cast(Sort, sort), place.node, place.partition, part)
+
+    parties = [
+        Party(
+            run=demand.run,
+            sort=demand.sort,
+            worth=demand.worth or Worth(as_many_as(have[demand.run] + max(0, demand.nodes))),
+            room=_room(demand, rules),
+        )
+        for demand in demands
+    ]
+    idle = _within_caps(holes, held, pending, rules)
+    return targets(parties, held, pending, idle, suits, at=at, horizon_s=stay_s(rules), cap=rules.max_nodes)
+
+
+def stay_s(rules: HarvestRules) -> float:
+    """For so long a node is expected to stay: a lease lasts up to the longest limit, so half of that at any moment."""
+    return 30.0 * rules.max_minutes
+
+
+def _room(demand: Demand, rules: HarvestRules) -> int:
+    """Nodes more that it may have, given its budget."""
+    if demand.budget_node_s is None or demand.nodes <= 0:
+        return demand.nodes
+    shortest = max(rules.min_minutes, demand.min_minutes)
+    return min(demand.nodes, max(0, floor(demand.budget_node_s / 60 / shortest)))
+
+
+def _within_caps(
+    holes: Sequence[Hole], held: Sequence[Allocation], pending: AbstractSet[str], rules: HarvestRules
+) -> Iterator[Place]:
+    """Holes that may be taken, those that requests will take included."""
+    used = Counter(allocation.partition for allocation in held if allocation.token not in pending)
+    for hole in holes:
+        if used[hole.partition] < rules.partition_nodes.get(hole.partition, 1 << 30):
+            used[hole.partition] += 1
+            yield Place(hole.node, hole.partition)
+
+
+def requests_for(
+    aims: Targets, demands: Sequence[Demand], requests: Requests, budgets: dict[str, float | None]
+) -> list[Ask]:
+    """Requests that lead to the targets, the greatest gain first.
+
+    Each run asks for the kinds of nodes that others do not need. Where such a node turns out to be no good (its hole
+    is too short), any other that is left will do.
+    """
+    known = {demand.run: demand for demand in demands}
+    out: list[Ask] = []
+    short: dict[str, int] = {}
+    for run, more in aims.more.items():
+        got = 0
+        for kind, count in aims.kinds.get(run, {}).items():
+
+            def alike(hole: Hole, kind: int = kind) -> bool:
+                return aims.places.get(Place(hole.node, hole.partition)) == kind
+
+            for _ in range(count):
+                wish = requests.ask(known[run], budgets[run], among=alike)
+                if wish is None:
+                    break
+                charge(budgets, wish)
+                out.append(wish)
+                got += 1
+        short[run] = more - got
+    for run, missing in short.items():
+        for _ in range(missing):
+            wish = requests.ask(known[run], budgets[run])
+            if wish is None:
+                break
+            charge(budgets, wish)
+            out.append(wish)
+    return out
+
+
+def surplus(aims: Targets) -> Mapping[str, int]:
+    """Run -> requests that it no longer needs."""
+    return {run: -more for run, more in aims.more.items() if more < 0}
+
+
+def charge(budgets: dict[str, float | None], wish: Ask) -> None:
+    """Take what a request may cost from its run's budget, in node-seconds."""
+    left = budgets[wish.run]
+    if left is not None:
+        budgets[wish.run] = left - 60.0 * wish.minutes
