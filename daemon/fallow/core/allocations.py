@@ -78,6 +78,11 @@ class Allocation(msgspec.Struct, kw_only=True):
         return self.state in LIVE
 
     @property
+    def harvested(self) -> bool:
+        """Its node was lying idle, and goes back whenever somebody else wants it."""
+        return self.kind is AllocationKind.HARVEST and not self.hurried
+
+    @property
     def workers(self) -> list[str]:
         return [w for names in self.agents.values() for w in names]
 

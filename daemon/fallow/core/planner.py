@@ -18,7 +18,7 @@ from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
 from fallow.core.sharing import charge, requests_for, share_out, surplus
 from fallow.core.targets import Targets
-from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
+from fallow.model import AllocationState, ClusterState, JobInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -56,7 +56,7 @@ def plan(
         aims: is told how many harvested nodes each run should have.
     """
     known = known or Known()
-    harvest = [a for a in allocations if a.kind is AllocationKind.HARVEST and a.live and not a.hurried]
+    harvest = [a for a in allocations if a.harvested and a.live]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
     others = waiting(cluster, {a.token for a in allocations})
     out: list[Wish] = list(give_back(cluster, harvest, others))

@@ -11,7 +11,7 @@ from fallow.core.pacing import Schedule
 from fallow.core.worth import Gain, Worth
 from fallow.head.book import Run
 from fallow.head.views import longest_pause
-from fallow.model import AllocationKind, AllocationState
+from fallow.model import AllocationState
 
 PAUSE_S = 0.5
 """Stall at a change, until this run has had one."""
@@ -54,7 +54,7 @@ def _weights(live: list[Run], at: float) -> dict[str, float]:
     for run in live:
         sums[project(run)] += run.spec.weight
         for a in run.record.allocations.values():
-            if a.kind is AllocationKind.HARVEST and not a.hurried and a.start_at is not None:
+            if a.harvested and a.start_at is not None:
                 end = at if a.live or a.end_at is None else min(at, a.end_at)
                 spans[project(run)].append((a.start_at, end))
     factors = fairshare.factors({name: fairshare.faded_use(held, at) for name, held in spans.items()})
@@ -76,7 +76,7 @@ def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float, 
     worth = Worth(
         speeds=tuple(with_losses(speeds, loss, most)) if most else speeds,
         weight=weight,
-        base=sum(len(a.nodes) or a.nodes_wanted for a in running if a.kind is AllocationKind.BASE or a.hurried),
+        base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
         least=spec.min_nodes,
         going=r.generation > 0,
         start_s=start_s,

@@ -10,7 +10,7 @@ from fallow.core.experience import Experience
 from fallow.core.requests import HarvestRules, Known, harvestable
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterState
+from fallow.model import AllocationState, ClusterState
 
 NOTE = "experience"
 """Its key among the notes of the store."""
@@ -44,7 +44,7 @@ class Learning:
             for run in turn.book.runs.values()
             if not run.spec.local
             for a in run.record.allocations.values()
-            if a.kind is AllocationKind.HARVEST and not a.hurried
+            if a.harvested
         ]
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         ours = {node: a.start_at or cluster.at for _, a in harvest if a.state in held for node in a.nodes}
