@@ -67,7 +67,9 @@ class Desk:
         r.members = [f"w{i}" for i in range(members)]
         base = self.book.new_allocation(run, AllocationKind.BASE, NOW)
         for i, w in enumerate(r.members):
-            known = Worker(worker=w, index=i, token=base.token, node=f"n{i}", phase=WorkerPhase.MEMBER)
+            known = Worker(
+                worker=w, index=i, token=base.token, node=f"n{i}", address=f"10.0.0.{i}", phase=WorkerPhase.MEMBER
+            )
             r.workers[w] = r.workers.get(w, known)
 
     def train(self, run: Run, seconds: float, step_s: float, begin: int = 0) -> tuple[int, bool]:
@@ -115,6 +117,14 @@ def test_what_happens_around_a_change_is_not_measured(desk: Desk) -> None:
     desk.train(run, 40.0, 0.25, begin=step)
     assert list(run.record.curve.seen) == [4]
     assert run.record.curve.seen[4].step_s == pytest.approx(0.25, rel=0.05)
+
+
+def test_nodes_that_share_a_machine_teach_nothing(desk: Desk) -> None:
+    """A testbed's nodes are all one: more of them are no faster, which says nothing of a real cluster."""
+    run = desk.run("a", members=2)
+    run.roster.workers["w1"].address = run.roster.workers["w0"].address
+    desk.train(run, 60.0, 0.4)
+    assert run.record.curve.seen == {}
 
 
 def test_very_long_steps_are_measured_over_several(desk: Desk) -> None:

@@ -84,7 +84,7 @@ def test_a_node_moves_where_the_gain_pays_for_it_and_not_otherwise() -> None:
     found = decide([party("a", rich), party("b", poor)], mine, [])
     assert len(found.release) >= 3
     assert found.more["b"] == found.nodes["b"] == len(found.release)
-    slow = Worth(as_many_as(64), start_s=HORIZON_S)
+    slow = Worth(as_many_as(64), weight=0.9, start_s=HORIZON_S)
     assert decide([party("a", rich), party("b", slow)], mine, []).release == [], "it would never be worth its start"
     ending = [held("a", i, place, left_s=MOVABLE_S - 1) for i, place in enumerate(places(8))]
     assert decide([party("a", rich), party("b", poor)], ending, []).release == []

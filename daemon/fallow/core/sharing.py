@@ -56,9 +56,13 @@ def share_out(
     return targets(parties, held, pending, idle, suits, at=at, horizon_s=stay_s(rules), cap=rules.max_nodes)
 
 
+STAY_S = 600.0
+"""Nodes are taken to stay for this long at least: they are asked for again before their time is over."""
+
+
 def stay_s(rules: HarvestRules) -> float:
     """For so long a node is expected to stay: a lease lasts up to the longest limit, so half of that at any moment."""
-    return 30.0 * rules.max_minutes
+    return max(STAY_S, 30.0 * rules.max_minutes)
 
 
 def _room(demand: Demand, rules: HarvestRules) -> int:

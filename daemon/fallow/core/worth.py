@@ -107,7 +107,8 @@ def changes(
     """
     now = worth.of(worth.base + held)
     stall = min(1.0, worth.pause_s / horizon_s) * now
-    stays = max(0.0, 1.0 - worth.start_s / horizon_s - DOUBT)
+    # Never nothing: that starts take longer than nodes stay is only known as long as some are tried.
+    stays = max(0.1, 1.0 - worth.start_s / horizon_s - DOUBT)
     at_once = max(1, worth.least if not worth.going else 1)
     sizes = {low, held, max(low, at_once - worth.base)}
     sizes |= {nodes - worth.base for nodes, _ in worth.speeds}

@@ -27,7 +27,7 @@ def heard(turn: Turn, run: Run, beat: Beat) -> None:
     if not r.members or beat.worker != r.members[0]:
         return
     steady = r.status is RunStatus.TRAINING and r.change is None and not beat.held and not r.finishing
-    if not steady or beat.generation != r.generation:
+    if not steady or beat.generation != r.generation or _one_machine(run):
         run.stretch = None
         return
     stretch = run.stretch
@@ -47,6 +47,13 @@ def heard(turn: Turn, run: Run, beat: Beat) -> None:
     if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
         _measured(turn, run, lasted_s / steps, lasted_s)
         stretch.begin = turn.at, beat.step
+
+
+def _one_machine(run: Run) -> bool:
+    """Do several of its nodes share a machine, as on a testbed? They slow each other down: nothing can be learned."""
+    members = [run.roster.workers[w] for w in run.roster.members if w in run.roster.workers]
+    machines = {member.node: member.address for member in members}
+    return len(set(machines.values())) < len(machines)
 
 
 def _measured(turn: Turn, run: Run, step_s: float, lasted_s: float) -> None:
