@@ -68,7 +68,7 @@ def plan(
     holes = holes_of(cluster, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
     reach = Reach(cluster, harvestable(cluster, rules), known.backoff)
-    staying = [a for a in _counted(harvest, cluster.at, rules.lead_s) if a.token not in given]
+    staying = [a for a in _counted(harvest) if a.token not in given]
     found = share_out(demands, staying, {a.token for a in pending}, holes, reach, rules, cluster.at)
     if aims is not None:
         aims.update(found.nodes)
@@ -96,12 +96,12 @@ def _moves(found: Targets, room: int) -> int:
     return max(0, room - (wanted - len(found.release)))
 
 
-def _counted(harvest: Sequence[Allocation], at: float, lead_s: float) -> Iterator[Allocation]:
+def _counted(harvest: Sequence[Allocation]) -> Iterator[Allocation]:
     """Those that are not on their way out; while its successor starts, a node is counted once."""
     replaced = {a.replaces for a in harvest}
     for allocation in harvest:
         gone = allocation.state is AllocationState.RELEASING or allocation.asked_at is not None
-        if not gone and not (allocation.token in replaced and is_leaving(allocation, at, lead_s)):
+        if not gone and allocation.token not in replaced:
             yield allocation
 
 
