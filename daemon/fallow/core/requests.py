@@ -295,16 +295,19 @@ class Requests:
         best = self._best[key]
         if best is None:
             return None, None
-        pays = [m for m in self._otherwise(hole, best, shortest) if self._pays(hole, m, costs, demand)]
-        best = next((m for m in pays if not self._crowded(demand, m, costs)), best)
+        lengths = self._otherwise(hole, best, shortest)
+        roomy = (m for m in lengths if not self._crowded(demand, m, costs) and self._pays(hole, m, costs, demand))
+        best = next(roomy, best)
         stretches = self._known.experience.stretches
         tries = stretches or (stretches is None and not self._probing and budget_node_s is None)
         if not (tries and preempts and hole.part is None and best < most):
             return best, None
         self._probing = True
         # Where limits stretch, the shortest that is worth a start fits everywhere and gets the rest by itself.
-        least = min((m for m in pays if m * 60 >= 4 * costs.start_s), default=best) if stretches else best
-        return most, least
+        if not stretches:
+            return most, best
+        enough = (m for m in sorted(lengths) if m * 60 >= 4 * costs.start_s and self._pays(hole, m, costs, demand))
+        return most, min(best, next(enough, best))
 
     def _otherwise(self, hole: Hole, best: int, shortest: int) -> list[int]:
         """The length and what else would do, best first. With ends unknown each request tries another length."""
