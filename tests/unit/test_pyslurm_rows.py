@@ -37,7 +37,7 @@ JOB = {
     "gres_per_node": {"gres/gpu": 1},
     "tres_per_task": None,
     "allocated_tres": None,
-    "requested_tres": SimpleNamespace(raw_str="cpu=4,mem=4000M,node=2,billing=4"),
+    "requested_tres": SimpleNamespace(mem=SimpleNamespace(count=4000), gres={}),
     "resource_sharing": "NO",
     "required_nodes": None,
     "excluded_nodes": "n[3-4]",
@@ -82,9 +82,13 @@ def test_an_ordinary_job_without_limit() -> None:
 
 
 def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:
-    counted = SimpleNamespace(raw_str="cpu=4,node=2,gres/gpu=3,gres/gpu:a100=3")
+    three = SimpleNamespace(count=3)
+    counted = SimpleNamespace(mem=None, gres={"gpu": three, "gpu:a100": three})
     job = parse.job(pyslurm_rows.job(job_of(gres_per_node={}, requested_tres=counted)))
     assert (job.gpus_per_node, job.gpu_type) == (2, "a100"), "3 on 2 nodes"
+    task = SimpleNamespace(mem=None, gres={"gpu": SimpleNamespace(count=1)})
+    job = parse.job(pyslurm_rows.job(job_of(gres_per_node={}, tres_per_task=task, ntasks=6)))
+    assert job.gpus_per_node == 3, "6 tasks on 2 nodes"
 
 
 def test_names_that_are_no_text_are_empty() -> None:

@@ -6,7 +6,7 @@ The objects are Cython's and may be absent here, so they are `Any`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fallow.slurm.state import user_name
@@ -29,7 +29,7 @@ def job(found: Any) -> dict[str, str]:
     `--gpus=N` (not per node, nor per task) is seen only where the site counts GPUs as TRES: pyslurm does not read
     what is asked for per job.
     """
-    requested = _tres(found.requested_tres)
+    asked, given = _tres(lambda: found.requested_tres), _tres(lambda: found.allocated_tres)
     return {
         "JobID": str(found.id),
         "HetJobID": _number(found.heterogeneous_id),
@@ -49,10 +49,10 @@ def job(found: Any) -> dict[str, str]:
         "NumCPUs": _number(found.cpus),
         "NumTasks": _number(found.ntasks),
         "MinMemory": _megabytes(found.memory_per_node or found.memory_per_cpu),
-        "tres-alloc": _tres(found.allocated_tres) or requested,
-        "tres-per-job": _gres(_gpus_of_tres((name, number) for name, _, number in map(_halves, requested.split(",")))),
+        "tres-alloc": ",".join(f"{name}={number}" for name, number in (given or asked).items()),
+        "tres-per-job": _gres(_gpus_of_tres(asked)),
         "tres-per-node": _gres(found.gres_per_node),
-        "tres-per-task": _tres(found.tres_per_task),
+        "tres-per-task": _gres(_gpus_of_tres(_tres(lambda: found.tres_per_task))),
         "OverSubscribe": found.resource_sharing or "",
         "ReqNodes": found.required_nodes or "",
         "ExcNodes": found.excluded_nodes or "",
@@ -69,7 +69,7 @@ def job(found: Any) -> dict[str, str]:
 
 def node(found: Any, gpus_used: Mapping[str, int]) -> dict[str, str]:
     """Words of `scontrol -o -d show node`. `gpus_used`: type -> number, from `gpus_of_jobs`, where TRES do not say."""
-    counted = _gpus_of_tres((found.allocated_tres or {}).items())
+    counted = _gpus_of_tres(found.allocated_tres or {})
     return {
         "NodeName": found.name,
         "State": found.state,
@@ -162,17 +162,21 @@ def _megabytes(value: int | None) -> str:
     return f"{value}M" if value else ""
 
 
-def _tres(value: Any) -> str:
-    return (value.raw_str or "") if value is not None else ""
+def _tres(read: Callable[[], Any]) -> dict[str, str]:
+    """Memory and gres of a set of TRES by their names, `{"mem": "4000M", "gres/gpu": "1"}`."""
+    try:
+        value = read()
+    except ValueError:  # a count with a unit that pyslurm does not know
+        value = None
+    if value is None:
+        return {}
+    found = {f"gres/{name}": str(gres.count) for name, gres in value.gres.items()}
+    return found if value.mem is None else {"mem": f"{value.mem.count}M", **found}
 
 
-def _halves(item: str) -> tuple[str, str, str]:
-    return item.partition("=")
-
-
-def _gpus_of_tres(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _gpus_of_tres(tres: Mapping[str, Any]) -> dict[str, Any]:
     """GPUs among TRES: of `gres/gpu=4,gres/gpu:a100=4` the types, else the total."""
-    found = {name.removeprefix("gres/"): number for name, number in items if name.startswith("gres/gpu")}
+    found = {name.removeprefix("gres/"): number for name, number in tres.items() if name.startswith("gres/gpu")}
     return {name: number for name, number in found.items() if name != "gpu"} or found
 
 
