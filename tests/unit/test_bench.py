@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fallow.bench import checkpoint, pause, recovery, steplog
+from fallow.bench import checkpoint, pause, planner, recovery, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
+from fallow.core.planner import plan
+from fallow.core.requests import Ask, HarvestRules
 from fallow.core.schedule import Action
 from fallow.model import FallowError
 
@@ -41,6 +44,16 @@ def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "w0.steps"
     path.write_bytes(path.read_bytes() + b"2 1")
     assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("w0", 0, 1), ("w0", 1, 1)]
+
+
+def test_a_plan_of_a_made_up_cluster_is_a_plan() -> None:
+    cluster, demands, allocations, curves = planner.situation(400, 8)
+    wishes = plan(
+        cluster, [replace(d, worth=planner.worth(curves[d.run])) for d in demands], allocations, HarvestRules()
+    )
+    assert sum(isinstance(wish, Ask) for wish in wishes) == HarvestRules().max_pending
+    row = planner.measure(400, 8, 2)
+    assert (row.unit, row.ours.n, row.peer) == ("s", 2, None)
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])

@@ -42,6 +42,12 @@ def test_a_deadline_that_has_passed_takes_all_that_helps() -> None:
     assert done.nodes(SPEEDS) == 0
 
 
+def test_clocks_that_differ_do_no_harm() -> None:
+    odd = schedule(1000.0, 1000.0, 2000, 0, 1000.0)
+    assert odd.urgency == URGENT
+    assert schedule(1000.0, 990.0, 2000, 5, 1000.0).nodes(SPEEDS) == 8
+
+
 def test_extra_nodes_go_only_with_some_slack_and_if_the_rest_is_fast_enough() -> None:
     slightly = schedule(0.0, 1000.0, 2000, 1050, 500.0)
     assert not dispensable(slightly, SPEEDS, held=8, extra=1), "asked back at once otherwise"

@@ -58,11 +58,11 @@ def schedule(begin: float, deadline: float, total: int, done: int, at: float) ->
     """Compare a run with uniform progress.
 
     Args:
-        begin, deadline, at: Unix times, the first before the second.
+        begin, deadline, at: Unix times. The first comes before the second, unless clocks differ.
         total: steps of the whole run, at least 1.
         done: finished steps.
     """
-    span_s = deadline - begin
+    span_s = max(1.0, deadline - begin)
     ahead_s = span_s * done / total - (min(at, deadline) - begin)
     left = max(0, total - done)
     speed = 0.0 if not left else left / (deadline - at) if at < deadline else float("inf")
