@@ -81,6 +81,7 @@ async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:
     [
         (["g", "up", "up", "down", "y"], ("grow", {"run": "digits-1", "by": 2})),
         (["s", "y"], ("shrink", {"run": "digits-1", "by": 1})),
+        (["p", "y"], ("pause", {"run": "digits-1"})),
         (["c", "y"], ("cancel", {"run": "digits-1"})),
         (["1", "l", "d", "y"], ("drain", {"run": "digits-1", "nodes": ["n2"]})),
         (["enter", "j", "d", "y"], ("drain", {"run": "digits-1", "nodes": ["n2"]})),
@@ -102,6 +103,21 @@ async def test_actions_ask_back_and_then_ask_the_head(
         await pilot.press(keys[-1])
         await rig.source.was_asked()
         assert rig.source.calls == [call]
+
+
+async def test_a_run_is_paused_or_resumed_whichever_it_is_not(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot(runs=[run_view(paused="Slurm refused it")]))
+        await pilot.press("p")
+        await pilot.pause()
+        assert isinstance(rig.app.screen, OverviewScreen)
+        assert "r Resume" in rig.text()
+        await pilot.press("r")
+        await pilot.pause()
+        await pilot.press("y")
+        await rig.source.was_asked()
+        assert rig.source.calls == [("resume", {"run": "digits-1"})]
 
 
 @pytest.mark.parametrize("no", ["n", "escape", "enter"])

@@ -59,6 +59,7 @@ class _Run:
     step: float = 0.0
     generation: int = 0
     cancelled: bool = False
+    paused: bool = False
     nodes: list[_Node] = field(default_factory=list)
 
 
@@ -145,6 +146,10 @@ class DemoCluster:
         elif method == "drain":
             for node in run.nodes:
                 node.draining |= node.name in params["nodes"]
+        elif method in ("pause", "resume"):
+            run.paused = method == "pause"
+            for node in run.nodes:
+                node.draining |= run.paused and node.kind is AllocationKind.HARVEST
         elif method == "cancel":
             run.cancelled = True
             for node in run.nodes:
@@ -199,7 +204,7 @@ class DemoCluster:
             node.owner, node.until = NodeOwner.IDLE, self.at + self._random.uniform(4, 12)
 
     def _offer(self, node: _Node, events: list[EventRecord]) -> None:
-        wanting = [run for run in self._runs if not run.cancelled and len(run.nodes) < run.limit]
+        wanting = [run for run in self._runs if not run.cancelled and not run.paused and len(run.nodes) < run.limit]
         hole = self._random.uniform(25, 160)
         if not wanting or self._random.random() < 0.3:
             node.owner, node.until = NodeOwner.PLANNED, self.at + self._random.uniform(2, 8)
@@ -248,6 +253,8 @@ class DemoCluster:
             run=run.run,
             name=run.name,
             status=status,
+            message="paused by hand" if run.paused else "",
+            paused="paused by hand" if run.paused else "",
             min_nodes=run.base,
             max_nodes=run.most,
             limit=run.limit,

@@ -27,6 +27,8 @@ COMMANDS: dict[str, str] = {
     "grow": "fallow.cli.operate:grow",
     "shrink": "fallow.cli.operate:shrink",
     "drain": "fallow.cli.operate:drain",
+    "pause": "fallow.cli.operate:pause",
+    "resume": "fallow.cli.operate:resume",
     "checkpoint": "fallow.cli.operate:checkpoint",
     "rollback": "fallow.cli.operate:rollback",
     "cancel": "fallow.cli.operate:cancel",

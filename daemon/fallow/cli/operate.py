@@ -52,6 +52,28 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     _done(as_json, f"run {run}: giving back {', '.join(names)}", run=run, nodes=names)
 
 
+@click.command(short_help="Harvest nothing for a run until it is resumed.")
+@click.argument("run")
+@json_option
+def pause(run: str, as_json: bool) -> None:
+    """Give all harvested nodes of RUN back and ask for no new ones until `fallow resume`.
+
+    Its base job keeps its nodes and trains on; when it ends, it is not submitted again while the run is paused. A run
+    without a base job writes a checkpoint and waits. A paused run stays paused when the head is started again.
+    """
+    ask("pause", run=run)
+    _done(as_json, f"run {run}: paused; harvested nodes are given back, the base job goes on", run=run, paused=True)
+
+
+@click.command(short_help="Harvest again for a paused run.")
+@click.argument("run")
+@json_option
+def resume(run: str, as_json: bool) -> None:
+    """Ask for nodes for RUN again after `fallow pause`, or after Slurm's refusals or failing jobs had stopped it."""
+    ask("resume", run=run)
+    _done(as_json, f"run {run}: resumed; nodes are asked for from the next poll on", run=run, paused=False)
+
+
 @click.command(short_help="Write a durable checkpoint now.")
 @click.argument("run")
 @json_option

@@ -36,6 +36,8 @@ METHODS = frozenset(
         "shrink",
         "release",
         "drain",
+        "pause",
+        "resume",
         "cancel",
         "checkpoint",
         "rollback",

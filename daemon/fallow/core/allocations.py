@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fallow.core.holes import Part
+from fallow.core.spans import Span, Use
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 ENDED_STATES = frozenset(
@@ -54,7 +55,25 @@ class Allocation(msgspec.Struct, kw_only=True):
     submit_at: float | None = None
     start_at: float | None = None
     end_at: float | None = None
+    ends_because: str = "walltime"
+    "what sets `end_at`"
+    limit_s: float | None = None
+    "time limit that Slurm shows; None: not seen yet, or without end"
+    renewed: bool = False
+    "a base job that the head submitted again by itself"
     nodes: list[str] = []
+    spans: dict[str, Span] = {}
+    "job id -> what it held"
+    unseen_at: float | None = None
+    "first poll, after its end, that did not show it any more"
+    settled: bool = False
+    "its jobs are over, and `spans` is all they held"
+    end_guessed: bool = False
+    "Slurm forgot the jobs before it had shown their end"
+    slurm_state: str = ""
+    "how Slurm says it ended"
+    uses: dict[str, Use] = {}
+    "node -> what it was used for; nodes that never had a member are not there"
     agents: dict[str, list[str]] = {}
     "node -> worker ids, in the order the agent starts them"
     agents_gone: list[str] = []
@@ -134,7 +153,8 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     allocation.nodes = sorted({node for job in mine for node in job.nodes})
     allocation.partition = allocation.partition or leader.partition
     ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]
-    allocation.end_at = min(ends) if ends else allocation.end_at
+    if ends:
+        allocation.end_at, allocation.ends_because = min(ends), "walltime"
     before = allocation.state
     running = [job for job in mine if job.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")]
     if all(job.state in ENDED_STATES for job in mine):

@@ -15,6 +15,7 @@ from fallow.head.book import Run
 from fallow.head.demands import demand
 from fallow.head.gains import gains
 from fallow.head.hurry import keep_pace
+from fallow.head.spending import renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
@@ -65,7 +66,7 @@ class Asking:
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
         known = gains(runs.values(), cluster.at, start_s, stay_s(rules))
         demands = [
-            replace(demand(runs[name], nodes, asks=name not in put_off), worth=gain.worth)
+            replace(demand(runs[name], nodes, cluster.at, asks=name not in put_off), worth=gain.worth)
             for name, gain in known.items()
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
@@ -87,8 +88,33 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
-                _renew_base(turn, run)
+                renew_base(turn, run, cluster.at)
                 keep_pace(turn, run, cluster, budgets.get(run.id), rules.max_pending)
+
+    def pause(self, turn: Turn, run: Run) -> None:
+        """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
+        run.record.paused_by_hand = True
+        turn.dirty.add(run.id)
+        turn.record(run, "pause", "paused by hand: harvest nodes are given back, and none is asked for")
+        for allocation in run.live_allocations():
+            if allocation.kind is AllocationKind.BASE or allocation.asked_at is not None:
+                continue
+            if allocation.agents:
+                turn.release_allocation(run, allocation, "the run is paused")
+            else:
+                turn.cancel(run, allocation, "the run is paused")
+
+    def resume(self, turn: Turn, run: Run) -> None:
+        """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
+        run.record.paused_by_hand, run.record.harvest_paused = False, ""
+        run.record.failures_in_a_row = run.record.duds = 0
+        self._not_before.pop(run.id, None)
+        turn.dirty.add(run.id)
+        turn.record(run, "resume", "resumed by hand: nodes are asked for again")
+
+    def waits_after_failures(self, turn: Turn, run: Run) -> bool:
+        """Are its requests put off because the last jobs came to nothing?"""
+        return turn.at < self._not_before.get(run.id, turn.at)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
         """Is it too early to ask for more, because the last jobs came to nothing? Twice as long after each."""
@@ -123,19 +149,6 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         exclude=folded(wish.exclude),
         replaces=wish.replaces,
     )
-    turn.dirty.add(run.id)
-    turn.submissions.append((run.id, allocation.token))
-
-
-def _renew_base(turn: Turn, run: Run) -> None:
-    """Submit the base job again when the last one is over and the script is not finished."""
-    record = run.record
-    if run.roster.status.ended or not record.base_wanted or run.roster.finishing or record.harvest_paused:
-        return
-    bases = [a for a in record.allocations.values() if a.kind is AllocationKind.BASE]
-    if not bases or any(a.live for a in bases):
-        return
-    allocation = turn.book.new_allocation(run, AllocationKind.BASE, turn.now, nodes_wanted=run.spec.min_nodes)
     turn.dirty.add(run.id)
     turn.submissions.append((run.id, allocation.token))
 

@@ -39,9 +39,18 @@ class RunRecord(msgspec.Struct, kw_only=True):
     duds: int = 0
     "jobs in a row that ended before an agent came"
     harvest_paused: str = ""
+    "why nothing is asked for: Slurm refused too often"
+    paused_by_hand: bool = False
+    spent_node_s: float = 0.0
+    "of the budget, by allocations that are no longer kept"
     curve: Curve = msgspec.field(default_factory=Curve)
     "how fast it was with how many members"
     ended_at: float | None = None
+
+    @property
+    def paused(self) -> str:
+        """Why nothing is asked for; empty: it is."""
+        return "paused by hand" if self.paused_by_hand else self.harvest_paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,8 @@ class Run:
         "from nodes, as of the last plan"
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
+        self.held_back = ""
+        "why its base job is not submitted again"
         self.looked_for_checkpoints = False
         "this head has looked for some that were finished while none was there"
 

@@ -10,6 +10,7 @@ from fallow.core.kinds import Kind, likeness
 from fallow.core.requests import Demand
 from fallow.head.book import Run
 from fallow.head.learning import asker_of
+from fallow.head.spending import left_s
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunStatus
 from fallow.slurm.parse import gpu_types
 
@@ -17,18 +18,17 @@ PAUSES = 16
 """As many of the last changes say what one costs."""
 
 
-def demand(run: Run, nodes: Mapping[str, NodeInfo], *, asks: bool) -> Demand:
+def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -> Demand:
     """What to plan with for a run that has not ended.
 
     Args:
         run: whose demand it is.
         nodes: of the last poll.
+        now: Unix time of the poll.
         asks: False: nothing may be asked for now.
     """
-    asks = asks and not run.record.harvest_paused and not run.roster.finishing
+    asks = asks and not run.record.paused and not run.roster.finishing
     wanted = _missing(run)
-    budget = run.spec.budget_node_hours
-    spent = sum(_node_seconds(a) for a in run.record.allocations.values() if a.kind is AllocationKind.HARVEST)
     members = run.roster.members
     homes = [run.roster.workers[w].node for w in members if w in run.roster.workers]
     pauses = [change.pause_s for change in run.roster.history[-PAUSES:] if change.pause_s is not None]
@@ -38,7 +38,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], *, asks: bool) -> Demand:
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=run.spec.min_harvest_minutes,
         barred=frozenset(run.roster.barred),
-        budget_node_s=None if budget is None else budget * 3600.0 - spent,
+        budget_node_s=left_s(run, now),
         kind=_kind(run, [nodes[home] for home in dict.fromkeys(homes) if home in nodes]),
         asker=asker_of(run),
         members=len(set(homes)),
@@ -84,12 +84,3 @@ def _kind(run: Run, homes: list[NodeInfo]) -> Kind:
 def _as_gres(gpus: str) -> str:
     """`a100:4` as `gpu:a100:4`."""
     return ",".join(f"gpu:{item}" for item in gpus.split(",") if item)
-
-
-def _node_seconds(allocation: Allocation) -> float:
-    """Reserved or spent node-seconds, so that the budget holds even for submissions of unknown outcome (I10)."""
-    if allocation.state in (AllocationState.LOST,):
-        return 0.0
-    if allocation.live or allocation.start_at is None or allocation.end_at is None:
-        return 60.0 * (allocation.minutes or 0) if allocation.live else 0.0
-    return max(0.0, allocation.end_at - allocation.start_at)

@@ -14,6 +14,7 @@ from fallow.head.asking import Asking
 from fallow.head.book import Run
 from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE, Learning, asker_of
+from fallow.head.spending import follow_jobs, keep_within_budget
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState, JobRequest
 
@@ -27,7 +28,7 @@ class Harvest:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._learning = Learning()
-        self._asking = Asking(config, self._learning.known)
+        self.asking = Asking(config, self._learning.known)
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
 
@@ -41,10 +42,13 @@ class Harvest:
         self.cluster, self._site = cluster, site
         # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
         take_in(turn, cluster, horizon_s=max(30.0, 2.5 * self._config.slurm.poll_interval_s))
+        follow_jobs(turn, cluster)
+        for run in turn.book.runs.values():
+            keep_within_budget(turn, run, cluster.at)
         orphans.sweep(turn, cluster)
-        rules = self._asking.rules(cluster.at, site)
+        rules = self.asking.rules(cluster.at, site)
         self._learning.polled(turn, cluster, rules)
-        self._asking.plan(turn, cluster, rules)
+        self.asking.plan(turn, cluster, rules)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""
@@ -61,7 +65,7 @@ class Harvest:
         """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
         if self.cluster is None:
             return ""
-        rules = self._asking.rules(self.cluster.at, self._site)
+        rules = self.asking.rules(self.cluster.at, self._site)
         there = harvestable(self.cluster, rules)
         named = [p for p in there if not run.spec.harvest_partitions or p.partition in run.spec.harvest_partitions]
         may = [p for p in named if may_use(p, *astuple(asker_of(run)))]

@@ -31,6 +31,8 @@ class Operations:
             "shrink": self.shrink,
             "release": self.release,
             "drain": self.drain,
+            "pause": self.pause,
+            "resume": self.resume,
             "cancel": self.cancel,
             "checkpoint": self.checkpoint,
             "rollback": self.rollback,
@@ -135,6 +137,22 @@ class Operations:
                 )
             for allocation in held:
                 turn.release_allocation(found, allocation, "drained by hand")
+
+    def pause(self, turn: Turn, run: str) -> None:
+        """Give the harvest nodes back and ask for none until it is resumed; the base job goes on."""
+        found = self._active(run)
+        if found.spec.local:
+            raise FallowError(f"run {found.id}: under `fallow local` the schedule says who comes and goes", Exit.USAGE)
+        if found.record.paused_by_hand:
+            raise FallowError(f"run {found.id}: it is paused already; to go on: fallow resume {found.id}", Exit.USAGE)
+        self._harvest.asking.pause(turn, found)
+
+    def resume(self, turn: Turn, run: str) -> None:
+        """Ask for nodes again, whether a hand or Slurm's refusals had paused it."""
+        found = self._active(run)
+        if not found.record.paused and not self._harvest.asking.waits_after_failures(turn, found):
+            raise FallowError(f"run {found.id}: it is not paused", Exit.USAGE)
+        self._harvest.asking.resume(turn, found)
 
     def cancel(self, turn: Turn, run: str) -> None:
         found = self._book.get(run)

@@ -309,7 +309,7 @@ class Peers:
             and allocation.end_at is not None
             and turn.now >= allocation.end_at - margin
         ):
-            turn.release_allocation(run, allocation, "walltime")
+            turn.release_allocation(run, allocation, allocation.ends_because)
         for node in set(allocation.agents) - set(allocation.agents_gone):
             silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
             if silent > self._config.lease_s:

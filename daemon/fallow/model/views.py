@@ -168,6 +168,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     "a membership change under way, in words"
     scalars: dict[str, float] = {}
     message: str = ""
+    paused: str = ""
+    "why no nodes are asked for; empty: they are"
     created_at: float = 0.0
     useful: int = 0
     "members that would have something to do: the limit, or the shards in a step if they are fewer"

@@ -51,6 +51,14 @@ ACTIONS = {
         ),
         Action("drain", "d", "Drain", "node", "Its workers leave at the next step boundary; no work is lost."),
         Action(
+            "pause",
+            "p",
+            "Pause",
+            "run",
+            "Its harvested nodes are handed back and none is asked for until it is resumed; its base job goes on.",
+        ),
+        Action("resume", "r", "Resume", "run", "Idle nodes are asked for again."),
+        Action(
             "cancel",
             "c",
             "Cancel",
@@ -102,7 +110,10 @@ class OperatorScreen(Screen[None]):
         if parameters == ("drain",):
             return self.selected_node() is not None
         run = self.selected_run()
-        return run is not None and not run.status.ended
+        if run is None or run.status.ended:
+            return False
+        # One of the two: whoever sees the other key knows that it is paused.
+        return parameters not in ([("resume",)] if not run.paused else [("pause",)])
 
     def action_help(self) -> None:
         """Shows the keys that are valid here."""

@@ -1,0 +1,127 @@
+"""What an allocation's jobs held, as Slurm says it: which nodes, from when to when. Pure.
+
+An allocation ends for the head when its agents are gone; its jobs end later, for Slurm cleans up and the rest of a
+batch script may run on. So jobs are followed until Slurm has shown their end, or has forgotten them: then the
+allocation is *settled*, and what it cost is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fallow.model import AllocationState, JobInfo
+
+if TYPE_CHECKING:
+    from fallow.core.allocations import Allocation
+
+HOLDING = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED"))
+
+
+class Span(msgspec.Struct, kw_only=True):
+    """The time for which one job (one component of a heterogeneous job) had its nodes."""
+
+    nodes: dict[str, int]
+    "node -> GPUs of it that the job has"
+    start_at: float
+    end_at: float | None = None
+    "None: it still has them"
+
+    def held_s(self, now: float) -> float:
+        """Seconds until `now` or its end, whichever is first; never negative, whatever clocks do."""
+        return max(0.0, (now if self.end_at is None else self.end_at) - self.start_at)
+
+    def node_s(self, now: float) -> float:
+        return len(self.nodes) * self.held_s(now)
+
+
+class Use(msgspec.Struct, kw_only=True):
+    """What a node of an allocation was used for, by the head's clock."""
+
+    first_at: float
+    "one of its workers became a member for the first time"
+    since: float | None = None
+    "one has been a member since then; None: none is now"
+    last_at: float = 0.0
+    "when the last one left"
+    member_s: float = 0.0
+    "before `since`"
+    pause_s: float = 0.0
+    "of that, in pauses of the training in which the membership changed"
+    discarded_s: float = 0.0
+    "of that, for steps that were done again after a kill"
+
+
+def by_token(jobs: Iterable[JobInfo], prefix: str = "fallow-") -> dict[str, list[JobInfo]]:
+    """The jobs of a poll that are anybody's allocations, by the token in their name or comment."""
+    found: dict[str, list[JobInfo]] = {}
+    for job in jobs:
+        for word in dict.fromkeys((job.name, *job.comment.split())):
+            if word.startswith(prefix):
+                found.setdefault(word, []).append(job)
+    return found
+
+
+def follow(
+    allocation: Allocation, jobs: Iterable[JobInfo], at: float, gpus: Mapping[str, int], ended: frozenset[str]
+) -> bool:
+    """Bring the spans of an allocation up to date with a poll.
+
+    Args:
+        allocation: changed in place.
+        jobs: those of the poll that carry its token.
+        at: Unix time of the poll, on the clock that the jobs' times are on.
+        gpus: node -> its GPUs.
+        ended: states of jobs that are over.
+
+    Returns:
+        Whether anything changed.
+    """
+    if allocation.settled:
+        return False
+    mine = [job for job in jobs if allocation.job_id is None or allocation.job_id in (job.job_id, job.het_job_id)]
+    if not mine:
+        return _not_shown(allocation, at)
+    before = msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
+    allocation.unseen_at = None
+    limits = [job.time_limit_s for job in mine]
+    allocation.limit_s = max((limit for limit in limits if limit is not None), default=None)
+    for job in mine:
+        _follow_job(allocation, job, at, gpus, ended)
+    allocation.settled = all(job.state in ended for job in mine)
+    if allocation.settled:
+        allocation.slurm_state = mine[0].state
+    return before != msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
+
+
+def _follow_job(
+    allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int], ended: frozenset[str]
+) -> None:
+    if job.start_at is None or not job.nodes or not (job.state in HOLDING or job.state in ended):
+        return
+    span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
+    span.start_at = job.start_at
+    span.nodes = {node: gpus.get(node, span.nodes.get(node, 0)) for node in job.nodes}
+    # A job that completes has its end already; its nodes are not ours any more.
+    over = job.state in ended or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
+    span.end_at = None if not over else at if job.end_at is None else job.end_at
+
+
+def _not_shown(allocation: Allocation, at: float) -> bool:
+    """Two polls without it: Slurm has forgotten it. It ended before the first of them, at its limit at the latest."""
+    if allocation.live or allocation.state is AllocationState.LOST:
+        # Whether it is gone is not for one poll to say (`allocations.observe`); a lost one may still appear.
+        return False
+    if allocation.job_id is not None and allocation.unseen_at is None:
+        allocation.unseen_at = at
+        return True
+    end = at if allocation.unseen_at is None else allocation.unseen_at
+    for span in allocation.spans.values():
+        if span.end_at is None:
+            limit = end if allocation.limit_s is None else span.start_at + allocation.limit_s
+            span.end_at = max(span.start_at, min(end, limit))
+            allocation.end_guessed = True
+    allocation.settled = True
+    return True

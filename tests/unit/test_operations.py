@@ -1,0 +1,232 @@
+"""What operators do to runs, and how a run keeps to its budget: the head's parts without its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.config import Config
+from fallow.core.allocations import Allocation
+from fallow.core.spans import Span
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run, RunRecord
+from fallow.head.harvest import Harvest
+from fallow.head.operations import Operations
+from fallow.head.spending import left_s
+from fallow.head.turn import Turn
+from fallow.head.views import run_view
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    Exit,
+    FallowError,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    RunSpec,
+    RunStatus,
+)
+
+NOW = 1_000_000.0
+NODES = [f"n{i}" for i in range(1, 5)]
+
+
+class Desk:
+    """A book with one run, and polls of a cluster of four idle nodes."""
+
+    def __init__(self, folder: Path, **spec: object) -> None:
+        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "s"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        numbers = iter(range(10_000))
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.harvest = Harvest(Config())
+        self.operations = Operations(self.book, self.harvest)
+        self.at = 0.0
+        self.run: Run = self.book.create(
+            RunSpec(run="", name="train", min_nodes=1, max_nodes=4, script="#!/bin/sh\n", **spec),  # type: ignore[arg-type]
+            0.0,
+            NOW,
+        )
+        # As after the first agent: one worker per node.
+        self.run.record.slots, self.run.roster.max_members, self.run.roster.limit = 1, 4, 4
+
+    def turn(self) -> Turn:
+        return Turn(self.book, self.at, NOW + self.at)
+
+    def do(self, method: str, **params: object) -> Turn:
+        turn = self.turn()
+        self.operations.handle(turn, method, {"run": "train", **params})
+        return turn
+
+    def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
+        self.at += after_s
+        turn = self.turn()
+        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
+        partition = PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE")
+        self.harvest.polled(
+            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=[partition]), None
+        )
+        return turn
+
+    def hold(
+        self,
+        kind: AllocationKind = AllocationKind.HARVEST,
+        state: AllocationState = AllocationState.RUNNING,
+        **more: object,
+    ) -> Allocation:
+        allocation = self.book.new_allocation(self.run, kind, NOW, **more)
+        allocation.state = state
+        if state is not AllocationState.UNKNOWN:
+            allocation.job_id = str(100 + self.run.record.next_allocation)
+        if state is AllocationState.RUNNING:
+            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": []}, ["n1"]
+        return allocation
+
+    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
+        return JobInfo(
+            job_id=allocation.job_id or "1",
+            name=allocation.token,
+            user="me",
+            state=state,
+            partition="p",
+            nodes=["n1"] if state == "RUNNING" else [],
+            start_at=NOW if state == "RUNNING" else None,
+            end_at=NOW + limit_s if state == "RUNNING" else None,
+            time_limit_s=limit_s,
+            **more,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)
+    unknown = desk.hold(state=AllocationState.UNKNOWN)
+    turn = desk.do("pause")
+    assert [job for _, _, job in turn.cancels] == [pending.job_id]
+    # No agent of ours is left on it, so it was let go at once; the one that may exist is cancelled when it shows.
+    assert running.state is AllocationState.RELEASING
+    assert unknown.asked_at is not None
+    assert base.state is AllocationState.RUNNING
+    assert desk.run.id in turn.dirty
+    assert desk.poll(desk.job(base), desk.job(running)).submissions == []
+    # Nor is the base job asked for again when it ends.
+    base.state = AllocationState.ENDED
+    assert desk.poll().submissions == []
+    assert run_view(desk.run, 0.0, NOW).paused == "paused by hand"
+
+
+def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
+    desk.do("pause")
+    desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
+    assert desk.poll().submissions == []
+    turn = desk.do("resume")
+    assert [record.kind for record in turn.records] == ["resume"]
+    assert len(desk.poll().submissions) == 4
+
+
+def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
+    for _ in range(3):
+        allocation = desk.hold(state=AllocationState.UNKNOWN)
+        desk.harvest.refused(desk.turn(), desk.run, allocation.token, "QOSMaxSubmitJobPerUserLimit")
+    assert "QOSMaxSubmitJobPerUserLimit" in run_view(desk.run, 0.0, NOW).message
+    assert desk.poll().submissions == []
+    desk.do("resume")
+    assert len(desk.poll().submissions) == 4
+    assert desk.run.record.failures_in_a_row == 0
+
+
+def test_resume_does_not_wait_for_a_back_off(desk: Desk) -> None:
+    desk.run.record.duds = 5
+    assert desk.poll().submissions == []
+    desk.do("resume")
+    assert len(desk.poll(after_s=0.5).submissions) == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "method", "run", "code", "words"),
+    [
+        ((), "pause", "nobody", Exit.NOINPUT, "run nobody: no such run; `fallow status` lists them"),
+        ((), "resume", "train", Exit.USAGE, "it is not paused"),
+        (("pause",), "pause", "train", Exit.USAGE, "it is paused already; to go on: fallow resume train-"),
+        (("cancel",), "pause", "train", Exit.USAGE, "it is cancelled"),
+        (("pause", "resume"), "resume", "train", Exit.USAGE, "it is not paused"),
+        (("pause", "cancel"), "resume", "train", Exit.USAGE, "it is cancelled"),
+    ],
+)
+def test_careless_use(desk: Desk, before: tuple[str, ...], method: str, run: str, code: Exit, words: str) -> None:
+    for each in before:
+        desk.do(each)
+    with pytest.raises(FallowError) as refused:
+        desk.do(method, run=run)
+    assert refused.value.code == code
+    assert words in refused.value.message
+
+
+def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:
+    # Two hours at most each: the third would not fit.
+    desk = Desk(tmp_path, budget_node_hours=4.5)
+    turn = desk.poll()
+    asked = [desk.run.record.allocations[token] for _, token in turn.submissions]
+    assert [a.minutes for a in asked] == [120, 120, 30]
+    # Nobody knows what became of them: they stay booked.
+    for allocation in asked:
+        desk.harvest.unknown(turn, desk.run, allocation.token, "timed out")
+    assert desk.poll(after_s=20.0).submissions == []
+    # They never came: the budget is free again.
+    desk.poll(after_s=200.0)
+    assert len(desk.poll().submissions) == 3
+
+
+def test_an_extended_job_goes_before_it_exceeds_the_budget(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=1.0)
+    allocation = desk.hold(minutes=30)
+    waiting = desk.hold(state=AllocationState.PENDING, minutes=30)
+    turn = desk.poll(desk.job(allocation, limit_s=1800.0), desk.job(waiting, "PENDING", 1800.0))
+    assert (turn.cancels, allocation.end_at) == ([], NOW + 1800.0)
+    turn = desk.poll(desk.job(allocation, limit_s=36_000.0), desk.job(waiting, "PENDING", 1800.0))
+    assert [job for _, _, job in turn.cancels] == [waiting.job_id]
+    desk.poll(desk.job(allocation, limit_s=36_000.0), desk.job(waiting, "CANCELLED"))
+    assert allocation.end_at == pytest.approx(NOW + 3600.0)
+    assert allocation.ends_because == "the budget of 1 node-hours is used up"
+
+
+def test_a_base_job_that_the_budget_does_not_cover_is_not_submitted_again(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=1.0)
+    desk.run.roster.max_members = desk.run.roster.limit = 0
+    base = desk.hold(AllocationKind.BASE)
+    base.limit_s = 7200.0
+    base.state = AllocationState.ENDED
+    for _ in range(2):
+        turn = desk.poll()
+        assert turn.submissions == []
+    assert run_view(desk.run, 0.0, NOW).message == (
+        "the base job is not submitted again: 1 node-hours are left and it needs 2"
+    )
+    base.limit_s = 1800.0
+    ((_, token),) = desk.poll().submissions
+    renewed = desk.run.record.allocations[token]
+    assert renewed.renewed
+    # Its own time is booked from now on.
+    assert left_s(desk.run, NOW) == 1800.0
+
+
+def test_what_was_not_used_can_be_asked_for_again(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=0.5)
+    allocation = desk.hold(minutes=30)
+    desk.poll(desk.job(allocation, limit_s=1800.0))
+    allocation.agents_gone = ["n1"]
+    desk.book.end_allocation(desk.run, allocation, "drained by hand")
+    assert desk.poll().submissions == [], "Slurm has not shown its end yet"
+    ended = msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 60.0)
+    (again,) = desk.poll(ended).submissions
+    assert desk.run.record.allocations[again[1]].minutes == 29
+    assert allocation.spans == {allocation.job_id: Span(nodes={"n1": 4}, start_at=NOW, end_at=NOW + 60.0)}
+    assert desk.run.roster.status is RunStatus.WAITING
