@@ -56,6 +56,7 @@ class SlurmJob:
             start_at=self.start_at,
             end_at=shown_end,
             time_limit_s=self.limit_s,
+            exclusive=True,
         )
 
 

@@ -96,6 +96,7 @@ class Desk:
             start_at=NOW if state == "RUNNING" else None,
             end_at=NOW + limit_s if state == "RUNNING" else None,
             time_limit_s=limit_s,
+            exclusive=True,
             **more,  # type: ignore[arg-type]
         )
 

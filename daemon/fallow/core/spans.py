@@ -103,7 +103,11 @@ def _follow_job(
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
     span.start_at = job.start_at
-    span.nodes = {node: gpus.get(node, span.nodes.get(node, 0)) for node in job.nodes}
+    for node in job.nodes:
+        if node in gpus:
+            span.nodes[node] = gpus[node] if job.exclusive else min(gpus[node], job.gpus_per_node)
+        else:
+            span.nodes.setdefault(node, 0)
     # A job that completes has its end already; its nodes are not ours any more.
     over = job.state in ended or (job.state == "COMPLETING" and job.end_at is not None and job.end_at <= at)
     span.end_at = None if not over else at if job.end_at is None else job.end_at
