@@ -21,6 +21,7 @@ from fallow.model import Exit, FallowError
 SYSTEM_FILE = Path("/etc/fallow/config.toml")
 
 Seconds = Annotated[float, Meta(gt=0)]
+Price = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
@@ -77,12 +78,21 @@ class Checkpoint(_Section, frozen=True):
     "of each run, besides those that were asked for by hand"
 
 
+class Usage(_Section, frozen=True):
+    node_hour: dict[str, Price] = msgspec.field(default_factory=dict)
+    "partition -> price of a node for an hour; `*`: every other partition"
+    gpu_hour: dict[str, Price] = msgspec.field(default_factory=dict)
+    "likewise of a GPU; both are added where a partition has both"
+    currency: str = ""
+
+
 class Config(_Section, frozen=True):
     slurm: Slurm = Slurm()
     harvest: Harvest = Harvest()
     head: HeadSection = HeadSection()
     membership: Membership = Membership()
     checkpoint: Checkpoint = Checkpoint()
+    usage: Usage = Usage()
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -91,6 +101,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "head": HeadSection,
     "membership": Membership,
     "checkpoint": Checkpoint,
+    "usage": Usage,
 }
 
 
@@ -146,7 +157,7 @@ def _read(path: Path, needed: bool) -> dict[str, dict[str, Any]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """`FALLOW_HARVEST__NICE=0`; lists with commas, an empty value for none."""
+    """`FALLOW_HARVEST__NICE=0`; lists with commas, prices as `PARTITION=PRICE`, an empty value for none."""
     found: dict[str, dict[str, Any]] = {}
     for variable, text in environ.items():
         if not variable.startswith("FALLOW_") or "__" not in variable:
@@ -157,7 +168,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         value: Any = text
         if section == "harvest" and key == "partitions":
             value = [name.strip() for name in text.split(",") if name.strip()]
-        elif section == "harvest" and key == "partition_nodes":
+        elif (section, key) in (("harvest", "partition_nodes"), ("usage", "node_hour"), ("usage", "gpu_hour")):
             pairs = (item.partition("=") for item in text.split(",") if item.strip())
             value = {name.strip(): number.strip() for name, _, number in pairs}
         elif not text:

@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config
+from fallow.config import Config, Usage
 from fallow.core.allocations import Allocation
+from fallow.core.roster import Worker
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
 from fallow.files import Paths
+from fallow.head import accounts
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.harvest import Harvest
 from fallow.head.operations import Operations
@@ -21,14 +23,20 @@ from fallow.head.views import run_view
 from fallow.model import (
     AllocationKind,
     AllocationState,
+    Beat,
+    ChangeKind,
     ClusterState,
     Exit,
     FallowError,
+    GenerationReport,
     JobInfo,
     NodeInfo,
     PartitionInfo,
+    Parts,
     RunSpec,
     RunStatus,
+    Source,
+    WorkerPhase,
 )
 
 NOW = 1_000_000.0
@@ -70,6 +78,11 @@ class Desk:
             turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=[partition]), None
         )
         return turn
+
+    def note(self) -> None:
+        turn = self.turn()
+        turn.dirty.add(self.run.id)
+        accounts.note(turn)
 
     def hold(
         self,
@@ -231,3 +244,69 @@ def test_what_was_not_used_can_be_asked_for_again(tmp_path: Path) -> None:
     assert desk.run.record.allocations[again[1]].minutes == 29
     assert allocation.spans == {allocation.job_id: Span(nodes={"n1": 4}, start_at=NOW, end_at=NOW + 60.0)}
     assert desk.run.roster.status is RunStatus.WAITING
+
+
+def test_accounts_of_a_run_are_kept_when_its_jobs_are_forgotten(desk: Desk) -> None:
+    allocation = desk.hold(partition="p")
+    desk.run.roster.workers["w0"] = Worker(worker="w0", index=0, token=allocation.token, node="n1")
+    desk.run.roster.members = ["w0"]
+    desk.poll(desk.job(allocation), after_s=10.0)
+    desk.note()
+    desk.poll(desk.job(allocation), after_s=40.0)
+    desk.run.roster.workers["w0"].phase = WorkerPhase.GONE
+    desk.note()
+    live, total = accounts.rows([desk.run], "run", None, Usage(), NOW + 60)
+    assert live == msgspec.structs.replace(total, key=desk.run.id)
+    assert (live.harvested.node_s, live.wasted.node_s, live.allocated.gpu_s) == (40.0, 20.0, 240.0)
+    desk.book.end_allocation(desk.run, allocation, "drained by hand")
+    desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 70.0))
+    assert allocation.counted
+    # The head comes back, and hours later the allocation is gone; its sums are not.
+    desk.run.record.allocations = {allocation.token: allocation}
+    desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
+    desk.do("pause")
+    desk.poll(after_s=10_000.0)
+    assert desk.run.record.allocations == {}
+    for by, key in (("run", desk.run.id), ("project", "-"), ("day", "1970-01-12")):
+        row, total = accounts.rows([desk.run], by, None, Usage(node_hour={"*": 36.0}), NOW + 20_000)
+        assert (row.key, row.jobs, row.useless_jobs) == (key, 1, 0)
+        wasted = {
+            source: (amount.node_s, amount.gpu_s, round(amount.cost or 0, 6)) for source, amount in row.causes.items()
+        }
+        assert wasted == {Source.START_UP: (10.0, 40.0, 0.1), Source.DRAINED: (20.0, 80.0, 0.2)}
+        assert total.allocated.cost == pytest.approx(0.7)
+        assert (total.allocated.node_s, total.allocated.gpu_s) == (70.0, 280.0)
+    assert accounts.rows([desk.run], "run", "1970-01-13", Usage(), NOW)[:-1] == []
+
+
+def test_the_budget_remembers_what_is_no_longer_kept(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, budget_node_hours=1.0)
+    allocation = desk.hold(minutes=30)
+    desk.do("pause")
+    desk.poll(desk.job(allocation, limit_s=1800.0))
+    allocation.agents_gone = ["n1"]
+    desk.book.end_allocation(desk.run, allocation, "drained by hand")
+    desk.poll(msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 600.0))
+    desk.poll(after_s=5000.0)
+    assert desk.run.record.allocations == {}
+    assert left_s(desk.run, NOW) == 3000.0
+
+
+def test_pauses_and_discarded_steps_are_taken_off_once(desk: Desk) -> None:
+    allocation = desk.hold(partition="p")
+    desk.run.roster.workers["w0"] = Worker(worker="w0", index=0, token=allocation.token, node="n1")
+    desk.run.roster.members, desk.run.roster.global_batch = ["w0"], 64
+    desk.run.beats["w0"] = Beat(worker="w0", generation=2, prepared=2, step=7, held=False, samples_per_s=32.0)
+    desk.poll(desk.job(allocation), after_s=0.0)
+    desk.note()
+    desk.run.roster.history.append(
+        GenerationReport(generation=2, kind=ChangeKind.EJECT, members=["w0"], first_step=7, pause_s=1.5, parts=Parts())
+    )
+    desk.run.roster.steps_discarded = 3
+    desk.note()
+    desk.note()
+    row, _ = accounts.rows([desk.run], "run", None, Usage(), NOW + 100)
+    assert {source: amount.node_s for source, amount in row.causes.items()} == {
+        Source.HAND_OVER: 1.5,
+        Source.DISCARDED: 6.0,
+    }

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "runs": "fallow.cli.show:runs",
     "events": "fallow.cli.show:events",
     "report": "fallow.cli.show:report",
+    "usage": "fallow.cli.usage:usage",
     "top": "fallow.cli.start:top",
     "grow": "fallow.cli.operate:grow",
     "shrink": "fallow.cli.operate:shrink",

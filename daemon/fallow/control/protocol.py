@@ -29,6 +29,7 @@ METHODS = frozenset(
         "status",
         "events",
         "report",
+        "usage",
         "create_run",
         "base_submitted",
         "base_failed",

@@ -72,6 +72,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "Slurm forgot the jobs before it had shown their end"
     slurm_state: str = ""
     "how Slurm says it ended"
+    counted: bool = False
+    "it is in the sums of its run"
     uses: dict[str, Use] = {}
     "node -> what it was used for; nodes that never had a member are not there"
     agents: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ from fallow.config import Config
 from fallow.control.server import ControlServer
 from fallow.core.timing import Timing
 from fallow.files import Paths, write_struct
-from fallow.head import saved
+from fallow.head import accounts, saved
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
@@ -95,7 +95,9 @@ class Head:
         keys = own_keys(paths)
         self._book = Book(paths, timing=self._timing(), public_key=keys.public, new_id=lambda: os.urandom(6).hex())
         self._operations = Operations(self._book, self._harvest)
-        self._window = Window(self._book, self._durable, self._harvest, self._calls, self._inbox, self.stop)
+        self._window = Window(
+            self._book, self._durable, self._harvest, self._calls, self._inbox, config.usage, self.stop
+        )
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, time.monotonic())
         self._harvest.recall(self._durable.notes)
@@ -170,6 +172,7 @@ class Head:
                     self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
                 case Asked():
                     answer = self._take_request(turn, item)
+            accounts.note(turn)
             await self._persist(turn)
             self._carry_out(turn)
             if answer is not None:

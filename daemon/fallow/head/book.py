@@ -15,6 +15,7 @@ from fallow.core.gain import Curve
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
+from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.rendezvous import Rendezvous
@@ -45,6 +46,12 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "of the budget, by allocations that are no longer kept"
     curve: Curve = msgspec.field(default_factory=Curve)
     "how fast it was with how many members"
+    usage: dict[str, Tally] = {}
+    "sums over its jobs that are over (`core.usage`)"
+    accounted_generation: int = 0
+    "the newest whose pause is in the allocations' uses"
+    accounted_discarded: int = 0
+    "steps of `roster.steps_discarded` that are"
     ended_at: float | None = None
 
     @property

@@ -9,7 +9,7 @@ from fallow.config import Config
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import may_use
 from fallow.core.requests import harvestable
-from fallow.head import orphans, submissions
+from fallow.head import accounts, orphans, submissions
 from fallow.head.asking import Asking
 from fallow.head.book import Run
 from fallow.head.jobs import take_in
@@ -43,6 +43,7 @@ class Harvest:
         # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
         take_in(turn, cluster, horizon_s=max(30.0, 2.5 * self._config.slurm.poll_interval_s))
         follow_jobs(turn, cluster)
+        accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)
         orphans.sweep(turn, cluster)

@@ -15,12 +15,14 @@ from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Inbox, Polled, Submitted, TrialRefused
 from fallow.head.turn import Turn
-from fallow.model import ClusterConfig, ClusterState, FallowError
+from fallow.model import ClusterConfig, ClusterState, FallowError, OwnerView
 from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
 
 log = structlog.get_logger("fallow.head")
 
 CONFIG_EVERY_S = 3600.0
+OWNER_EVERY_S = 600.0
+OWNER_PATIENCE_S = 5.0
 
 TEST_EVERY_S = 10.0
 """A trial of a submission takes slurmctld's locks, so there is at most one in so long a time."""
@@ -54,6 +56,9 @@ class SlurmCalls:
         self._inbox = inbox
         self._tested_at = -TEST_EVERY_S
         self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._owner: OwnerView | None = None
+        self._owner_at = 0.0
+        self._owner_task: asyncio.Task[None] | None = None
 
     def sources(self, book: Book) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the head's loop, until it is cancelled."""
@@ -141,6 +146,26 @@ class SlurmCalls:
                 self._harvest.refused(turn, run, item.token, refusal.reason)
             case SubmitUnknown() as unknown:
                 self._harvest.unknown(turn, run, item.token, unknown.reason)
+
+    async def owner(self) -> OwnerView | None:
+        """What Slurm's accounting said last about the head's owner; asked at most once in a while, and not waited for
+        for long: the next question finds the answer."""
+        if self._slurm is None:
+            return None
+        asked = self._owner_task
+        if asked is None or (asked.done() and time.monotonic() - self._owner_at > OWNER_EVERY_S):
+            self._owner_at = time.monotonic()
+            asked = self._owner_task = asyncio.create_task(self._ask_owner(self._slurm))
+        await asyncio.wait([asked], timeout=OWNER_PATIENCE_S)
+        return self._owner
+
+    async def _ask_owner(self, slurm: SlurmClient) -> None:
+        try:
+            self._owner = await slurm.owner()
+        except FallowError as error:
+            log.warning("owner.failed", error=error.message)
+            if self._owner is None:
+                self._owner = OwnerView(user="", at=time.time(), notes=[f"Slurm did not say: {error.message}"])
 
     def cancel(self, jobs: list[str]) -> None:
         """Cancel jobs, beside the loop."""

@@ -9,15 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fallow import __version__
+from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
-from fallow.head import views
+from fallow.head import accounts, views
 from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
 from fallow.head.ledgers import count_samples
 from fallow.head.slurm_calls import SlurmCalls
-from fallow.model import EventRecord, HeadView, RunReport, Snapshot
+from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
 
 SNAPSHOT_S = 0.5
 RECENT_EVENTS = 200
@@ -30,6 +31,7 @@ class Window:
     Args:
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
+        prices: of node and GPU hours.
         stop: ends the head.
     """
 
@@ -40,6 +42,7 @@ class Window:
         harvest: Harvest,
         calls: SlurmCalls,
         inbox: Inbox,
+        prices: Usage,
         stop: Callable[[], None],
     ) -> None:
         self._book = book
@@ -47,6 +50,7 @@ class Window:
         self._harvest = harvest
         self._calls = calls
         self._inbox = inbox
+        self._prices = prices
         self._stop = stop
         self._broadcast = Broadcast()
         self._started = time.monotonic()
@@ -62,6 +66,8 @@ class Window:
                 return self.report(self._book.get(params["run"]))
             case "test_harvest":
                 return await self._calls.test(self._book.get(params["run"]))
+            case "usage":
+                return await self._usage(**params)
             case "shutdown":
                 self._stop()
                 return None
@@ -97,6 +103,23 @@ class Window:
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
         return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
+
+    async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
+        if by not in ("run", "project", "day"):
+            raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
+        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
+        now = time.time()
+        *rows, total = accounts.rows(runs, by, since, self._prices, now)
+        return UsageReport(
+            at=now,
+            by=by,
+            since=since,
+            currency=self._prices.currency,
+            rows=rows,
+            total=total,
+            others_delayed=None,
+            owner=await self._calls.owner(),
+        )
 
     def report(self, run: Run) -> RunReport:
         return views.run_report(run, count_samples(self._book.paths.run(run.id).ledger, run.roster))

@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest, OwnerView
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
+from fallow.slurm.owner import owner
 from fallow.slurm.process import Done, job_environment, query_environment, run
 from fallow.slurm.state import cluster_state, user_name
 
@@ -113,6 +114,9 @@ class CliClient:
 
     async def close(self) -> None:
         """Nothing is kept between calls."""
+
+    async def owner(self) -> OwnerView:
+        return await owner(self._query, self._user, time.time())
 
     async def test_only(self, request: JobRequest) -> str:
         done = await self._sbatch(request, ["--test-only"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest, OwnerView
 
 
 class SlurmUnavailable(FallowError):
@@ -76,6 +76,10 @@ class SlurmClient(Protocol):
 
     async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
         """Cancel jobs, or send their steps a signal (`USR1`). Jobs that have ended do not matter."""
+        ...
+
+    async def owner(self) -> OwnerView:
+        """What Slurm's accounting says about this user: limits, fair share, priorities. Three requests: rarely."""
         ...
 
     async def test_only(self, request: JobRequest) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
 from fallow.slurm.virtual import FakeJob, VirtualCluster
@@ -88,6 +88,10 @@ class FakeSlurm(VirtualCluster):
             else:
                 self.end(job, "CANCELLED")
         self.settle()
+
+    async def owner(self) -> OwnerView:
+        self._check()
+        return OwnerView(user=self.user, at=self.now, notes=["made up"])
 
     async def test_only(self, request: JobRequest) -> str:
         self._check()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest
+from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView
 from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_child import Answer, Cancel, Cancelled, Failed, Poll, Polled, Request
@@ -96,6 +96,9 @@ class PyslurmClient:
             async with self._turn:
                 job_ids = await self._cancel([int(text) for text in job_ids])
         await self._cli.cancel(job_ids, signal)
+
+    async def owner(self) -> OwnerView:
+        return await self._cli.owner()
 
     async def test_only(self, request: JobRequest) -> str:
         return await self._cli.test_only(request)

@@ -1,0 +1,155 @@
+"""`fallow usage`: what runs used, what of it was wasted and why, and what it did to others and to the owner."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import UTC, datetime, timedelta
+
+import click
+
+from fallow.cli.common import ask, json_option, print_json
+from fallow.cli.tables import show_table
+from fallow.model import Amount, Exit, FallowError, OwnerView, Source, UsageReport, UsageRow
+from fallow.text import clean
+
+WHAT = {
+    Source.START_UP: "from the start of a job until its node was a member's",
+    Source.HAND_OVER: "pauses in which the membership changed",
+    Source.DISCARDED: "steps that were done again after a kill",
+    Source.STANDBY: "ready, and not needed for the time being",
+    Source.DRAINED: "from the last step until Slurm had the node back",
+    Source.CUT_SHORT: "ended by Slurm (preemption, walltime, node failure) before the first step",
+    Source.NOTHING: "jobs that ended before the first step by themselves or by us",
+}
+
+
+@click.command(short_help="What runs used, and what was wasted.")
+@click.argument("run", required=False)
+@click.option("--since", metavar="DAY", help="Only from this day on (UTC): 2026-01-31, or 7d for the last seven days.")
+@click.option("--by", type=click.Choice(["run", "project", "day"]), default="run", show_default=True)
+@json_option
+def usage(run: str | None, since: str | None, by: str, as_json: bool) -> None:
+    """Show where the time went that Slurm allocated to all runs, or to one RUN.
+
+    Every node-second is counted once: trained in a base job, trained in a harvested one, or wasted, by cause. A project
+    is the Slurm account that the run was submitted with. Prices are set under [usage] in the configuration.
+    """
+    asked = {"run": run, "since": None if since is None else first_day(since, time.time())}
+    report = ask("usage", UsageReport, by=by, **{name: value for name, value in asked.items() if value is not None})
+    if as_json:
+        print_json(report)
+    else:
+        show_usage(report)
+
+
+def first_day(text: str, now: float) -> str:
+    """`YYYY-MM-DD` of a day or of `Nd`, the last N days with today.
+
+    Raises:
+        FallowError: it is neither.
+    """
+    today = datetime.fromtimestamp(now, UTC).date()
+    if match := re.fullmatch(r"(\d{1,5})d", text):
+        return (today - timedelta(days=max(0, int(match[1]) - 1))).isoformat()
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).date().isoformat()
+    except ValueError:
+        raise FallowError(f"--since {text[:32]!r}: give a day as 2026-01-31, or 7d", Exit.USAGE) from None
+
+
+def show_usage(report: UsageReport) -> None:
+    """The table, the causes, others and the owner."""
+    if not report.rows:
+        click.echo("nothing used" + (f" since {report.since}" if report.since else " yet"))
+    else:
+        _show_rows(report)
+    delayed = report.others_delayed
+    if delayed is not None:
+        click.echo(
+            f"\nothers' jobs that waited because a node was still ours: {delayed.jobs}"
+            + (f", p95 {delayed.p95_s:.1f} s, longest {delayed.max_s:.1f} s" if delayed.jobs else "")
+        )
+    if report.owner is not None:
+        _show_owner(report.owner)
+
+
+def _show_rows(report: UsageReport) -> None:
+    total = report.total
+    money = total.allocated.cost is not None
+    budgets = any(row.budget_node_s is not None for row in report.rows)
+    since = f", since {report.since} (UTC)" if report.since else ""
+    click.echo(f"node-hours by {report.by}{since}")
+    columns = [report.by.upper(), "ALLOCATED", "BASE", "HARVESTED", "WASTED", "GPU-HOURS", "JOBS", "USELESS"]
+    columns += [f"COST {report.currency}".strip()] if money else []
+    columns += ["BUDGET", "LEFT"] if budgets else []
+    rows = report.rows if len(report.rows) == 1 else [*report.rows, total]
+    show_table(columns, [_cells(row, money, budgets) for row in rows])
+    if total.causes:
+        click.echo("\nwasted, by cause")
+        headings = ["CAUSE", "NODE-HOURS", "GPU-HOURS", *(["COST"] if money else []), "WHAT"]
+        causes = sorted(total.causes.items(), key=lambda item: -item[1].node_s)
+        show_table(
+            headings,
+            [
+                [
+                    cause.value.replace("_", "-"),
+                    _hours(amount.node_s),
+                    _hours(amount.gpu_s),
+                    *([_money(amount)] if money else []),
+                    WHAT[cause],
+                ]
+                for cause, amount in causes
+            ],
+        )
+
+
+def _cells(row: UsageRow, money: bool, budgets: bool) -> list[str]:
+    share = f" ({row.wasted.node_s / row.allocated.node_s:.0%})" if row.allocated.node_s else ""
+    cells = [
+        row.key,
+        *(_hours(amount.node_s) for amount in (row.allocated, row.base, row.harvested)),
+        _hours(row.wasted.node_s) + share,
+        _hours(row.allocated.gpu_s),
+        str(row.jobs),
+        str(row.useless_jobs),
+    ]
+    cells += [_money(row.allocated)] if money else []
+    if budgets:
+        known = row.budget_node_s is not None and row.budget_left_s is not None
+        cells += [_hours(row.budget_node_s or 0.0), _hours(max(0.0, row.budget_left_s or 0.0))] if known else ["-", "-"]
+    return cells
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600.0
+    return f"{hours:.1f}" if hours >= 100 else f"{hours:.3f}"
+
+
+def _money(amount: Amount) -> str:
+    return "-" if amount.cost is None else f"{amount.cost:.2f}"
+
+
+def _show_owner(owner: OwnerView) -> None:
+    click.echo(clean(f"\nSlurm's accounts say of {owner.user}"))
+    if owner.limits:
+        show_table(
+            ["LIMIT OF", "LIMIT", "AT MOST", "USED"],
+            [
+                [limit.of, limit.name, f"{limit.limit:g}", "per job" if limit.used is None else f"{limit.used:g}"]
+                for limit in owner.limits
+            ],
+        )
+    for share in owner.shares:
+        where = f" in {share.partition}" if share.partition else ""
+        click.echo(
+            clean(
+                f"fair share of account {share.account}{where}: {share.shares:.3g} of the machine, used "
+                f"{share.usage:.3g}; factor {share.factor:.2f} of 1"
+            )
+        )
+    for job in owner.priorities:
+        parts = ", ".join(f"{name} {value:g}" for name, value in job.factors.items())
+        click.echo(clean(f"job {job.job_id} waits with priority {job.priority:g}" + (f" ({parts})" if parts else "")))
+    for note in owner.notes:
+        click.echo(clean(note))

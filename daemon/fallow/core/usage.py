@@ -1,0 +1,179 @@
+"""Where the time went that Slurm allocated to a run's jobs: trained, or wasted and why. Pure.
+
+Slurm says how long each node was held (`spans`), the head when its workers were members (`Use`). Every node-second of a
+span goes to exactly one source, whatever the clocks said: what the head measured is cut to what Slurm allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import date
+
+import msgspec
+
+from fallow.core.allocations import Allocation
+from fallow.core.spans import Use
+from fallow.model import AllocationKind, Exit, Source
+
+DAY_S = 86_400.0
+_EPOCH = date(1970, 1, 1).toordinal()
+
+CUT_SHORT = frozenset(("PREEMPTED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"))
+"""Ends of a job that were Slurm's doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Time of one node that went to one source."""
+
+    day: str
+    "UTC, YYYY-MM-DD"
+    source: Source
+    node_s: float
+    gpu_s: float
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """Sums of one run, one day and one partition."""
+
+    node_s: dict[Source, float] = {}
+    gpu_s: dict[Source, float] = {}
+    jobs: int = 0
+    useless: int = 0
+    "of them, those in which nothing was ever trained"
+
+    def add(self, piece: Piece) -> None:
+        self.node_s[piece.source] = self.node_s.get(piece.source, 0.0) + piece.node_s
+        self.gpu_s[piece.source] = self.gpu_s.get(piece.source, 0.0) + piece.gpu_s
+
+    def merge(self, other: Tally) -> None:
+        for source, seconds in other.node_s.items():
+            self.add(Piece("", source, seconds, other.gpu_s.get(source, 0.0)))
+        self.jobs += other.jobs
+        self.useless += other.useless
+
+
+Tallies = dict[str, Tally]
+"""`DAY PARTITION` -> sums."""
+
+
+def day_of(at: float) -> str:
+    """UTC day of a Unix time."""
+    return date.fromordinal(_EPOCH + int(at // DAY_S)).isoformat()
+
+
+# -- what the head measures ---------------------------------------------------------------------------------------
+
+
+def note_members(allocations: Iterable[Allocation], members: Collection[tuple[str, str]], now: float) -> bool:
+    """Note which nodes have a member now.
+
+    Args:
+        allocations: of the run; changed in place.
+        members: (token, node) of every member of the current generation that is alive.
+        now: Unix time.
+
+    Returns:
+        Whether anything changed.
+    """
+    changed = False
+    for allocation in allocations:
+        here = {node for token, node in members if token == allocation.token}
+        for node in here:
+            use = allocation.uses.setdefault(node, Use(first_at=now))
+            if use.since is None:
+                use.since, changed = now, True
+        for node, use in allocation.uses.items():
+            if use.since is not None and node not in here:
+                use.member_s += max(0.0, now - use.since)
+                use.since, use.last_at, changed = None, now, True
+    return changed
+
+
+def note_pause(
+    allocations: Iterable[Allocation], places: Collection[tuple[str, str]], pause_s: float, discarded_s: float
+) -> None:
+    """Note a pause of the training, and steps that were done in vain, for the nodes that took part."""
+    for allocation in allocations:
+        for node, use in allocation.uses.items():
+            if (allocation.token, node) in places:
+                use.pause_s += pause_s
+                use.discarded_s += discarded_s
+
+
+# -- sums ---------------------------------------------------------------------------------------------------------
+
+
+def pieces(allocation: Allocation, now: float) -> Iterator[Piece]:
+    """All that its jobs have held until `now`, each node-second once."""
+    for span in allocation.spans.values():
+        end = span.start_at + span.held_s(now)
+        for node, gpus in span.nodes.items():
+            for start, until, shares in _stretches(allocation, node, span.start_at, end):
+                yield from _by_day(start, until, shares, gpus)
+
+
+def _stretches(
+    allocation: Allocation, node: str, start: float, end: float
+) -> Iterator[tuple[float, float, dict[Source, float]]]:
+    """(from, to, source -> seconds) of one node, in order and without gaps."""
+    use = allocation.uses.get(node)
+    useful = Source.BASE if allocation.kind is AllocationKind.BASE else Source.HARVESTED
+    if use is None:
+        yield start, end, {_without_use(allocation): end - start}
+        return
+    first = _clip(use.first_at, start, end)
+    last = end if use.since is not None else _clip(use.last_at, first, end)
+    yield start, first, {Source.START_UP: first - start}
+    open_s = 0.0 if use.since is None else last - _clip(use.since, first, last)
+    member_s = min(use.member_s + open_s, last - first)
+    pause_s = min(use.pause_s, member_s)
+    discarded_s = min(use.discarded_s, member_s - pause_s)
+    yield (
+        first,
+        last,
+        {
+            useful: member_s - pause_s - discarded_s,
+            Source.HAND_OVER: pause_s,
+            Source.DISCARDED: discarded_s,
+            Source.STANDBY: last - first - member_s,
+        },
+    )
+    # The rest of the batch script is the user's own work, and runs in one allocation alone.
+    elected = allocation.end_code is not None and allocation.end_code != Exit.NO_RESTART
+    yield last, end, {useful if elected else Source.DRAINED: end - last}
+
+
+def _without_use(allocation: Allocation) -> Source:
+    if allocation.live:
+        return Source.START_UP
+    return Source.CUT_SHORT if allocation.slurm_state in CUT_SHORT else Source.NOTHING
+
+
+def _clip(at: float, low: float, high: float) -> float:
+    return min(max(at, low), high)
+
+
+def _by_day(start: float, end: float, shares: dict[Source, float], gpus: int) -> Iterator[Piece]:
+    whole = end - start
+    while start < end:
+        until = min(end, (start // DAY_S + 1) * DAY_S)
+        if until <= start:
+            # Beyond what a float tells apart; such times come from no clock.
+            until = end
+        for source, seconds in shares.items():
+            if seconds > 0:
+                node_s = seconds * (until - start) / whole
+                yield Piece(day_of(start), source, node_s, node_s * gpus)
+        start = until
+
+
+def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
+    """Add an allocation to the sums; once, when it is settled, or to a copy while it is not."""
+    for piece in pieces(allocation, now):
+        tallies.setdefault(f"{piece.day} {allocation.partition}", Tally()).add(piece)
+    began = min((span.start_at for span in allocation.spans.values()), default=allocation.requested_at)
+    mine = tallies.setdefault(f"{day_of(began)} {allocation.partition}", Tally())
+    mine.jobs += 1
+    mine.useless += not allocation.uses and not allocation.live

@@ -1,0 +1,171 @@
+"""The accounts of all runs: what their jobs held and what came of it. Kept with the runs, shown by `fallow usage`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+from fallow.config import Usage
+from fallow.core import budget
+from fallow.core.prices import Prices
+from fallow.core.usage import Tallies, Tally, note_members, note_pause, tally
+from fallow.head.book import Run
+from fallow.head.spending import left_s
+from fallow.head.turn import Turn
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Amount,
+    ChangeKind,
+    Source,
+    UsageRow,
+)
+
+KEEP_S = 3600.0
+"""Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums."""
+
+NO_ACCOUNT = "-"
+"""Stands for the owner's default account."""
+
+
+# -- noting -------------------------------------------------------------------------------------------------------
+
+
+def note(turn: Turn) -> None:
+    """Note who is a member now, for every run that the turn changed."""
+    for run_id in turn.dirty:
+        run = turn.book.runs[run_id]
+        if not run.spec.local:
+            _note_run(run, turn.now)
+
+
+def _note_run(run: Run, now: float) -> None:
+    r, record = run.roster, run.record
+    allocations = record.allocations.values()
+    here = set() if r.status.ended else {_place(run, worker) for worker in r.members if r.alive(worker)}
+    note_members(allocations, here, now)
+    for done in reversed(r.history):
+        if done.generation <= record.accounted_generation:
+            break
+        if done.pause_s is not None and done.kind is not ChangeKind.START:
+            note_pause(allocations, {_place(run, worker) for worker in done.members}, done.pause_s, 0.0)
+    if r.history:
+        record.accounted_generation = max(record.accounted_generation, r.history[-1].generation)
+    discarded = r.steps_discarded - record.accounted_discarded
+    if discarded:
+        note_pause(allocations, here, 0.0, discarded * _step_s(run))
+        record.accounted_discarded = r.steps_discarded
+
+
+def _place(run: Run, worker: str) -> tuple[str, str]:
+    known = run.roster.workers[worker]
+    return known.token, known.node
+
+
+def _step_s(run: Run) -> float:
+    """Seconds that a step takes at the present rate; 0 where nobody has said yet."""
+    rates = [run.beats[w].samples_per_s for w in run.roster.members if w in run.beats]
+    rate = max(rates, default=0.0)
+    return (run.roster.global_batch or 0) / rate if rate > 0 else 0.0
+
+
+def settle(turn: Turn, at: float) -> None:
+    """Add allocations whose jobs are over to the sums of their runs, and drop old ones. `at`: Unix time of the poll."""
+    for run in turn.book.runs.values():
+        if run.spec.local:
+            continue
+        record = run.record
+        alive = {worker.token for worker in run.roster.workers.values() if run.roster.alive(worker.worker)}
+        for token, allocation in list(record.allocations.items()):
+            lost = allocation.state is AllocationState.LOST and not allocation.spans
+            old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
+            if (allocation.settled or (lost and old)) and not allocation.counted:
+                tally(record.usage, allocation, at)
+                allocation.counted = True
+                turn.dirty.add(run.id)
+            if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
+                record.spent_node_s += budget.booked(allocation, at)
+                del record.allocations[token]
+                turn.dirty.add(run.id)
+
+
+def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:
+    return max([requested_at, *(end for end in ends if end is not None)])
+
+
+# -- showing ------------------------------------------------------------------------------------------------------
+
+
+def tallies(run: Run, now: float) -> Tallies:
+    """The run's sums, with what its live jobs have held so far."""
+    sums = copy.deepcopy(run.record.usage)
+    for allocation in run.record.allocations.values():
+        if not allocation.counted:
+            tally(sums, allocation, now)
+    return sums
+
+
+def rows(runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: float) -> list[UsageRow]:
+    """One row per run, project or day, and the total last.
+
+    Args:
+        runs: which ones.
+        by: run, project or day.
+        since: UTC day; None: all.
+        prices: what is asked for node and GPU hours.
+        now: Unix time.
+    """
+    groups: dict[str, Tallies] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for run in runs:
+        if run.spec.local:
+            continue
+        for key, sums in tallies(run, now).items():
+            day = key.partition(" ")[0]
+            if since is None or day >= since:
+                group = {"run": run.id, "project": account_of(run), "day": day}[by]
+                groups.setdefault(group, {}).setdefault(key, Tally()).merge(sums)
+        if by == "run" and run.spec.budget_node_hours is not None and run.id in groups:
+            budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
+    whole: Tallies = {}
+    for group in groups.values():
+        for key, sums in group.items():
+            whole.setdefault(key, Tally()).merge(sums)
+    table = Prices(prices.node_hour, prices.gpu_hour)
+    found = [_row(key, groups[key], table, budgets.get(key)) for key in sorted(groups)]
+    return [*found, _row("total", whole, table, None)]
+
+
+def account_of(run: Run) -> str:
+    """The Slurm account on which the run's jobs run."""
+    given = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--account=")]
+    return given[-1] if given else NO_ACCOUNT
+
+
+def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:
+    parts: dict[Source, list[float]] = {}
+    for place, one in sums.items():
+        partition = place.partition(" ")[2]
+        for source, node_s in one.node_s.items():
+            gpu_s = one.gpu_s.get(source, 0.0)
+            part = parts.setdefault(source, [0.0, 0.0, 0.0])
+            for index, value in enumerate((node_s, gpu_s, prices.cost(partition, node_s, gpu_s))):
+                part[index] += value
+
+    def amount(sources: Iterable[Source]) -> Amount:
+        columns = [parts[source] for source in sources if source in parts]
+        node_s, gpu_s, cost = (sum(column[index] for column in columns) for index in range(3))
+        return Amount(node_s=node_s, gpu_s=gpu_s, cost=cost if prices else None)
+
+    return UsageRow(
+        key=key,
+        allocated=amount(Source),
+        base=amount([Source.BASE]),
+        harvested=amount([Source.HARVESTED]),
+        wasted=amount(source for source in Source if source.wasted),
+        causes={source: amount([source]) for source in Source if source.wasted and source in parts},
+        jobs=sum(one.jobs for one in sums.values()),
+        useless_jobs=sum(one.useless for one in sums.values()),
+        budget_node_s=None if budget_s is None else budget_s[0],
+        budget_left_s=None if budget_s is None else budget_s[1],
+    )

@@ -1,0 +1,133 @@
+"""What Slurm's accounting says about one user: limits, fair share, priorities.
+
+`scontrol show assoc_mgr` gives limits and what is used of them in one request to slurmctld (Slurm's
+src/scontrol/info_assoc_mgr.c: `NAME=LIMIT(USED)`, N for none); sacctmgr would ask slurmdbd and knows no usage. Its
+answer for a user leaves out the account's own record, so that is a second request. `sprio` is the third.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterator
+
+from fallow.model import FallowError, LimitView, OwnerView, PriorityView, ShareView
+
+Query = Callable[[list[str]], Awaitable[str]]
+
+_ASSOCIATION = re.compile(r"^ClusterName=\S+ Account=(?P<account>\S+) UserName=(?P<user>[^(\s]*)(?:\(\d+\))? ")
+_LIMIT = re.compile(r"(\w+)=(\d+(?:\.\d+)?)(?:\((\d+(?:\.\d+)?)\))?(?=\s|$)")
+_TRES = re.compile(r"(?:^|\s)(\w*TRES\w*)=(\S+)")
+_TRES_ITEM = re.compile(r"([\w/:.-]+)=(\d+)(?:\((\d+)\))?")
+_LIMIT_NAMES = re.compile(r"(Grp|Max)(Jobs|SubmitJobs|JobsPU|SubmitJobsPU|JobsPA|SubmitJobsPA|Wall|WallPJ)$")
+_PRIORITY = ["JOBID", "PRIORITY", "AGE", "FAIRSHARE", "JOBSIZE", "PARTITION", "QOS", "NICE"]
+_SPRIO = "%i|%Y|%A|%F|%J|%P|%Q|%N"
+
+
+async def owner(query: Query, user: str, at: float) -> OwnerView:
+    """Ask for everything; what a site does not have becomes a note, not an error.
+
+    Raises:
+        FallowError: Slurm does not answer at all.
+    """
+    text = await query(["scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos"])
+    limits, shares = list(parse_limits(text, user)), parse_shares(text, user)
+    notes = []
+    for account in sorted({share.account for share in shares}):
+        whole = await query(["scontrol", "show", "assoc_mgr", f"accounts={account}", "flags=assoc"])
+        limits += [limit for limit in parse_limits(whole, user) if limit.of == f"account {account}"]
+    if not shares:
+        notes.append(
+            "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share"
+        )
+    priorities: list[PriorityView] = []
+    try:
+        priorities = parse_priorities(await query(["sprio", "-h", "-u", user, "-o", _SPRIO]))
+    except FallowError as error:
+        notes.append(f"no priorities of pending jobs ({error.message})")
+    return OwnerView(user=user, at=at, limits=limits, shares=shares, priorities=priorities, notes=notes)
+
+
+def parse_limits(text: str, user: str) -> Iterator[LimitView]:
+    """Every limit of associations and QOS in the answer; of a QOS's limits for each user or account only one's own."""
+    for of, body in _records(text, {user, *(share.account for share in parse_shares(text, user))}):
+        for line in body:
+            yield from _limits_in(of, line)
+
+
+def _records(text: str, own: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """(whom it binds, its lines). Sections of a QOS for other users and accounts are left out."""
+    of, body, inner, mine = "", list[str](), 0, False
+    for raw in text.splitlines():
+        line, depth = raw.strip(), len(raw) - len(raw.lstrip())
+        found = _ASSOCIATION.match(raw)
+        if found or (line.startswith("QOS=") and depth == 0):
+            if of:
+                yield of, body
+            if found is None:
+                of = f"QOS {line.removeprefix('QOS=').partition('(')[0]}"
+            elif found["user"]:
+                of = f"user {found['user']} in account {found['account']}"
+            else:
+                of = f"account {found['account']}"
+            body, inner = [], 0
+        elif line.endswith(" Records"):
+            if of:
+                yield of, body
+            of, body = "", []
+        elif line in ("Account Limits", "User Limits"):
+            inner = depth
+        elif inner and depth == inner + 2:
+            # A user or account by name; what follows is deeper.
+            mine = line.partition("(")[0] in own
+        elif of and (not inner or depth <= inner or (depth > inner + 2 and mine)):
+            body.append(line)
+    if of:
+        yield of, body
+
+
+def _limits_in(of: str, line: str) -> Iterator[LimitView]:
+    for name, items in _TRES.findall(line):
+        for kind, limit, used in _TRES_ITEM.findall(items):
+            yield LimitView(of=of, name=f"{name} {kind}", limit=float(limit), used=float(used) if used else None)
+    for name, limit, used in _LIMIT.findall(line):
+        if _LIMIT_NAMES.match(name):
+            yield LimitView(of=of, name=name, limit=float(limit), used=float(used) if used else None)
+
+
+def parse_shares(text: str, user: str) -> list[ShareView]:
+    """The user's fair share in each account and partition."""
+    found: list[ShareView] = []
+    account = partition = ""
+    shares = factor = 0.0
+    for raw in text.splitlines():
+        head = _ASSOCIATION.match(raw)
+        if head is not None:
+            account = head["account"] if head["user"] == user else ""
+            partition = _word(raw, "Partition")
+        elif account and (values := _word(raw, "SharesRaw/Norm/Level/Factor").split("/"))[3:]:
+            shares, factor = float(values[1]), float(values[3])
+        elif account and (values := _word(raw, "UsageRaw/Norm/Efctv").split("/"))[2:]:
+            usage = float(values[2])
+            found.append(ShareView(account=account, partition=partition, shares=shares, usage=usage, factor=factor))
+    return found
+
+
+def _word(line: str, name: str) -> str:
+    match = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", line)
+    return match[1] if match else ""
+
+
+def parse_priorities(text: str) -> list[PriorityView]:
+    """`sprio -h -o` with our format."""
+    found = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split("|")]
+        if len(words) != len(_PRIORITY) or not words[0]:
+            continue
+        try:
+            numbers = [float(word) for word in words[1:]]
+        except ValueError:
+            continue
+        factors = {name.lower(): value for name, value in zip(_PRIORITY[2:], numbers[1:], strict=True) if value}
+        found.append(PriorityView(job_id=words[0], priority=numbers[0], factors=factors))
+    return found
