@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -366,6 +367,18 @@ class Rig:
         """State of every job that Slurm still knows; components of a heterogeneous job are jobs of their own."""
         lines = self.testbed.slurm("squeue", "-h", "-a", "-t", "all", "-o", "%A %T").splitlines()
         return dict(line.split() for line in lines)
+
+    def job_spans(self) -> dict[str, float]:
+        """Node-seconds that each job that is over has held, as Slurm says."""
+        fields = "JobID:|,StartTime:|,EndTime:|,NumNodes:|,NodeList:|"
+        lines = self.testbed.slurm("squeue", "-h", "-a", "-t", "CD,CA,F,TO,PR,NF", "-O", fields).splitlines()
+        spans = {}
+        for line in lines:
+            job, start, end, nodes, where = (word.strip() for word in line.split("|")[:5])
+            if where:
+                seconds = datetime.fromisoformat(end) - datetime.fromisoformat(start)
+                spans[job] = int(nodes) * seconds.total_seconds()
+        return spans
 
     def wait_job(self, job: str, state: str, seconds: float = REACT_S) -> None:
         wait_for(f"job {job} is {state}", lambda: self.job_states().get(job) == state, seconds, self.story)

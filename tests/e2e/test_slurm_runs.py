@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -160,6 +163,47 @@ def test_a_run_without_nodes_is_suspended_and_goes_on_by_itself(minutes: Minutes
     assert len(training.lines_after()) == 1
 
 
+def test_usage_adds_up_to_what_slurm_allocated(shared: Rig, minutes: Minutes) -> None:
+    trainings = (minutes.harvested, minutes.ending, minutes.alone)
+    for training in trainings:
+        training.wait_jobs_gone()
+    spans = shared.job_spans()
+    for training in trainings:
+        slurm_s = sum(spans[job] for job in training.jobs() if job in spans)
+
+        def settled(run: str = training.run, slurm_s: float = slurm_s) -> dict[str, Any]:
+            shown = json.loads(shared.command("fallow", "usage", run, "--json"))
+            done = abs(shown["total"]["allocated"]["node_s"] - slurm_s) < 1e-3
+            return shown["total"] if done else {}
+
+        total = training.wait_for(f"its jobs' {slurm_s} s are accounted for", settled)
+        parts = [total[name]["node_s"] for name in ("base", "harvested", "wasted")]
+        assert sum(parts) == pytest.approx(slurm_s)
+        assert sum(cause["node_s"] for cause in total["causes"].values()) == pytest.approx(parts[2])
+        assert total["causes"]["start_up"]["node_s"] > 0
+        assert total["causes"]["drained"]["node_s"] > 0
+        assert parts[0] > 0
+        assert (parts[1] > 0) == (training is not minutes.alone)
+        assert total["jobs"] == len(training.jobs())
+    # What an account would say is said in words where Slurm keeps none.
+    owner = json.loads(shared.command("fallow", "usage", "--json"))["owner"]
+    assert owner["notes"][0].startswith("the cluster keeps no accounts")
+    assert owner["limits"] == []
+    assert minutes.harvested.run in shared.command("fallow", "usage")
+
+
+def test_a_dry_run_says_what_the_real_one_would_find(shared: Rig, minutes: Minutes) -> None:
+    script = str(minutes.alone.folder / "train.sbatch")
+    jobs = shared.job_states().keys()
+    found = json.loads(shared.command("fallow", "submit", "--dry-run", "--json", "--nodes=2:6", script))
+    assert len(found["start"]["nodes"]) == 2
+    assert found["start"]["start_at"] == pytest.approx(time.time(), abs=60.0)
+    assert found["prospect"]["by_head"]
+    assert found["prospect"]["nodes"] == 6
+    assert found["notes"] == found["prospect"]["notes"] == []
+    assert shared.job_states().keys() == jobs
+
+
 def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Minutes) -> None:
     assert minutes.polls <= minutes.seconds / POLL_S + 1
     assert minutes.polls >= 0.5 * minutes.seconds / POLL_S
@@ -217,6 +261,11 @@ def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
 def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
     waiting = rig.submit("--nodes=1:2", "--begin=now+1hour")
     training = rig.submit("--nodes=1:2")
+    members = training.wait_members(2)
+    # Harvested nodes go and come by hand, too.
+    rig.command("fallow", "pause", training.run)
+    assert [m.allocation for m in training.wait_members(1)] == ["base"]
+    rig.command("fallow", "resume", training.run)
     members = training.wait_members(2)
     rig.command("fallow", "cancel", training.run)
     training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)

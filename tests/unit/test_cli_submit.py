@@ -14,7 +14,7 @@ import pytest
 from fallow.cli.main import invoke
 from fallow.cli.submit import find_script
 from fallow.control.protocol import NewRun
-from fallow.model import Exit, FallowError
+from fallow.model import Exit, FallowError, Prospect, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 
@@ -24,6 +24,9 @@ record = {{"argv": sys.argv[1:], "env": {{k: v for k, v in os.environ.items() if
 record["stdin"] = sys.stdin.read()
 open("{record}", "w").write(json.dumps(record))
 mode = os.environ.get("MODE", "ok")
+if "--test-only" in sys.argv:
+    sys.exit("sbatch: Job 78 to start at 2099-01-31T12:00:00 using 4 processors on nodes n[1-2] in partition p"
+             if mode == "ok" else "sbatch: error: Batch job submission failed: Invalid partition name specified")
 if mode == "ok":
     print("Welcome to the site"); print("77;north" if os.environ.get("CLUSTER") else "77")
 elif mode == "wait":
@@ -35,6 +38,16 @@ elif mode == "timeout":
 elif mode == "hang":
     time.sleep(60)
 """
+
+
+PROSPECT = Prospect(
+    polled_at=0.0,
+    by_head=True,
+    idle_nodes=5,
+    asks=[WouldAsk(partition="scavenge", minutes=60, nodes=1), WouldAsk(partition="scavenge", minutes=120, nodes=3)],
+    nodes=7,
+    notes=["there is no partition gone"],
+)
 
 
 class Site:
@@ -52,6 +65,7 @@ class Site:
         command.chmod(0o755)
         (folder / "job.sh").write_text(SCRIPT)
         monkeypatch.setattr("fallow.cli.submit.ask", self.ask)
+        monkeypatch.setattr("fallow.cli.dry_run.ask", self.ask)
         monkeypatch.setattr("fallow.cli.sbatch_call.look_up", lambda token: None)
 
     def ask(self, method: str, *_: Any, **params: Any) -> Any:
@@ -60,7 +74,8 @@ class Site:
             raise self.head_error[method]
         if method == "test_harvest":
             return self.refusal
-        return NewRun(run="r1", token="r1.0", folder="/f", key_file="/k") if method == "create_run" else None
+        answers = {"create_run": NewRun(run="r1", token="r1.0", folder="/f", key_file="/k"), "prospect": PROSPECT}
+        return answers.get(method)
 
     @property
     def sbatch(self) -> dict[str, Any]:
@@ -205,15 +220,63 @@ def test_wrap_and_standard_input(site: Site, monkeypatch: pytest.MonkeyPatch) ->
     assert site.sbatch["stdin"] == SCRIPT
 
 
-def test_dry_run_contacts_nobody(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    (site.folder / "bin" / "sbatch").unlink()
+def test_dry_run_submits_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Neither head nor Slurm: what would be submitted is shown all the same.
+    monkeypatch.setenv("PATH", "/nowhere")
+    site.head_error["prospect"] = FallowError("no head", Exit.UNAVAILABLE)
     assert invoke(["submit", "--dry-run", "--nodes=2:8", "job.sh", "a b"]) == 0
     shown = capsys.readouterr().out
     assert f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'" in shown
     assert "--job-name=RUN.harvest" in shown
     assert "--account=acc SCRIPT 'a b'" in shown
     assert shown.count("#SBATCH -A acc") == 1
-    assert not site.asked
+    assert "# what is idle now is not known: scontrol cannot be started" in shown
+    assert "# when the base job would start is not known: sbatch cannot be started" in shown
+    assert site.methods == ["prospect"]
+
+
+def test_dry_run_says_what_the_run_would_find(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["submit", "--dry-run", "--nodes=2:8", "--fallow=budget-node-hours=12", "job.sh"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    found = shown[shown.index("# now") + 1 :]
+    assert found[0].startswith("# the base job would start in ")
+    assert found[0].endswith("2099-01-31 12:00:00, on n[1-2] (Slurm's estimate)")
+    assert found[1].startswith("# idle where nodes may be harvested: 5 nodes, as the head saw ")
+    assert found[2:] == [
+        "# asked for as soon as the base job trains: 1 node for 60 min in scavenge, 3 nodes for 120 min in scavenge",
+        "# nodes to be expected, base job included: 7 of 2 to 8",
+        "# there is no partition gone",
+        "# budget for all but the first base job: 12 node-hours",
+    ]
+    assert site.methods == ["prospect"]
+    # The options of the base job itself, with the script, but nothing is submitted.
+    assert "--test-only" in site.sbatch["argv"]
+    assert "--nodes=2" in site.sbatch["argv"]
+
+
+def test_dry_run_as_json_is_one_value(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["submit", "--dry-run", "--json", "--nodes=2:8", "job.sh", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["base"][0] == "sbatch"
+    assert shown["base"][-1] == "--json", "the script's own"
+    assert "--json" not in shown["base"][:-1]
+    assert shown["start"]["nodes"] == ["n1", "n2"]
+    assert shown["prospect"]["nodes"] == 7
+    monkeypatch.setenv("MODE", "refuse")
+    assert invoke(["submit", "--dry-run", "--json", "job.sh"]) == 0
+    assert json.loads(capsys.readouterr().out)["start"] == {
+        "says": "refused: Batch job submission failed: Invalid partition name specified",
+        "start_at": None,
+        "nodes": [],
+    }
+    assert invoke(["submit", "--dry-run", "--json", "gone.sh"]) == Exit.NOINPUT
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == Exit.NOINPUT
+    assert invoke(["submit", "--json", "job.sh"]) == Exit.USAGE
+    assert "give both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import stat
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from fallow.cli.common import ask, say
+from fallow.cli.common import ask, print_error, print_json, say
 from fallow.model import AllocationKind, Exit, FallowError
 
 if TYPE_CHECKING:
@@ -28,7 +27,10 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
   sbatch's output and exit code come back.
 
   --nodes=MIN:MAX   limits of the run; a plain --nodes=N means N:N
-  --dry-run         print the sbatch commands and scripts; contact nobody
+  --dry-run         submit nothing; print the sbatch commands and scripts, when
+                    the base job would start, what is idle and would be asked
+                    for (from the head's last poll, else from one of our own);
+                    --json prints it as one JSON value
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N
@@ -60,13 +62,32 @@ def submit(argv: tuple[str, ...]) -> int:
         return Exit.OK
     if asked & INFORMATIVE:
         _become(["sbatch", *argv])
+    if "json" in asked and "dry-run" not in asked:
+        raise FallowError("--json shows what --dry-run finds; give both", Exit.USAGE)
+    if "dry-run" in asked:
+        return _dry_run(line, "json" in asked)
     plan, source = prepare(line)
     for warning in plan.warnings:
         say(warning)
-    if "dry-run" in asked:
-        click.echo(dry_run(plan, source), nl=False)
-        return Exit.OK
     return submit_plan(plan, source)
+
+
+def _dry_run(line: CommandLine, as_json: bool) -> int:
+    from fallow.cli.dry_run import dry_run, show
+
+    try:
+        plan, source = prepare(line)
+        found = dry_run(plan, source)
+    except FallowError as error:
+        print_error(error, as_json)
+        return error.code
+    for warning in plan.warnings:
+        say(warning)
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(show(found), nl=False)
+    return Exit.OK
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:
@@ -219,36 +240,6 @@ def _tell_failure(new: object, reason: str, unknown: bool) -> None:
 
 def _script_words(plan: Submission, source: Path | None) -> list[str]:
     return [str(source), *plan.line.args] if source is not None else []
-
-
-def dry_run(plan: Submission, source: Path | None) -> str:
-    """The base submission, and a harvest submission with example values."""
-    from fallow.config import load_config
-    from fallow.core.sbatch import harvest_options, job_environment
-    from fallow.files import Paths
-
-    harvest = load_config().harvest
-    variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
-    base = ["sbatch", *plan.options("RUN.base", variables), *_script_words(plan, source)]
-    partitions = plan.spec.harvest_partitions or harvest.partitions or ["PARTITION"]
-    options = harvest_options(
-        plan.spec, "RUN.harvest", partitions[0], harvest.max_minutes, "STATE/runs/RUN/logs/%j.log", harvest.nice
-    )
-    parts = [
-        "# base job (RUN and its tokens are named by the head)",
-        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-        shlex.join(base),
-        "",
-        "# its script",
-        plan.spec.script.rstrip("\n"),
-        "",
-        f"# a harvest job ({plan.spec.min_nodes} to {plan.spec.max_nodes} nodes in all; minutes from the hole)",
-        shlex.join(["sbatch", *options, "SCRIPT", *plan.line.args]),
-        "",
-        "# its script",
-        plan.harvest_script.rstrip("\n"),
-    ]
-    return "\n".join(parts) + "\n"
 
 
 def _become(argv: list[str], variables: dict[str, str] | None = None) -> NoReturn:

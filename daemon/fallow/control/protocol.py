@@ -30,6 +30,7 @@ METHODS = frozenset(
         "events",
         "report",
         "usage",
+        "prospect",
         "create_run",
         "base_submitted",
         "base_failed",

@@ -40,6 +40,9 @@ def spent(allocation: Allocation, now: float) -> float:
 
 
 def _limit_s(allocation: Allocation) -> float:
+    if allocation.spans and allocation.limit_s is not None:
+        # What a job was granted at its start may be less than what was asked for (--time-min).
+        return allocation.limit_s
     asked = None if allocation.minutes is None else 60.0 * allocation.minutes
     known = [limit for limit in (asked, allocation.limit_s) if limit is not None]
     return max(known, default=inf)

@@ -183,6 +183,7 @@ no-container-remap-root kept
 no-container-entrypoint kept
 dry-run               own
 fallow=               own
+json                  own
 """
 
 

@@ -78,8 +78,11 @@ def note_members(allocations: Iterable[Allocation], members: Collection[tuple[st
         Whether anything changed.
     """
     changed = False
+    places: dict[str, set[str]] = {}
+    for token, node in members:
+        places.setdefault(token, set()).add(node)
     for allocation in allocations:
-        here = {node for token, node in members if token == allocation.token}
+        here = places.get(allocation.token, set())
         for node in here:
             use = allocation.uses.setdefault(node, Use(first_at=now))
             if use.since is None:

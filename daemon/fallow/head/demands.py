@@ -11,7 +11,7 @@ from fallow.core.requests import Demand
 from fallow.head.book import Run
 from fallow.head.learning import asker_of
 from fallow.head.spending import left_s
-from fallow.model import AllocationKind, AllocationState, NodeInfo, RunStatus
+from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
 from fallow.slurm.parse import gpu_types
 
 PAUSES = 16
@@ -39,8 +39,10 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         min_minutes=run.spec.min_harvest_minutes,
         barred=frozenset(run.roster.barred),
         budget_node_s=left_s(run, now),
-        kind=_kind(run, [nodes[home] for home in dict.fromkeys(homes) if home in nodes]),
-        asker=asker_of(run),
+        kind=kind_of(
+            run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=bool(run.roster.arithmetic)
+        ),
+        asker=asker_of(run.spec),
         members=len(set(homes)),
         pause_s=median(pauses) if pauses else 0.5,
         renew=asks,
@@ -67,17 +69,23 @@ def _nodes(allocation: Allocation) -> int:
     return allocation.nodes_wanted
 
 
-def _kind(run: Run, homes: list[NodeInfo]) -> Kind:
-    """Nodes that the run can use: its software's architecture, its GPUs; where bits count, nodes like its members'."""
-    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
+def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
+    """Nodes that the run can use: its software's architecture, its GPUs.
+
+    Args:
+        spec: of the run.
+        homes: its members' nodes.
+        alike: bits count, so only nodes like those.
+    """
+    given = dict(option.removeprefix("--").partition("=")[::2] for option in spec.harvest_options)
     asked = gpu_types(given.get("gres", "")) or gpu_types(_as_gres(given.get("gpus-per-node", "")))
     typed = [kind for kind in asked if kind]
     return Kind(
         arch=next((node.arch for node in homes if node.arch), ""),
         gpus=sum(asked.values()),
-        part_gpus=(run.spec.workers_per_node or 1) if asked else 0,
+        part_gpus=(spec.workers_per_node or 1) if asked else 0,
         gpu_type=typed[0] if len(typed) == 1 else "",
-        alike=frozenset(likeness(node) for node in homes) if run.roster.arithmetic else frozenset(),
+        alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
     )
 
 

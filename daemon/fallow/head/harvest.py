@@ -11,12 +11,13 @@ from fallow.core.kinds import may_use
 from fallow.core.requests import harvestable
 from fallow.head import accounts, orphans, submissions
 from fallow.head.asking import Asking
-from fallow.head.book import Run
+from fallow.head.book import Book, Run
 from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE, Learning, asker_of
+from fallow.head.prospect import look
 from fallow.head.spending import follow_jobs, keep_within_budget
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, ClusterConfig, ClusterState, JobRequest
+from fallow.model import AllocationKind, ClusterConfig, ClusterState, Exit, FallowError, JobRequest, Prospect, RunSpec
 
 TRIAL = "fallow-trial"
 """Name of submissions that are only tried."""
@@ -69,7 +70,7 @@ class Harvest:
         rules = self.asking.rules(self.cluster.at, self._site)
         there = harvestable(self.cluster, rules)
         named = [p for p in there if not run.spec.harvest_partitions or p.partition in run.spec.harvest_partitions]
-        may = [p for p in named if may_use(p, *astuple(asker_of(run)))]
+        may = [p for p in named if may_use(p, *astuple(asker_of(run.spec)))]
         if run.spec.max_nodes <= run.spec.min_nodes:
             return ""
         if not there:
@@ -84,6 +85,18 @@ class Harvest:
             partition=may[0].partition,
             minutes=max(rules.min_minutes, run.spec.min_harvest_minutes),
         )
+
+    def prospect(self, book: Book, spec: RunSpec) -> Prospect:
+        """What a run would find that does not exist yet.
+
+        Raises:
+            FallowError: no poll has come yet.
+        """
+        if self.cluster is None:
+            raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
+        live = [a for run in book.runs.values() for a in run.live_allocations()]
+        rules = self.asking.rules(self.cluster.at, self._site)
+        return look(self.cluster, spec, rules, live, self._learning.known, by_head=True)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
         """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""

@@ -10,7 +10,7 @@ from fallow.core.experience import Experience
 from fallow.core.requests import HarvestRules, Known, harvestable
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationState, ClusterState
+from fallow.model import AllocationState, ClusterState, RunSpec
 
 NOTE = "experience"
 """Its key among the notes of the store."""
@@ -74,7 +74,7 @@ class Learning:
             return
         if allocation.token not in self._begun:
             self._begun.add(allocation.token)
-            self.known.backoff.started(asker_of(run), allocation.partition)
+            self.known.backoff.started(asker_of(run.spec), allocation.partition)
             if allocation.least_minutes and allocation.minutes and allocation.end_at:
                 experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
         if allocation.active_at is not None and allocation.token not in self._trained:
@@ -85,7 +85,7 @@ class Learning:
 
     def refused(self, turn: Turn, run: Run, partition: str, minutes: int | None, reason: str) -> None:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone."""
-        backoff, asker = self.known.backoff, asker_of(run)
+        backoff, asker = self.known.backoff, asker_of(run.spec)
         before = backoff.until(asker, partition)
         backoff.strike(reason, asker, partition, minutes, turn.now)
         if (until := backoff.until(asker, partition)) > before:
@@ -93,7 +93,7 @@ class Learning:
             turn.record(run, "backoff", text)
 
 
-def asker_of(run: Run) -> Asker:
+def asker_of(spec: RunSpec) -> Asker:
     """In whose name harvest jobs of the run are asked for."""
-    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
+    given = dict(option.removeprefix("--").partition("=")[::2] for option in spec.harvest_options)
     return Asker(given.get("account", ""), given.get("qos", ""))

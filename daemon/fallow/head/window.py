@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from fallow import __version__
 from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
@@ -18,7 +20,7 @@ from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
 from fallow.head.ledgers import count_samples
 from fallow.head.slurm_calls import SlurmCalls
-from fallow.model import EventRecord, Exit, FallowError, HeadView, RunReport, Snapshot, UsageReport
+from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
 
 SNAPSHOT_S = 0.5
 RECENT_EVENTS = 200
@@ -68,6 +70,8 @@ class Window:
                 return await self._calls.test(self._book.get(params["run"]))
             case "usage":
                 return await self._usage(**params)
+            case "prospect":
+                return self._prospect(**params)
             case "shutdown":
                 self._stop()
                 return None
@@ -120,6 +124,9 @@ class Window:
             others_delayed=None,
             owner=await self._calls.owner(),
         )
+
+    def _prospect(self, spec: dict[str, Any]) -> Prospect:
+        return self._harvest.prospect(self._book, msgspec.convert(spec, RunSpec))
 
     def report(self, run: Run) -> RunReport:
         return views.run_report(run, count_samples(self._book.paths.run(run.id).ledger, run.roster))

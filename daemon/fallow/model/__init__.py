@@ -36,6 +36,7 @@ from fallow.model.cluster import (
     PartitionInfo,
     ReservationInfo,
 )
+from fallow.model.estimate import BaseStart, DryRun, Prospect, WouldAsk
 from fallow.model.messages import (
     Abort,
     Active,
@@ -137,6 +138,7 @@ __all__ = [
     "AllocationState",
     "AllocationView",
     "Amount",
+    "BaseStart",
     "Beat",
     "BeatAck",
     "ChangeKind",
@@ -152,6 +154,7 @@ __all__ = [
     "DelayReport",
     "Dismiss",
     "Doing",
+    "DryRun",
     "EventRecord",
     "Exit",
     "ExitNoted",
@@ -188,6 +191,7 @@ __all__ = [
     "Peer",
     "Prepare",
     "PriorityView",
+    "Prospect",
     "Quantiles",
     "Refused",
     "ReservationInfo",
@@ -217,4 +221,5 @@ __all__ = [
     "WorkerPhase",
     "WorkerReady",
     "WorkerSecret",
+    "WouldAsk",
 ]

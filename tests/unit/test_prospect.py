@@ -1,0 +1,67 @@
+"""`fallow submit --dry-run`: the planner for a run that does not exist yet."""
+
+from __future__ import annotations
+
+from fallow.core.allocations import Allocation
+from fallow.core.requests import HarvestRules, Known
+from fallow.head.prospect import look
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    NodeInfo,
+    PartitionInfo,
+    RunSpec,
+    WouldAsk,
+)
+
+NOW = 1_000_000.0
+
+
+def cluster(nodes: int, mode: str = "REQUEUE") -> ClusterState:
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    partition = PartitionInfo(partition="scavenge", nodes=names, preempt_mode=mode, max_time_s=7200.0)
+    infos = [NodeInfo(node=name, state="IDLE", partitions=["scavenge"]) for name in names]
+    return ClusterState(at=NOW, nodes=infos, jobs=[], partitions=[partition])
+
+
+def spec(**more: object) -> RunSpec:
+    return RunSpec(**{"run": "", "name": "r", "min_nodes": 1, "max_nodes": 8, **more})  # type: ignore[arg-type]
+
+
+def test_a_run_that_does_not_exist_yet_is_planned_for() -> None:
+    idle = cluster(6)
+    found = look(idle, spec(), HarvestRules(max_pending=4), [], Known(), by_head=True)
+    assert (found.idle_nodes, found.nodes, found.notes) == (6, 7, [])
+    assert found.asks == [WouldAsk(partition="scavenge", minutes=120, nodes=4)]
+    # What is asked for already takes its part.
+    others = [
+        Allocation(
+            token="t",
+            run="other",
+            kind=AllocationKind.HARVEST,
+            public_key="k",
+            state=AllocationState.PENDING,
+            partition="scavenge",
+            requested_at=NOW,
+        )
+    ]
+    assert look(idle, spec(), HarvestRules(max_pending=4), others, Known(), by_head=True).nodes == 6
+    poor = look(idle, spec(budget_node_hours=3.0), HarvestRules(), [], Known(), by_head=False)
+    assert poor.asks == [
+        WouldAsk(partition="scavenge", minutes=60, nodes=1),
+        WouldAsk(partition="scavenge", minutes=120, nodes=1),
+    ]
+
+
+def test_why_nothing_would_be_harvested_is_said() -> None:
+    state = cluster(1, "OFF")
+    found = look(state, spec(), HarvestRules(), [], Known(), by_head=False)
+    assert found.asks == []
+    assert found.notes == [
+        "nothing may be harvested in any partition: it is down, or does not preempt its jobs and "
+        "[harvest] allow_without_preemption is off"
+    ]
+    named = look(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
+    assert named.notes[0] == "there is no partition gone"
+    assert look(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
