@@ -25,8 +25,11 @@ record["stdin"] = sys.stdin.read()
 open("{record}", "w").write(json.dumps(record))
 mode = os.environ.get("MODE", "ok")
 if "--test-only" in sys.argv:
-    sys.exit("sbatch: Job 78 to start at 2099-01-31T12:00:00 using 4 processors on nodes n[1-2] in partition p"
-             if mode == "ok" else "sbatch: error: Batch job submission failed: Invalid partition name specified")
+    if mode != "ok":
+        sys.exit("sbatch: error: Batch job submission failed: Invalid partition name specified")
+    start = "Job 78 to start at 2099-01-31T12:00:00 using 4 processors"
+    sys.stderr.write(f"sbatch: {{start}} on nodes n[1-2] in partition p\\n")
+    sys.exit(0)
 if mode == "ok":
     print("Welcome to the site"); print("77;north" if os.environ.get("CLUSTER") else "77")
 elif mode == "wait":

@@ -131,7 +131,7 @@ def _money(amount: Amount) -> str:
 
 
 def _show_owner(owner: OwnerView) -> None:
-    click.echo(clean(f"\nSlurm's accounts say of {owner.user}"))
+    click.echo("\n" + clean(f"Slurm's accounts say of {owner.user}" if owner.user else "of the owner's limits"))
     if owner.limits:
         show_table(
             ["LIMIT OF", "LIMIT", "AT MOST", "USED"],

@@ -123,8 +123,8 @@ def rows(runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: fl
         for key, sums in tallies(run, now).items():
             day = key.partition(" ")[0]
             if since is None or day >= since:
-                group = {"run": run.id, "project": account_of(run), "day": day}[by]
-                groups.setdefault(group, {}).setdefault(key, Tally()).merge(sums)
+                name = {"run": run.id, "project": account_of(run), "day": day}[by]
+                groups.setdefault(name, {}).setdefault(key, Tally()).merge(sums)
         if by == "run" and run.spec.budget_node_hours is not None and run.id in groups:
             budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
     whole: Tallies = {}
