@@ -219,12 +219,12 @@ def test_a_poll_tells_what_was_held() -> None:
     job = SlurmJob(allocation.token, "5", 900.0, "RUNNING", NOW)
     assert follow(allocation, [job.info()], NOW + 30, {"n1": 8}, ENDED_STATES)
     assert not follow(allocation, [job.info()], NOW + 60, {"n1": 8}, ENDED_STATES)
-    assert allocation.spans == {"5": Span(nodes={"n1": 8}, start_at=NOW)}
+    assert allocation.spans == {"5": Span(nodes={"n1": 8}, partition="p", start_at=NOW)}
     assert allocation.limit_s == 900.0, "Slurm granted more than was asked for"
     job.state, job.end_at = "CANCELLED", NOW + 70
     assert follow(allocation, [job.info()], NOW + 90, {}, ENDED_STATES)
     assert allocation.settled and allocation.slurm_state == "CANCELLED"
-    assert allocation.spans["5"] == Span(nodes={"n1": 8}, start_at=NOW, end_at=NOW + 70)
+    assert allocation.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:

@@ -241,7 +241,9 @@ def test_what_was_not_used_can_be_asked_for_again(tmp_path: Path) -> None:
     ended = msgspec.structs.replace(desk.job(allocation), state="CANCELLED", end_at=NOW + 60.0)
     (again,) = desk.poll(ended).submissions
     assert desk.run.record.allocations[again[1]].minutes == 29
-    assert allocation.spans == {allocation.job_id: Span(nodes={"n1": 4}, start_at=NOW, end_at=NOW + 60.0)}
+    assert allocation.spans == {
+        allocation.job_id: Span(nodes={"n1": 4}, partition="p", start_at=NOW, end_at=NOW + 60.0)
+    }
     assert desk.run.roster.status is RunStatus.WAITING
 
 

@@ -43,7 +43,7 @@ SAMPLES = Path(__file__).parents[1] / "data" / "slurm" / "accounting"
 def held(
     kind: AllocationKind = AllocationKind.HARVEST, end: float | None = NOW + 100, gpus: int = 4, **more: Any
 ) -> Allocation:
-    spans = {"7": Span(nodes={"n1": gpus}, start_at=NOW, end_at=end)}
+    spans = {"7": Span(nodes={"n1": gpus}, start_at=NOW, end_at=end, partition="p")}
     values: dict[str, Any] = {"state": AllocationState.ENDED, "spans": spans, "partition": "p", "settled": True}
     return Allocation(token="t", run="r", kind=kind, public_key="k", **values | more)
 
@@ -133,6 +133,7 @@ allocations = st.builds(
             Span,
             nodes=st.dictionaries(st.sampled_from(["n1", "n2", "n3"]), st.integers(0, 8)),
             start_at=times,
+            partition=st.sampled_from(["p", "q"]),
             end_at=st.none() | times,
         ),
     ),
@@ -161,7 +162,9 @@ def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -
 
 def test_time_is_split_at_midnight_utc() -> None:
     midnight = 12 * DAY_S
-    allocation = held(spans={"7": Span(nodes={"n1": 0, "n2": 0}, start_at=midnight - 600, end_at=midnight + 1200)})
+    allocation = held(
+        spans={"7": Span(nodes={"n1": 0, "n2": 0}, start_at=midnight - 600, partition="p", end_at=midnight + 1200)}
+    )
     sums: Tallies = {}
     tally(sums, allocation, midnight + 5000)
     assert {key: one.node_s for key, one in sums.items()} == {

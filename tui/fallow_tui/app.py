@@ -15,6 +15,7 @@ from fallow_tui.screens.operator import OperatorScreen
 from fallow_tui.screens.overview import OverviewScreen
 from fallow_tui.source import HeadSource, Source
 from fallow_tui.view import View
+from fallow_tui.widgets.header import HeaderBar
 
 RETRY_S = 2.0
 REDRAW_S = 1.0
@@ -61,7 +62,8 @@ class TopApp(App[None]):
         """Draws the view on the screens that are open."""
         self._drawing = False
         for screen in self.screen_stack:
-            if isinstance(screen, OperatorScreen) and screen.is_mounted:
+            # Mounted comes before its parts are there; the next drawing is soon.
+            if isinstance(screen, OperatorScreen) and screen.is_mounted and screen.query(HeaderBar):
                 screen.show(self.view, self._monotonic())
 
     def _draw_soon(self) -> None:

@@ -26,6 +26,7 @@ class Span(msgspec.Struct, kw_only=True):
     nodes: dict[str, int]
     "node -> GPUs of it that the job has"
     start_at: float
+    partition: str = ""
     end_at: float | None = None
     "None: it still has them"
 
@@ -102,7 +103,8 @@ def _follow_job(
     if job.start_at is None or not job.nodes or not (job.state in HOLDING or job.state in ended):
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
-    span.start_at = job.start_at
+    # A job that waits in several partitions runs in one.
+    span.start_at, span.partition = job.start_at, job.partition
     for node in job.nodes:
         if node in gpus:
             span.nodes[node] = gpus[node] if job.exclusive else min(gpus[node], job.gpus_per_node)

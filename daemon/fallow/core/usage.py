@@ -29,6 +29,7 @@ class Piece:
 
     day: str
     "UTC, YYYY-MM-DD"
+    partition: str
     source: Source
     node_s: float
     gpu_s: float
@@ -49,7 +50,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
     def merge(self, other: Tally) -> None:
         for source, seconds in other.node_s.items():
-            self.add(Piece("", source, seconds, other.gpu_s.get(source, 0.0)))
+            self.add(Piece("", "", source, seconds, other.gpu_s.get(source, 0.0)))
         self.jobs += other.jobs
         self.useless += other.useless
 
@@ -114,7 +115,7 @@ def pieces(allocation: Allocation, now: float) -> Iterator[Piece]:
         end = span.start_at + span.held_s(now)
         for node, gpus in span.nodes.items():
             for start, until, shares in _stretches(allocation, node, span.start_at, end):
-                yield from _by_day(start, until, shares, gpus)
+                yield from _by_day(start, until, shares, gpus, span.partition)
 
 
 def _stretches(
@@ -158,7 +159,7 @@ def _clip(at: float, low: float, high: float) -> float:
     return min(max(at, low), high)
 
 
-def _by_day(start: float, end: float, shares: dict[Source, float], gpus: int) -> Iterator[Piece]:
+def _by_day(start: float, end: float, shares: dict[Source, float], gpus: int, partition: str) -> Iterator[Piece]:
     whole = end - start
     while start < end:
         until = min(end, (start // DAY_S + 1) * DAY_S)
@@ -168,15 +169,16 @@ def _by_day(start: float, end: float, shares: dict[Source, float], gpus: int) ->
         for source, seconds in shares.items():
             if seconds > 0:
                 node_s = seconds * (until - start) / whole
-                yield Piece(day_of(start), source, node_s, node_s * gpus)
+                yield Piece(day_of(start), partition, source, node_s, node_s * gpus)
         start = until
 
 
 def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
     """Add an allocation to the sums; once, when it is settled, or to a copy while it is not."""
     for piece in pieces(allocation, now):
-        tallies.setdefault(f"{piece.day} {allocation.partition}", Tally()).add(piece)
-    began = min((span.start_at for span in allocation.spans.values()), default=allocation.requested_at)
-    mine = tallies.setdefault(f"{day_of(began)} {allocation.partition}", Tally())
+        tallies.setdefault(f"{piece.day} {piece.partition}", Tally()).add(piece)
+    first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
+    began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
+    mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
     mine.jobs += 1
     mine.useless += not allocation.uses and not allocation.live

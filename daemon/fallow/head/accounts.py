@@ -42,13 +42,13 @@ def note(turn: Turn) -> None:
 def _note_run(run: Run, now: float) -> None:
     r, record = run.roster, run.record
     allocations = record.allocations.values()
-    here = set() if r.status.ended else {_place(run, worker) for worker in r.members if r.alive(worker)}
+    here = set() if r.status.ended else _places(run, (worker for worker in r.members if r.alive(worker)))
     note_members(allocations, here, now)
     for done in reversed(r.history):
         if done.generation <= record.accounted_generation:
             break
         if done.pause_s is not None and done.kind is not ChangeKind.START:
-            note_pause(allocations, {_place(run, worker) for worker in done.members}, done.pause_s, 0.0)
+            note_pause(allocations, _places(run, done.members), done.pause_s, 0.0)
     if r.history:
         record.accounted_generation = max(record.accounted_generation, r.history[-1].generation)
     discarded = r.steps_discarded - record.accounted_discarded
@@ -57,9 +57,10 @@ def _note_run(run: Run, now: float) -> None:
         record.accounted_discarded = r.steps_discarded
 
 
-def _place(run: Run, worker: str) -> tuple[str, str]:
-    known = run.roster.workers[worker]
-    return known.token, known.node
+def _places(run: Run, workers: Iterable[str]) -> set[tuple[str, str]]:
+    """(token, node) of those that are still known."""
+    known = (run.roster.workers.get(worker) for worker in workers)
+    return {(worker.token, worker.node) for worker in known if worker is not None}
 
 
 def _step_s(run: Run) -> float:
