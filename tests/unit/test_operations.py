@@ -148,9 +148,9 @@ def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
 
 def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
     for _ in range(3):
-        allocation = desk.hold(state=AllocationState.UNKNOWN)
-        desk.harvest.refused(desk.turn(), desk.run, allocation.token, "QOSMaxSubmitJobPerUserLimit")
-    assert "QOSMaxSubmitJobPerUserLimit" in run_view(desk.run, 0.0, NOW).message
+        allocation = desk.hold(state=AllocationState.UNKNOWN, partition="p")
+        desk.harvest.refused(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
+    assert "Invalid feature specification" in run_view(desk.run, 0.0, NOW).message
     assert desk.poll().submissions == []
     desk.do("resume")
     assert len(desk.poll().submissions) == 4
@@ -189,7 +189,8 @@ def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:
     desk = Desk(tmp_path, budget_node_hours=4.5)
     turn = desk.poll()
     asked = [desk.run.record.allocations[token] for _, token in turn.submissions]
-    assert [a.minutes for a in asked] == [120, 120, 30]
+    assert sum(a.minutes or 0 for a in asked) == 270
+    assert len(asked) == 3
     # Nobody knows what became of them: they stay booked.
     for allocation in asked:
         desk.harvest.unknown(turn, desk.run, allocation.token, "timed out")

@@ -106,6 +106,11 @@ class Backoff:
         self._alone.pop(_key(Scope.OWNER, asker, partition), None)
         self._alone.pop(_key(Scope.PARTITION, asker, partition), None)
 
+    def forget(self, asker: Asker) -> None:
+        """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
+        for key in [key for key in self._alone if key[1:] == (asker.account, asker.qos)]:
+            del self._alone[key]
+
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
         keys = (_key(Scope.OWNER, asker, partition), _key(Scope.PARTITION, asker, partition))

@@ -15,6 +15,7 @@ from fallow.head.book import Run
 from fallow.head.demands import demand
 from fallow.head.gains import gains
 from fallow.head.hurry import keep_pace
+from fallow.head.learning import asker_of
 from fallow.head.spending import renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
@@ -78,6 +79,8 @@ class Asking:
                     _submit(turn, runs[wish.run], wish)
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
+                    if allocation.asked_at is not None:
+                        continue
                     if wish.too_long and allocation.minutes:
                         self._known.backoff.too_long(allocation.partition, allocation.minutes, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
@@ -109,6 +112,7 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused = False, ""
         run.record.failures_in_a_row = run.record.duds = 0
         self._not_before.pop(run.id, None)
+        self._known.backoff.forget(asker_of(run.spec))
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
