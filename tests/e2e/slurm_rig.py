@@ -129,9 +129,9 @@ class Training:
         found = self.rig.ask("events", list[EventRecord], run=self.run, limit=10_000)
         return [event for event in found if not kinds or event.kind in kinds]
 
-    def changes(self, kind: str) -> list[EventRecord]:
-        """Completed changes of the membership of one kind."""
-        return [event for event in self.events(kind) if "generation" in event.data]
+    def changes(self, *kinds: str) -> list[EventRecord]:
+        """Completed changes of the membership of some kinds."""
+        return [event for event in self.events(*kinds) if "generation" in event.data]
 
     def jobs(self) -> dict[str, str]:
         """Job id -> token of everything that was submitted for this run."""
