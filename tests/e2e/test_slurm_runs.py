@@ -186,7 +186,7 @@ def test_usage_adds_up_to_what_slurm_allocated(shared: Rig, minutes: Minutes) ->
         assert total["causes"]["start_up"]["node_s"] > 0
         assert total["causes"]["drained"]["node_s"] > 0
         assert parts[0] > 0
-        assert (parts[1] > 0) == (training is not minutes.alone)
+        assert parts[1] > 0 or training is minutes.alone
         assert total["jobs"] == len(training.jobs())
     # What an account would say is said in words where Slurm keeps none.
     owner = json.loads(shared.command("fallow", "usage", "--json"))["owner"]
