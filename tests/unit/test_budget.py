@@ -227,6 +227,15 @@ def test_a_poll_tells_what_was_held() -> None:
     assert allocation.spans["5"] == Span(nodes={"n1": 8}, partition="p", start_at=NOW, end_at=NOW + 70)
 
 
+def test_a_job_that_is_over_for_us_is_booked_until_it_is_over_for_slurm() -> None:
+    """Its agents are gone, and the rest of the batch script still runs."""
+    allocation = harvest(minutes=10, job_id="5", state=AllocationState.ENDED)
+    job = SlurmJob(allocation.token, "5", 600.0, "RUNNING", NOW)
+    follow(allocation, [job.info()], NOW + 30, {}, ENDED_STATES)
+    assert not allocation.settled
+    assert budget.booked(allocation, NOW + 30) == 600.0
+
+
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     allocation = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
     assert follow(allocation, [], NOW + 100_000, {}, ENDED_STATES)
