@@ -16,7 +16,7 @@ from fallow.head.demands import demand
 from fallow.head.gains import gains
 from fallow.head.hurry import keep_pace
 from fallow.head.learning import asker_of
-from fallow.head.spending import renew_base
+from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
@@ -72,7 +72,6 @@ class Asking:
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
         aims: dict[str, int] = {}
-        budgets = {demand.run: demand.budget_node_s for demand in demands}
         for wish in plan(cluster, demands, live, rules, self._known, aims):
             match wish:
                 case Ask():
@@ -92,7 +91,7 @@ class Asking:
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
                 renew_base(turn, run, cluster.at)
-                keep_pace(turn, run, cluster, budgets.get(run.id), rules.max_pending)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), rules.max_pending)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""

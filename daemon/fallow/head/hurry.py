@@ -43,7 +43,7 @@ def keep_pace(turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float 
     held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
     asked = [a for a in live if a not in running and a not in waiting and a not in coming]
     missing = extra_nodes(standing, speeds, held, run.spec.max_nodes - len(asked))
-    if missing and not run.record.harvest_paused:
+    if missing and not run.record.paused:
         for _ in range(min(missing, max_pending - len(waiting))):
             minutes = _ask(turn, run, cluster, standing, budget_node_s)
             if not minutes:
