@@ -89,6 +89,9 @@ class NurseryClient:
 
     def close(self) -> None:
         """End it, and with it whatever it started."""
+        with contextlib.suppress(OSError):
+            # Forks of this process (loader workers) may hold the socket too: closing it alone would tell nobody.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._process.wait(30)
 

@@ -175,11 +175,13 @@ class Intake:
                 then()
         except Exception as error:  # whatever it is, the training thread must hear of it
             reason = f"state from rank {rank}: {error}"
-            self._group.interrupt(reason)
             with self._changed:
+                # Before the interruption, which ends the other threads' lines: theirs would be errors of no meaning.
                 if self._error is None:
                     lost = isinstance(error, OSError)
                     self._error = Interrupted(self._group.broken or reason) if lost else error
+            self._group.interrupt(reason)
+            with self._changed:
                 self._changed.notify_all()
         finally:
             if line is not None:
