@@ -245,7 +245,9 @@ def build_group(
         return Group(generation, 0, 1, None)
     started = time.monotonic()
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+    # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
+    # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_s)
     group: Group | None = None
     try:
@@ -268,12 +270,7 @@ def build_group(
 
 
 def _open_connections(group: Group, timeout_s: float, *, holds: bool) -> None:
-    # gloo connects pairs on first use and asks the store for addresses then. Everything that training will use is
-    # used once here, because the head, which is the store, may be away later.
-    probe = torch.zeros(1)
-    group.all_reduce(probe)
-    for root in range(group.size):
-        group.broadcast(torch.zeros(1), root)
+    # All are connected already; where they hand out state goes through the group itself.
     card = torch.frombuffer(bytearray(group.streams.card(holds=holds).encode()), dtype=torch.uint8)
     cards = group.all_gather(card)
     group.wait(timeout_s)
