@@ -137,7 +137,8 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
     """Living processes of the testbed: its daemons and their children, the tasks of its jobs and *their* children.
 
     Never this process or one above it, and never a shell or tool that only has SLURM_CONF set to look at the
-    testbed: a process counts by our mark, or by our SLURM_CONF together with the id of a job.
+    testbed: a process counts by our mark, by our SLURM_CONF together with the id of a job, or as a slurmstepd that
+    works in the folder (from 24.11 on it empties its environment).
     """
     mark = f"{MARK}={folder}".encode()
     ours = f"SLURM_CONF={conf}".encode()
@@ -155,7 +156,8 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # another user's, or it has just ended
             continue
-        if mark in variables or (ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)):
+        in_job = ours in variables and any(item.startswith(b"SLURM_JOB_ID=") for item in variables)
+        if mark in variables or in_job or _is_step_manager(pid, folder):
             found.add(pid)
     grown = True
     while grown:  # children that cleaned their environment
@@ -163,6 +165,14 @@ def owned_processes(folder: Path, conf: Path) -> set[int]:
         found |= children
         grown = bool(children)
     return found - _self_and_above(parents)
+
+
+def _is_step_manager(pid: int, folder: Path) -> bool:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        return name.startswith("slurmstepd") and Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(folder)
+    except OSError:
+        return False
 
 
 def _parent(pid: int) -> int | None:
