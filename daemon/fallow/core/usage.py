@@ -14,7 +14,7 @@ import msgspec
 
 from fallow.core.allocations import Allocation
 from fallow.core.spans import Use
-from fallow.model import AllocationKind, Exit, Source
+from fallow.model import Exit, Source
 
 DAY_S = 86_400.0
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -123,7 +123,7 @@ def _stretches(
 ) -> Iterator[tuple[float, float, dict[Source, float]]]:
     """(from, to, source -> seconds) of one node, in order and without gaps."""
     use = allocation.uses.get(node)
-    useful = Source.BASE if allocation.kind is AllocationKind.BASE else Source.HARVESTED
+    useful = Source.HARVESTED if allocation.harvested else Source.BASE
     if use is None:
         yield start, end, {_without_use(allocation): end - start}
         return
