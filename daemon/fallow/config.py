@@ -31,6 +31,10 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Slurm(_Section, frozen=True):
     poll_interval_s: Seconds = 30.0
+    "5 s at most while we hold nodes that nothing but us would give back"
+    queries_per_min: Annotated[float, Meta(ge=1)] = 60.0
+    "most that slurmctld is asked; fewer where it is slow"
+    submits_per_min: Annotated[float, Meta(ge=1)] = 60.0
     client: Literal["auto", "cli", "pyslurm", "none"] = "auto"
     "auto: pyslurm where it imports and matches, else cli: the commands; none: no Slurm at all, as under `fallow local`"
 
@@ -46,7 +50,17 @@ class Harvest(_Section, frozen=True):
     max_minutes: Annotated[int, Meta(ge=1)] = 120
     min_minutes: Annotated[int, Meta(ge=1)] = 2
     nice: Annotated[int, Meta(ge=0, le=2147483645)] = 100_000
+    "more where the site's priority weights need it"
     allow_without_preemption: bool = False
+
+
+class Site(_Section, frozen=True):
+    """What the administrators allow where nothing preempts our jobs; in the system's file only."""
+
+    harvest_unseen: bool = False
+    "though others' jobs cannot be seen (PrivateData=jobs)"
+    harvest_unfair: bool = False
+    "though our requests may come before others' jobs"
 
 
 class HeadSection(_Section, frozen=True):
@@ -93,6 +107,7 @@ class Config(_Section, frozen=True):
     membership: Membership = Membership()
     checkpoint: Checkpoint = Checkpoint()
     usage: Usage = Usage()
+    site: Site = Site()
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -102,6 +117,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "membership": Membership,
     "checkpoint": Checkpoint,
     "usage": Usage,
+    "site": Site,
 }
 
 
@@ -120,8 +136,12 @@ def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYS
     named = "FALLOW_CONFIG" in environ
     for path, needed in ((system_file, False), (user_file(environ), named)):
         for section, values in _read(path, needed).items():
+            if section == "site" and path != system_file:
+                raise _not_yours(str(path), system_file)
             merged[section] |= values
     for section, values in _from_environment(environ).items():
+        if section == "site":
+            raise _not_yours("FALLOW_SITE__...", system_file)
         merged[section] |= values
     # Every source was checked by itself, so nothing can be wrong with the sum but what spans two sections.
     config = msgspec.convert(merged, Config)
@@ -189,6 +209,10 @@ def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> d
         text = str(error).replace(" - at `$.", " at `").replace("`$.", "`")
         raise FallowError(f"{origin}: [{section}] {_lower(text)}", Exit.CONFIG) from error
     return {key: getattr(checked, key) for key in values}
+
+
+def _not_yours(origin: str, system_file: Path) -> FallowError:
+    return FallowError(f"{origin}: [site] is the administrators'; it counts in {system_file} only", Exit.CONFIG)
 
 
 def _lower(text: str) -> str:

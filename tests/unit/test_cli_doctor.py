@@ -9,6 +9,7 @@ import pytest
 
 from fallow.cli import doctor
 from fallow.cli.main import invoke
+from fallow.control.protocol import LastPoll
 from fallow.core import checks
 from fallow.core.checks import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, PartitionInfo
@@ -21,6 +22,10 @@ def config(**changes: object) -> ClusterConfig:
 
 def cluster(*partitions: PartitionInfo) -> ClusterState:
     return ClusterState(at=0.0, nodes=[], jobs=[], partitions=list(partitions))
+
+
+def multifactor(**weights: int) -> ClusterConfig:
+    return config(priority_type="priority/multifactor", priority_weights=weights)
 
 
 LOW = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="REQUEUE", grace_s=30)
@@ -37,8 +42,10 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
         (checks.slurm_version(config(slurm_version="git")), Level.WARN, "git"),
         (checks.scheduler(config(backfill_interval_s=120)), Level.WARN, "120 s"),
         (checks.priority(config(), 100_000), Level.OK, "nice 100000"),
-        (checks.priority(config(), 0), Level.WARN, "nice 0"),
-        (checks.priority(config(priority_type="priority/multifactor"), 100_000), Level.WARN, "multifactor"),
+        (checks.priority(config(), 0), Level.OK, "nice 1000"),
+        (checks.priority(multifactor(Age=1000, QOS=99_000), 100_000), Level.WARN, "nice 100001 (configured: 100000"),
+        (checks.priority(multifactor(Age=1000), 100_000), Level.WARN, "nice 100000:"),
+        (checks.priority(multifactor(), 100_000), Level.WARN, "weights: none; no --nice is large enough"),
         (checks.private_data(config()), Level.OK, "visible"),
         (checks.private_data(config(private_data=["jobs"])), Level.WARN, "jobs"),
         (checks.private_data(config(private_data=["nodes"])), Level.FAIL, "nodes"),
@@ -78,7 +85,14 @@ def test_verdicts(check: Check, level: Level, words: str) -> None:
 def test_what_may_be_harvested(
     partitions: list[PartitionInfo], named: list[str], allowed: bool, levels: dict[str, Level]
 ) -> None:
-    assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed)} == levels
+    assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
+
+
+def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
+    refused = {"gpu": "others' jobs cannot be seen"}
+    (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
+    assert (verdict.level, verdict.found) == (Level.FAIL, "not harvested: others' jobs cannot be seen")
+    assert "[site]" in verdict.fix
 
 
 def test_the_worst_one_counts() -> None:
@@ -115,6 +129,24 @@ def test_on_a_bare_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert levels["head"] == "WARN"
     assert invoke(["doctor"]) == Exit.UNAVAILABLE
     assert "FAIL  slurm commands: not on PATH" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(("age_s", "asked"), [(12.0, False), (None, True), (doctor.RECENT_S + 1, True)])
+def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise AssertionError("Slurm was asked")
+
+    last = LastPoll(config=config(), cluster=cluster(LOW), backend="command line", age_s=age_s)
+    monkeypatch.setattr("fallow.control.client.call", lambda *_, **__: last)
+    monkeypatch.setattr(doctor, "_ask_slurm", refuse)
+    if asked:
+        with pytest.raises(AssertionError, match="Slurm was asked"):
+            doctor._slurm()
+        return
+    found, seen = doctor._slurm()
+    assert seen == last.cluster
+    assert {"slurm version", "harvest low", "priority"} <= {check.name for check in found}
 
 
 @pytest.mark.usefixtures("bare")

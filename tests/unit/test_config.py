@@ -83,3 +83,12 @@ def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
 def test_where_the_users_file_is() -> None:
     assert user_file({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}) == Path("/x/fallow/config.toml")
     assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")
+
+
+def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
+    assert load(tmp_path, "[site]\nharvest_unseen = true\n").site.harvest_unseen
+    assert not load(tmp_path).site.harvest_unseen
+    with pytest.raises(FallowError, match=r"user.toml: \[site\] is the administrators'; it counts in .*system.toml"):
+        load(tmp_path, user="[site]\nharvest_unseen = true\n")
+    with pytest.raises(FallowError, match=r"\[site\] is the administrators'"):
+        load(tmp_path, FALLOW_SITE__HARVEST_UNFAIR="true")

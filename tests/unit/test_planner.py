@@ -122,8 +122,10 @@ def test_a_partition_without_preemption_is_harvested_only_if_allowed_and_unconte
     assert plan(state, [Demand("r", 1)], [], RULES) == []
     allowed = HarvestRules(allow_without_preemption=True)
     assert len(asks(plan(state, [Demand("r", 1)], [], allowed))) == 1
-    contested = cluster([node("n1")], [pending("9", nodes=4)], mode="OFF")
+    contested = cluster([node("n1")], [pending("9")], mode="OFF")
     assert plan(contested, [Demand("r", 1)], [], allowed) == []
+    hopeless = cluster([node("n1")], [pending("9", nodes=4)], mode="OFF")
+    assert len(asks(plan(hopeless, [Demand("r", 1)], [], allowed))) == 1, "it cannot start here, with us or without"
 
 
 def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_needed() -> None:
@@ -194,6 +196,8 @@ def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_ho
     assert (allocation.state, allocation.job_id) == (AllocationState.PENDING, "7")
     lost = held("tok2", AllocationState.UNKNOWN, requested_at=NOW)
     observe(lost, [], NOW + 31, 30)
+    assert lost.state is AllocationState.UNKNOWN, "Slurm may have been away, and this its first answer"
+    observe(lost, [], NOW + 32, 30)
     assert lost.state is AllocationState.LOST
 
 

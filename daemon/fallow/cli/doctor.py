@@ -12,19 +12,28 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from fallow.cli.common import json_option, print_json
-from fallow.core import checks
+from fallow.core import checks, courtesy
 from fallow.core.checks import Check, Level
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
 from fallow.text import clean
 
+if TYPE_CHECKING:
+    from fallow.slurm.client import SlurmClient
+
+Setting = Literal["auto", "cli", "pyslurm", "none"]
+Seen = tuple[ClusterConfig, ClusterState, float, Check]
+"""Configuration, cluster, slurmctld's clock less ours (s), and who answered."""
+
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
 MUNGE_S = 5.0
+RECENT_S = 60.0
+"A head whose last answer is older has none; then Slurm itself is asked."
 
 
 @click.command(short_help="Check this machine and this cluster.")
@@ -103,36 +112,69 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
 
     try:
         settings = load_config()
-        config, cluster, client = asyncio.run(_ask_slurm(settings.slurm.client))
+        harvest, site = settings.harvest, settings.site
+        seen = _from_head(settings.slurm.client) or asyncio.run(_ask_slurm(settings.slurm.client))
+        config, cluster, skew_s, client = seen
     except FallowError as error:
         return [Check("slurmctld", Level.FAIL, error.message)], None
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
-    harvest = settings.harvest
+    # One look tells what the site says about hidden jobs; what polls show takes the head several.
+    refused = courtesy.refusals(
+        cluster,
+        config,
+        unseen=courtesy.Visibility().look(cluster, config),
+        allow_unseen=site.harvest_unseen,
+        allow_unfair=site.harvest_unfair,
+    )
     found = [
         checks.slurm_version(config),
         client,
         checks.scheduler(config),
-        *checks.partitions(cluster, harvest.partitions, harvest.allow_without_preemption),
+        *checks.partitions(cluster, harvest.partitions, harvest.allow_without_preemption, refused),
         checks.priority(config, harvest.nice),
         checks.private_data(config),
-        checks.clock(cluster.at - time.time()),
+        checks.clock(skew_s),
     ]
     return found, cluster
 
 
-async def _ask_slurm(setting: Literal["auto", "cli", "pyslurm", "none"]) -> tuple[ClusterConfig, ClusterState, Check]:
+def _from_head(setting: Setting) -> Seen | None:
+    """The head's last poll, so that Slurm is not asked again; None: there is no head, or it knows nothing (yet)."""
+    from fallow.control.client import call
+    from fallow.control.protocol import LastPoll
+    from fallow.files import Paths
+
+    try:
+        last = call(Paths.default().head_file, "cluster", LastPoll, timeout_s=10.0)
+    except FallowError:
+        return None
+    if last.config is None or last.cluster is None or last.age_s is None or last.age_s > RECENT_S:
+        return None
+    skew_s = last.cluster.at + last.age_s - time.time()
+    return last.config, last.cluster, skew_s, _client_check(_client(setting), last.backend)
+
+
+def _client(setting: Setting) -> SlurmClient:
     from fallow.slurm.choose import slurm_client
+
+    return slurm_client("auto" if setting == "none" else setting)
+
+
+def _client_check(client: SlurmClient, backend: str) -> Check:
     from fallow.slurm.pyslurm_client import PyslurmClient
 
-    client = slurm_client("auto" if setting == "none" else setting)
+    return checks.slurm_client(backend, isinstance(client, PyslurmClient) and backend.startswith("command line"))
+
+
+async def _ask_slurm(setting: Setting) -> Seen:
+    client = _client(setting)
     try:
         async with asyncio.timeout(SLURM_S):
             config = await client.config()
-            state = await client.poll("fallow-doctor-asks-for-no-job")
-        second_best = isinstance(client, PyslurmClient) and client.backend.startswith("command line")
-        return config, state, checks.slurm_client(client.backend, second_best)
+            cluster = await client.poll("fallow-doctor-asks-for-no-job")
+        return config, cluster, cluster.at - time.time(), _client_check(client, client.backend)
     finally:
         await client.close()
 
@@ -229,6 +271,9 @@ def _head() -> Check:
     head = call(head_file, "status", Snapshot, timeout_s=10.0).head
     if head.slurm_error:
         return Check("head", Level.WARN, f"running (pid {head.pid}), but: {head.slurm_error}", "see the checks above")
+    if head.not_harvested:
+        text = "; ".join(f"partition {name} is not harvested: {why}" for name, why in head.not_harvested.items())
+        return Check("head", Level.WARN, f"running (pid {head.pid}), but {text}", "see the checks above")
     return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
 
 

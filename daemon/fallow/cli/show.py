@@ -150,6 +150,8 @@ def show_runs(snapshot: Snapshot) -> None:
     )
     if head.slurm_error:
         click.echo(clean(f"Slurm does not answer: {head.slurm_error}"))
+    for partition, why in head.not_harvested.items():
+        click.echo(clean(f"partition {partition} is not harvested: {why}"))
     if not snapshot.runs:
         click.echo(_NO_RUNS)
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fallow.model import EventRecord, Exit, FallowError, Snapshot, Struct
+from fallow.model import ClusterConfig, ClusterState, EventRecord, Exit, FallowError, Snapshot, Struct
 
 MAX_REQUEST = 1 << 20
 """Longest line that the head reads."""
@@ -31,6 +31,7 @@ METHODS = frozenset(
         "report",
         "usage",
         "prospect",
+        "cluster",
         "create_run",
         "base_submitted",
         "base_failed",
@@ -69,6 +70,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorBody | None = None
     snapshot: Snapshot | None = None
     event: EventRecord | None = None
+
+
+class LastPoll(Struct, frozen=True, kw_only=True):
+    """Result of `cluster`: what the head knows of Slurm, so that nobody else needs to ask."""
+
+    config: ClusterConfig | None
+    cluster: ClusterState | None
+    backend: str
+    "of the head's client"
+    age_s: float | None
+    "since the answer came"
 
 
 class NewRun(Struct, frozen=True):

@@ -89,6 +89,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
+    gone_by: float | None = None
+    "Unix time at which its workers are killed if they have not left; somebody waits for the node"
     end_code: int | None = None
     "what its agents were told to end with; said again until they are gone"
     reserved: list[str] = []
@@ -138,7 +140,8 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     if not mine:
         allocation.missing += 1
         if allocation.state is AllocationState.UNKNOWN:
-            if now - allocation.requested_at > horizon_s:
+            # Slurm may have been away all the time, so the first answer that does not show it is not enough.
+            if now - allocation.requested_at > horizon_s and allocation.missing >= MISSING_POLLS:
                 allocation.state = AllocationState.LOST
                 return "never appeared in Slurm"
         elif allocation.missing >= MISSING_POLLS and not set(allocation.agents) - set(allocation.agents_gone):

@@ -7,10 +7,10 @@ from enum import StrEnum
 
 import msgspec
 
+from fallow.core.courtesy import needed_nice, nice_for
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MIN_FILES = 1024
-KIND_NICE = 1000
 GOOD_BACKFILL_S = 60.0
 MAX_SKEW_S = 2.0
 
@@ -62,8 +62,13 @@ def scheduler(config: ClusterConfig) -> Check:
     return Check("backfill", Level.OK, text)
 
 
-def partitions(cluster: ClusterState, named: Sequence[str], allow_without_preemption: bool) -> list[Check]:
-    """One verdict per partition that would be harvested, or one that says why there is none."""
+def partitions(
+    cluster: ClusterState, named: Sequence[str], allow_without_preemption: bool, refused: Mapping[str, str]
+) -> list[Check]:
+    """One verdict per partition that would be harvested, or one that says why there is none.
+
+    `refused`: partition -> why it must not be harvested (`courtesy.refusals`).
+    """
     known = {partition.partition: partition for partition in cluster.partitions}
     checks = [
         Check("harvest", Level.FAIL, f"there is no partition {name}", "correct [harvest] partitions")
@@ -73,7 +78,11 @@ def partitions(cluster: ClusterState, named: Sequence[str], allow_without_preemp
     for partition in cluster.partitions:
         if named and partition.partition not in named:
             continue
-        if verdict := _partition(partition, bool(named), allow_without_preemption):
+        why = refused.get(partition.partition)
+        if why is not None and allow_without_preemption:
+            fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
+            checks.append(Check(f"harvest {partition.partition}", Level.FAIL, f"not harvested: {why}", fix))
+        elif verdict := _partition(partition, bool(named), allow_without_preemption):
             checks.append(verdict)
     if not checks:
         fix = (
@@ -103,15 +112,20 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
     return Check(name, Level.WARN, "no preemption, so not harvested", fix) if named else None
 
 
-def priority(config: ClusterConfig, nice: int) -> Check:
-    if nice < KIND_NICE:
-        fix = "pending harvest jobs may start before other people's; set [harvest] nice = 100000"
-        return Check("priority", Level.WARN, f"{config.priority_type or 'unknown'}, nice {nice}", fix)
-    if "multifactor" in config.priority_type:
-        text = f"multifactor, nice {nice}"
-        fix = "harvested time counts as usage in fair share; ask the site for a QOS with UsageFactor=0"
-        return Check("priority", Level.WARN, text, fix)
-    return Check("priority", Level.OK, f"{config.priority_type or 'basic'}, nice {nice}")
+def priority(config: ClusterConfig, wanted: int) -> Check:
+    """Do harvest requests wait behind everybody else's jobs? `wanted`: the configured nice."""
+    needed, nice = needed_nice(config), nice_for(config, wanted)
+    if "multifactor" not in config.priority_type:
+        text = f"{config.priority_type or 'basic'}, nice {nice}: requests wait behind others' jobs"
+        return Check("priority", Level.OK, text)
+    weights = ", ".join(f"{name} {weight}" for name, weight in config.priority_weights.items()) or "none"
+    if needed is None:
+        fix = "requests may start before others' jobs, so partitions without preemption are not harvested"
+        return Check("priority", Level.WARN, f"multifactor, weights: {weights}; no --nice is large enough", fix)
+    raised = "" if nice == wanted else f" (configured: {wanted}, too little)"
+    text = f"multifactor, weights: {weights}; nice {nice}{raised}: requests wait behind others' jobs"
+    fix = "harvested time counts as usage in fair share; ask the site for a QOS with UsageFactor=0"
+    return Check("priority", Level.WARN, text, fix)
 
 
 def private_data(config: ClusterConfig) -> Check:

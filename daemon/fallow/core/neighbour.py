@@ -1,20 +1,38 @@
-"""Good neighbour: which jobs of others wait for nodes that we hold, and what is given up for them. Pure.
+"""Good neighbour: which jobs of others could start but for nodes that we hold, and what is given up for them. Pure.
 
 Where nothing preempts, nobody but us can give a node back. Slurm never plans a waiting job onto nodes that we hold
-and comes late with its own answer, so whether a job would fit is computed here.
+and comes late with its own answer, so what would happen without us is worked out here, as its backfill would: jobs in
+the order of their priority, each with its partition's limits, constraints, reservations and times; one that cannot
+start yet but has a planned start keeps its nodes free of jobs that would run into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 
 from fallow.core.allocations import Allocation
-from fallow.core.holes import is_idle
-from fallow.model import AllocationState, ClusterState, JobInfo
+from fallow.core.constraint import alternatives
+from fallow.core.fit import Packing, Part, Share
+from fallow.core.room import Room
+from fallow.core.waiting import Waiting, is_ours, others_waiting
+from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 
-WANTING = ("Resources", "Priority")
-"""Reasons of pending jobs that a free node could start."""
+VARIANTS = 16
+"""Ways to place one job (partitions × alternatives of its constraint) that are tried."""
+
+ELEMENTS = 256
+"""Elements of a job array that are placed at once."""
+
+PREEMPTED = ("CANCEL", "REQUEUE")
+"""Modes of preemption that give nodes back. A suspended job keeps its GPUs."""
+
+
+def preempts(partition: PartitionInfo) -> bool:
+    """Does Slurm itself take nodes back from jobs in this partition?"""
+    return partition.preempt_mode in PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,50 +41,229 @@ class GiveBack:
 
     token: str
     reason: str
+    urgent: bool = False
+    "somebody waits: what has not left soon is ended"
 
 
-def waiting(cluster: ClusterState, tokens: Collection[str]) -> list[JobInfo]:
-    """Pending jobs that a free node could start and that are no allocations of ours (`tokens`)."""
-    return [job for job in cluster.jobs if _waits(job, tokens)]
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where we stand with the others, after one poll."""
+
+    give_back: tuple[GiveBack, ...] = ()
+    spoken_for: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    "partition -> nodes on which waiting jobs start now or once ours have left, and which Slurm would not take from us"
+    compete: frozenset[str] = frozenset()
+    "tokens of pending requests of ours that could take such a node, or that come before others' jobs"
+    wanted: frozenset[str] = frozenset()
+    "partitions in which others' jobs wait, whether they could start or not"
+    delayed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    "job of somebody else -> tokens of ours whose nodes it needs to start"
 
 
-def _waits(job: JobInfo, ours: Collection[str]) -> bool:
-    mine = job.name in ours or any(word in ours for word in job.comment.split())
-    return job.state == "PENDING" and not mine and job.reason.split(",")[0].strip("()") in WANTING
+def assess(
+    cluster: ClusterState,
+    allocations: Sequence[Allocation],
+    *,
+    former: Collection[str] = (),
+    whole_nodes: bool = False,
+) -> Standing:
+    """What the jobs that wait need of us.
+
+    Args:
+        cluster: one poll.
+        allocations: every live allocation of every run.
+        former: tokens of allocations that are over; Slurm may still show their jobs.
+        whole_nodes: the site never shares nodes between jobs (select/linear).
+    """
+    others = others_waiting(cluster, {*former, *(a.token for a in allocations)})
+    if not others:
+        return Standing()
+    view = _View(cluster, allocations, former, whole_nodes)
+    # All of them first: a later one may move an earlier one to another node.
+    placed = [(job, number) for job in others for number in view.place(job)]
+    nodes = view.packing.nodes()
+    takers: dict[str, list[Waiting]] = {}
+    for job, number in placed:
+        for node in nodes[number]:
+            takers.setdefault(node, []).append(job)
+    return view.standing(takers, others)
 
 
-def blocks_others(allocation: Allocation, others: list[JobInfo], cluster: ClusterState) -> bool:
-    """A pending request of ours in a partition without preemption, where somebody else waits too."""
-    modes = {p.partition: p.preempt_mode for p in cluster.partitions}
-    if modes.get(allocation.partition, "OFF") != "OFF":
-        return False
-    return any(allocation.partition in job.partition.split(",") for job in others)
+class _View:
+    """The cluster as it would be without us."""
 
+    def __init__(
+        self,
+        cluster: ClusterState,
+        allocations: Sequence[Allocation],
+        former: Collection[str],
+        whole_nodes: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._whole_nodes = whole_nodes
+        self._partitions = {p.partition: p for p in cluster.partitions}
+        self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
+        self._owned = {n.node: n.owner for n in cluster.nodes if n.owner}
+        harvest = [a for a in allocations if a.harvested]
+        self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
+        self._held: dict[str, list[Allocation]] = {}
+        "node -> allocations of ours on it; several where nodes are shared"
+        for allocation in harvest:
+            if allocation.state is AllocationState.RUNNING:
+                for node in allocation.nodes:
+                    self._held.setdefault(node, []).append(allocation)
+        self._tokens = {*former, *(a.token for a in harvest)}
+        self._room = Room(cluster, self._tokens, self._held)
+        newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
+        free, held = self._room.free(), [place for n in newest if (place := self._room.without_us(n)) is not None]
+        self.packing = Packing([*free, *held], dear=len(held))
+        self._within_reach = frozenset(place.node for place in (*free, *held))
+        self._shadows: list[tuple[float, frozenset[str]]] = []
+        "(Unix time, nodes that are kept for a planned job from then on)"
+        self._fits: dict[object, frozenset[str]] = {}
 
-def give_back(cluster: ClusterState, harvest: list[Allocation], others: list[JobInfo]) -> list[GiveBack]:
-    """Where nothing preempts: enough of our newest nodes for the jobs that wait and would fit on them."""
-    partitions = {p.partition: p for p in cluster.partitions}
-    idle = {node.node for node in cluster.nodes if is_idle(node)}
-    held = [a for a in harvest if a.state is AllocationState.RUNNING]
-    held = [a for a in held if getattr(partitions.get(a.partition), "preempt_mode", "OFF") == "OFF"]
-    coming = {n for a in harvest if a.state is AllocationState.RELEASING for n in a.nodes}
-    out: list[GiveBack] = []
-    for job in sorted(others, key=lambda job: -job.priority):
-        usable = {n for p in job.partition.split(",") if p in partitions for n in partitions[p].nodes}
-        free = usable & (idle | coming)
-        missing = job.num_nodes - len(free)
-        ours = [a for a in held if usable.intersection(a.nodes)]
-        if missing <= 0:
-            taken = set(sorted(free)[: job.num_nodes])
-            idle, coming = idle - taken, coming - taken
-            continue
-        if missing > sum(len(usable.intersection(a.nodes)) for a in ours):
-            continue
-        idle, coming = idle - free, coming - free
-        for allocation in sorted(ours, key=lambda a: -(a.start_at or 0.0)):
-            if missing <= 0:
+    # -- placing ------------------------------------------------------------------------------------------------
+
+    def place(self, waiting: Waiting) -> list[int]:
+        """Place as many of its elements as can start; what cannot start but is planned casts its shadow."""
+        numbers: list[int] = []
+        variants = self._variants(waiting, self._within_reach)
+        for _ in range(min(waiting.startable, ELEMENTS)):
+            number = self._cheapest(variants)
+            if number is None:
                 break
-            held.remove(allocation)
-            missing -= len(usable.intersection(allocation.nodes))
-            out.append(GiveBack(allocation.token, f"job {job.job_id} of {job.user} waits for a node"))
-    return out
+            numbers.append(number)
+        if not numbers:
+            self._cast_shadow(waiting)
+        return numbers
+
+    def _cheapest(self, variants: list[list[Part]]) -> int | None:
+        if len(variants) == 1:
+            return self.packing.place(variants[0])
+        costs = [(cost, i) for i, parts in enumerate(variants) if (cost := self.packing.cost_of(parts)) is not None]
+        return self.packing.place(variants[min(costs)[1]]) if costs else None
+
+    def _variants(self, waiting: Waiting, among: frozenset[str]) -> list[list[Part]]:
+        """All ways to place a job: one partition and one alternative of its constraint for each component."""
+        found: list[list[Part]] = [[]]
+        for job in waiting.jobs:
+            parts = [
+                part
+                for name in job.partition.split(",")
+                if (partition := self._partitions.get(name)) is not None and _allows(partition, job)
+                for part in self._parts(job, partition, among)
+            ]
+            found = [[*before, part] for before in found for part in parts][:VARIANTS]
+        return found
+
+    def _parts(self, job: JobInfo, partition: PartitionInfo, among: frozenset[str]) -> list[Part]:
+        gpus = {job.gpu_type: job.gpus_per_node} if job.gpus_per_node else {}
+        whole = job.exclusive or partition.exclusive or self._whole_nodes
+        share = Share(job.cpus_per_node, job.memory_mb_per_node, gpus, whole)
+        end = None if job.time_limit_s is None else self._cluster.at + job.time_limit_s
+        taboo = frozenset(job.excluded_nodes).union(*(nodes for at, nodes in self._shadows if end is None or end > at))
+        reserved, inside = self._reserved(job, end)
+        taboo |= reserved | {node for node, owner in self._owned.items() if owner != job.user}
+        must = frozenset(job.required_nodes)
+        parts: list[Part] = []
+        for index, wanted in enumerate(alternatives(job.constraint)):
+            key = (among, partition.partition, job.constraint, index)
+            if key not in self._fits:
+                self._fits[key] = frozenset(n for n in partition.nodes if n in among and wanted(self._features[n]))
+            may = self._fits[key] if inside is None else self._fits[key] & inside
+            parts.append(Part(max(job.num_nodes, len(must)), share, may - taboo, must))
+        return parts
+
+    def _reserved(self, job: JobInfo, end: float | None) -> tuple[frozenset[str], frozenset[str] | None]:
+        """Nodes that reservations keep from it, and those that its own reservation keeps it to (None: it has none)."""
+        now, named = self._cluster.at, job.reservation.split(",") if job.reservation else []
+        others: set[str] = set()
+        own: set[str] = set()
+        for reservation in self._cluster.reservations:
+            if reservation.reservation in named:
+                own.update(reservation.nodes if reservation.start_at <= now < reservation.end_at else ())
+            elif reservation.end_at > now and (end is None or reservation.start_at < end):
+                others.update(reservation.nodes)
+        return frozenset(others), frozenset(own) if named else None
+
+    def _cast_shadow(self, waiting: Waiting) -> None:
+        """A job that others still keep from starting, and that Slurm has planned, has its nodes from then on."""
+        planned = [job.start_at for job in waiting.jobs if job.start_at is not None]
+        variants = self._variants(waiting, self._room.usable) if len(planned) == len(waiting.jobs) else []
+        for part in variants[0] if variants else ():
+            free_at = list(islice((each for each in self._soonest if each[1] in part.may), part.nodes))
+            if len(free_at) == part.nodes:
+                start = min(free_at[-1][0], max(planned))
+                self._shadows.append((start, frozenset(node for _, node in free_at)))
+
+    @cached_property
+    def _soonest(self) -> list[tuple[float, str]]:
+        """When others will have left each node, soonest first."""
+        now, room = self._cluster.at, self._room
+        return sorted((now if node in self._within_reach else room.free_at(node), node) for node in room.usable)
+
+    # -- what follows -------------------------------------------------------------------------------------------
+
+    def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
+        """Args: takers: node -> jobs that would start on it; others: all that wait."""
+        spoken_for = {
+            name: frozenset(takers.keys() & set(p.nodes)) for name, p in self._partitions.items() if not preempts(p)
+        }
+        give_back: dict[str, tuple[float, GiveBack]] = {}
+        delayed: dict[str, set[str]] = {}
+        for node, jobs in takers.items():
+            held = self._held.get(node, [])
+            tokens = {a.token for a in held} or {self._token(self._room.leaving.get(node))} - {""}
+            for job in jobs if tokens else ():
+                delayed.setdefault(job.job_id, set()).update(tokens)
+            for allocation in held:
+                if not self._preempted(allocation.partition):
+                    reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
+                    wish = GiveBack(allocation.token, reason, urgent=True)
+                    give_back[allocation.token] = (-(allocation.start_at or 0.0), wish)
+        return Standing(
+            give_back=tuple(wish for _, wish in sorted(give_back.values(), key=lambda each: (each[0], each[1].token))),
+            spoken_for={name: nodes for name, nodes in spoken_for.items() if nodes},
+            compete=frozenset(a.token for a in self._pending if self._competes(a, spoken_for, others)),
+            wanted=frozenset(name for job in others for name in job.partitions),
+            delayed={job: frozenset(tokens) for job, tokens in delayed.items()},
+        )
+
+    def _token(self, job: JobInfo | None) -> str:
+        words = [] if job is None else [job.name, *job.comment.split()]
+        return next((word for word in words if word in self._tokens), "")
+
+    def _preempted(self, partition: str) -> bool:
+        """Does Slurm take nodes from jobs of ours in this partition for others?"""
+        return partition in self._partitions and preempts(self._partitions[partition])
+
+    def _competes(
+        self, request: Allocation, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]
+    ) -> bool:
+        if self._preempted(request.partition):
+            return False
+        wanted = spoken_for.get(request.partition, frozenset())
+        node = request.pinned or (request.part.node if request.part is not None else "")
+        if node in wanted if node else wanted:
+            return True
+        mine = max((job.priority for job in self._cluster.jobs if is_ours(job, (request.token,))), default=0)
+        return any(
+            0 < min(j.priority for j in job.jobs) <= mine
+            and any(self._share_nodes(request.partition, name) for name in job.partitions)
+            for job in others
+        )
+
+    def _share_nodes(self, one: str, other: str) -> bool:
+        nodes = [self._partitions[name].nodes for name in (one, other) if name in self._partitions]
+        return one == other or (len(nodes) == 2 and not set(nodes[0]).isdisjoint(nodes[1]))
+
+
+def _allows(partition: PartitionInfo, job: JobInfo) -> bool:
+    """The partition's own limits: what breaks one waits for another reason, unless it names several partitions."""
+    too_long = partition.max_time_s is not None and job.time_limit_s is not None
+    return (
+        partition.up
+        and not (too_long and (job.time_limit_s or 0.0) > (partition.max_time_s or 0.0))
+        and (partition.max_nodes is None or job.num_nodes <= partition.max_nodes)
+        and (not partition.requires_reservation or bool(job.reservation))
+    )

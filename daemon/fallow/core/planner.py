@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import Hole
-from fallow.core.neighbour import GiveBack, blocks_others, give_back, waiting
+from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
 from fallow.core.sharing import charge, requests_for, share_out, surplus
 from fallow.core.targets import Targets
-from fallow.model import AllocationState, ClusterState, JobInfo
+from fallow.model import AllocationState, ClusterState
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -44,6 +44,7 @@ def plan(
     rules: HarvestRules,
     known: Known | None = None,
     aims: dict[str, int] | None = None,
+    standing: Standing | None = None,
 ) -> list[Wish]:
     """Decide on the requests for the next interval.
 
@@ -54,17 +55,18 @@ def plan(
         rules: what is allowed.
         known: what was learned; None: nothing.
         aims: is told how many harvested nodes each run should have.
+        standing: what others' jobs need of us; None: it is worked out here.
     """
+    standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
     harvest = [a for a in allocations if a.harvested and a.live]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
-    others = waiting(cluster, {a.token for a in allocations})
-    out: list[Wish] = list(give_back(cluster, harvest, others))
+    out: list[Wish] = list(standing.give_back)
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
 
-    taboo = _taboo(cluster, others, rules)
+    taboo = _taboo(cluster, standing)
     holes = holes_of(cluster, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
     reach = Reach(cluster, harvestable(cluster, rules), known.backoff)
@@ -75,7 +77,7 @@ def plan(
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     moves = found.release[: _moves(found, rules.max_pending - len(pending))]
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
-    withdrawn = withdraw(cluster, surplus(found), pending, others, rules, holes)
+    withdrawn = withdraw(cluster, surplus(found), pending, standing, rules, holes)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
@@ -109,7 +111,7 @@ def withdraw(
     cluster: ClusterState,
     surplus: Mapping[str, int],
     pending: Sequence[Allocation],
-    others: list[JobInfo],
+    standing: Standing,
     rules: HarvestRules,
     idle: Sequence[Hole],
 ) -> list[Withdraw]:
@@ -127,13 +129,13 @@ def withdraw(
             out.append(Withdraw(token, "the run no longer needs it"))
         elif waited_s > rules.pending_patience_s:
             out.append(Withdraw(token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
-        elif blocks_others(allocation, others, cluster):
+        elif token in standing.compete:
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _hopeless(allocation):
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
         elif part is not None and not allocation.pinned and idle_gpus.get(part.node, 0) < part.gpus:
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
-        elif allocation.pinned and any(allocation.partition in job.partition.split(",") for job in others):
+        elif allocation.pinned and allocation.partition in standing.wanted:
             out.append(Withdraw(token, "somebody else waits, and might have the node"))
         elif waited_s > rules.start_patience_s and allocation.partition in unsure and not allocation.pinned:
             out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
@@ -201,11 +203,6 @@ def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
     return allocation.end_at - at < min(lead_s, (allocation.end_at - allocation.start_at) / 3)
 
 
-def _taboo(cluster: ClusterState, others: list[JobInfo], rules: HarvestRules) -> Mapping[str, AbstractSet[str]]:
-    """Nodes that others are about to get are not ours to ask for, where nothing would take them back from us."""
-    contested = {p for job in others for p in job.partition.split(",")}
-    return {
-        partition.partition: frozenset(partition.nodes)
-        for partition in harvestable(cluster, rules)
-        if partition.preempt_mode == "OFF" and partition.partition in contested
-    }
+def _taboo(cluster: ClusterState, standing: Standing) -> Mapping[str, AbstractSet[str]]:
+    """Where others are about to get nodes that nothing would take back from us: a request might take any of them."""
+    return {p.partition: frozenset(p.nodes) for p in cluster.partitions if p.partition in standing.spoken_for}

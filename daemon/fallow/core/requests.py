@@ -35,6 +35,8 @@ class HarvestRules:
     partitions: tuple[str, ...] = ()
     "may be harvested; empty: every partition whose jobs can be preempted"
     allow_without_preemption: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    "partition -> why it must not be harvested whatever the configuration says"
     max_pending: int = 4
     max_nodes: int | None = None
     partition_nodes: Mapping[str, int] = field(default_factory=dict)
@@ -125,6 +127,8 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
     for partition in cluster.partitions:
         preempts = partition.preempt_mode in ("CANCEL", "REQUEUE")
         named = partition.partition in rules.partitions
+        if partition.partition in rules.refused:
+            continue
         if partition.up and (preempts or rules.allow_without_preemption) and (named or not rules.partitions):
             allowed.append(partition)
     return sorted(allowed, key=lambda p: (p.preempt_mode == "OFF", p.priority_tier, p.partition))

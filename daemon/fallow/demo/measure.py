@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fallow.core.quantile import quantile
-from fallow.model import ClusterState, GenerationReport, Quantiles, Struct
-
-
-class Delay(Struct, frozen=True):
-    """`others_delayed`: time that others' jobs waited because a node was still ours."""
-
-    jobs: int
-    p95_s: float
-    max_s: float
+from fallow.model import ClusterState, DelayReport, GenerationReport, Quantiles, Struct
 
 
 class Harvested(Struct, frozen=True):
@@ -69,7 +61,7 @@ def sample_of(cluster: ClusterState, base_jobs: frozenset[str]) -> Sample:
     return Sample(cluster.at, frozenset(idle), frozenset(ours), frozenset(base), frozenset(others), tuple(waiting))
 
 
-def others_delayed(samples: list[Sample]) -> Delay:
+def others_delayed(samples: list[Sample]) -> DelayReport:
     """For each waiting job: the time in which it lacked nodes, and would not have lacked them without us.
 
     Nodes are given to waiting jobs in their order, idle ones first; a job that the nodes held by harvest allocations
@@ -88,7 +80,7 @@ def others_delayed(samples: list[Sample]) -> Delay:
                 free = 0
                 delay[job.job_id] = delay.get(job.job_id, 0.0) + later.at - now.at
     waits = list(delay.values())
-    return Delay(jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0))
+    return DelayReport(jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0))
 
 
 def members_at(generations: list[GenerationReport], nodes: dict[str, str], at: float) -> frozenset[str]:

@@ -7,8 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fallow.demo.measure import Delay
-from fallow.model import Quantiles, RunReport, RunStatus, Struct
+from fallow.model import DelayReport, Quantiles, RunReport, RunStatus, Struct
 
 
 class SlurmFacts(Struct, frozen=True):
@@ -26,7 +25,7 @@ class DemoReport(Struct, frozen=True):
     hole_to_step_s: Quantiles
     idle_node_s: float
     harvested_node_s: float
-    others_delayed: Delay
+    others_delayed: DelayReport
     slurmctld_rpcs_per_min: float
     released_late: int
     "nodes whose job ended before its worker had left"

@@ -33,6 +33,7 @@ from fallow.head.whereabouts import default_address, former_port, own_keys, writ
 from fallow.head.window import Window
 from fallow.model import FallowError
 from fallow.slurm.client import SlurmClient
+from fallow.slurm.paced import PacedClient
 from fallow.wire.router import Router
 
 log = structlog.get_logger("fallow.head")
@@ -59,7 +60,11 @@ class Head:
         self._tick_queued = False
         self._durable = Durable(paths, config.head.redis_url)
         self._harvest = Harvest(config)
-        self._calls = SlurmCalls(slurm, paths, self._harvest, self._inbox, config.slurm.poll_interval_s)
+        limits = config.slurm
+        paced: PacedClient | None = None
+        if slurm is not None:
+            paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
+        self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
         self._book: Book
         self._operations: Operations
@@ -192,7 +197,7 @@ class Head:
     async def _persist(self, turn: Turn) -> None:
         for event in await self._durable.write(turn):
             self._window.publish(event)
-            self._metrics.count_event(event.kind)
+            self._metrics.count_event(event)
             log.info(event.kind, text=event.text, run=event.run)
 
     def _carry_out(self, turn: Turn) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour import GiveBack
+from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, HarvestRules, Known
 from fallow.core.sharing import stay_s
@@ -16,6 +17,7 @@ from fallow.head.demands import demand
 from fallow.head.gains import gains
 from fallow.head.hurry import keep_pace
 from fallow.head.learning import asker_of
+from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
@@ -38,14 +40,15 @@ class Asking:
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
 
-    def rules(self, now: float, site: ClusterConfig | None) -> HarvestRules:
-        """What may be asked for now, at Unix time `now`."""
+    def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
+        """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
         h, poll_s = self._config.harvest, self._config.slurm.poll_interval_s
         margin_s = self._config.membership.release_margin_s
         experience = self._known.experience
         return HarvestRules(
             partitions=tuple(h.partitions),
             allow_without_preemption=h.allow_without_preemption,
+            refused=refused,
             max_pending=h.max_pending if site is None else min(h.max_pending, pending_allowed(site)),
             max_nodes=h.max_nodes,
             partition_nodes=h.partition_nodes,
@@ -58,8 +61,8 @@ class Asking:
             whole_nodes=site is None or "cons_" not in site.select_type,
         )
 
-    def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
-        """Carry out what the planner wants for the next interval."""
+    def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing) -> None:
+        """Carry out what the planner wants for the next interval; `standing`: what others' jobs need of us."""
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
         nodes = {node.node: node for node in cluster.nodes}
@@ -72,7 +75,7 @@ class Asking:
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
         aims: dict[str, int] = {}
-        for wish in plan(cluster, demands, live, rules, self._known, aims):
+        for wish in plan(cluster, demands, live, rules, self._known, aims, standing):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
@@ -84,9 +87,12 @@ class Asking:
                         self._known.backoff.too_long(allocation.partition, allocation.minutes, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
-                case GiveBack(token, reason):
+                case GiveBack(token, reason, urgent):
                     run, allocation = _find(runs, token)
-                    turn.release_allocation(run, allocation, reason)
+                    if urgent:
+                        give_back(turn, run, allocation, reason)
+                    else:
+                        turn.release_allocation(run, allocation, reason)
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:

@@ -14,6 +14,7 @@ from fallow.head.asking import Asking
 from fallow.head.book import Book, Run
 from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE, Learning, asker_of
+from fallow.head.neighbours import DELAYS, Neighbours
 from fallow.head.prospect import look
 from fallow.head.spending import follow_jobs, keep_within_budget
 from fallow.head.turn import Turn
@@ -30,6 +31,7 @@ class Harvest:
         self._config = config
         self._learning = Learning()
         self.asking = Asking(config, self._learning.known)
+        self.neighbours = Neighbours(config)
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
 
@@ -37,6 +39,16 @@ class Harvest:
         """Go on with what an earlier head has learned."""
         if NOTE in notes:
             self._learning.recall(notes[NOTE])
+        if DELAYS in notes:
+            self.neighbours.recall(notes[DELAYS])
+
+    @property
+    def usual_interval_s(self) -> float:
+        return self._config.slurm.poll_interval_s
+
+    def interval_s(self, book: Book) -> float:
+        """From one poll to the next, with what we hold now."""
+        return self.neighbours.interval_s(book)
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
@@ -48,13 +60,14 @@ class Harvest:
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)
         orphans.sweep(turn, cluster)
-        rules = self.asking.rules(cluster.at, site)
+        standing = self.neighbours.polled(turn, cluster, site)
+        rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
         self._learning.polled(turn, cluster, rules)
-        self.asking.plan(turn, cluster, rules)
+        self.asking.plan(turn, cluster, rules, standing)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""
-        return submissions.job_request(self._config, state, run, allocation, log)
+        return submissions.job_request(self._config, state, run, allocation, log, self.neighbours.nice)
 
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Slurm said no to a submission."""
@@ -67,14 +80,16 @@ class Harvest:
         """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
         if self.cluster is None:
             return ""
-        rules = self.asking.rules(self.cluster.at, self._site)
+        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         there = harvestable(self.cluster, rules)
         named = [p for p in there if not run.spec.harvest_partitions or p.partition in run.spec.harvest_partitions]
         may = [p for p in named if may_use(p, *astuple(asker_of(run.spec)))]
         if run.spec.max_nodes <= run.spec.min_nodes:
             return ""
         if not there:
-            return "no partition preempts its jobs for others; see allow_without_preemption under [harvest]"
+            why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused.items()]
+            none = "no partition preempts its jobs for others; see allow_without_preemption under [harvest]"
+            return "; ".join(why) or none
         if not may:
             return f"it may use none of the partitions that are harvested: {', '.join(p.partition for p in there)}"
         return Allocation(
@@ -95,7 +110,7 @@ class Harvest:
         if self.cluster is None:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
         live = [a for run in book.runs.values() for a in run.live_allocations()]
-        rules = self.asking.rules(self.cluster.at, self._site)
+        rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         return look(self.cluster, spec, rules, live, self._learning.known, by_head=True)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from fallow.head.book import Book
-from fallow.model import AllocationState
+from fallow.model import AllocationState, EventRecord
 
 
 class Metrics:
@@ -24,13 +24,21 @@ class Metrics:
             registry=registry,
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
         )
+        self._delayed = Histogram(
+            "fallow_others_delayed_seconds",
+            "Time that a job of somebody else waited because a node was still ours",
+            registry=registry,
+            buckets=(1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 300.0),
+        )
         self._seen: dict[str, int] = {}
         self._served = port is not None
         if port is not None:
             start_http_server(port, addr="127.0.0.1", registry=registry)
 
-    def count_event(self, kind: str) -> None:
-        self._events.labels(kind=kind).inc()
+    def count_event(self, event: EventRecord) -> None:
+        self._events.labels(kind=event.kind).inc()
+        if event.kind == "delayed":
+            self._delayed.observe(event.data["waited_s"])
 
     def update(self, book: Book) -> None:
         """Take the gauges' values from the book. Costs nothing while nobody can read them."""

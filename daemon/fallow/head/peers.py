@@ -11,7 +11,7 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.head import again, gauge, views
+from fallow.head import again, gauge, neighbours, views
 from fallow.head.book import Principal, Run
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -310,6 +310,7 @@ class Peers:
             and turn.now >= allocation.end_at - margin
         ):
             turn.release_allocation(run, allocation, allocation.ends_because)
+        neighbours.hurry(turn, run, allocation)
         for node in set(allocation.agents) - set(allocation.agents_gone):
             silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
             if silent > self._config.lease_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -16,11 +17,11 @@ from fallow.head.harvest import Harvest
 from fallow.head.inbox import Inbox, Polled, Submitted, TrialRefused
 from fallow.head.turn import Turn
 from fallow.model import ClusterConfig, ClusterState, FallowError, OwnerView
-from fallow.slurm.client import SlurmClient, SubmitRejected, SubmitUnknown
+from fallow.slurm.client import SubmitRejected, SubmitUnknown
+from fallow.slurm.paced import PacedClient
 
 log = structlog.get_logger("fallow.head")
 
-CONFIG_EVERY_S = 3600.0
 OWNER_EVERY_S = 600.0
 OWNER_PATIENCE_S = 5.0
 
@@ -36,20 +37,20 @@ class SlurmCalls:
         paths: where the head's files are.
         harvest: who says what is submitted and looks at what the polls show.
         inbox: of the head's loop.
-        interval_s: from one poll to the next.
     """
 
-    def __init__(
-        self, slurm: SlurmClient | None, paths: Paths, harvest: Harvest, inbox: Inbox, interval_s: float
-    ) -> None:
+    def __init__(self, slurm: PacedClient | None, paths: Paths, harvest: Harvest, inbox: Inbox) -> None:
         self.config: ClusterConfig | None = None
         self.error: str | None = None
         "why Slurm does not answer"
         self.polled_at: float | None = None
         "monotonic time of the last good poll"
         self.polls = 0
-        self.interval_s = interval_s
-        self._backend = ""
+        self.backend = ""
+        "what answers, and why that"
+        self.interval_s = harvest.usual_interval_s
+        "from one poll to the next"
+        self._sooner = asyncio.Event()
         self._slurm = slurm
         self._paths = paths
         self._harvest = harvest
@@ -62,28 +63,38 @@ class SlurmCalls:
 
     def sources(self, book: Book) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the head's loop, until it is cancelled."""
-        return [] if self._slurm is None else [self._poll(self._slurm), self._submit(self._slurm, book)]
+        return [] if self._slurm is None else [self._poll(self._slurm, book), self._submit(self._slurm, book)]
 
-    async def _poll(self, slurm: SlurmClient) -> None:
-        """One batch per interval, whatever the number of runs; slower while slurmctld does not answer."""
-        delay = self.interval_s
-        next_config = 0.0
+    async def _poll(self, slurm: PacedClient, book: Book) -> None:
+        """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
+        failures = 0
         while True:
             began = time.monotonic()
             try:
-                if began >= next_config:
-                    self.config = await slurm.config()
-                    next_config = began + CONFIG_EVERY_S
+                self.config = await slurm.config()
                 self.polls += 1
                 self._inbox.put_nowait(Polled(await slurm.poll("fallow-")))
-                delay = self.interval_s
+                failures = 0
             except FallowError as error:
                 self._inbox.put_nowait(Polled(error))
-                delay = min(2 * delay, 10 * self.interval_s)
-            if slurm.backend != self._backend:
-                self._backend = slurm.backend
-                log.info("slurm.client", backend=self._backend)
-            await asyncio.sleep(max(0.0, began + delay - time.monotonic()))
+                failures += 1
+            if slurm.backend != self.backend:
+                self.backend = slurm.backend
+                log.info("slurm.client", backend=self.backend)
+            await self._wait(slurm, book, began, failures)
+
+    async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
+        """Until the next poll is due. What is submitted in between may make that sooner."""
+        while True:
+            interval = self._harvest.interval_s(book)
+            self.interval_s = min(max(interval, slurm.least_interval_s) * 2.0 ** min(failures, 4), 10 * interval)
+            left = began + self.interval_s - time.monotonic()
+            if left <= 0:
+                return
+            self._sooner.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._sooner.wait()
 
     def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
         if isinstance(cluster, FallowError):
@@ -95,12 +106,13 @@ class SlurmCalls:
             turn.record(None, "slurm", "Slurm answers again")
         self.error, self.polled_at = None, turn.at
         self._harvest.polled(turn, cluster, self.config)
+        self._sooner.set()
 
     def submit(self, run: str, token: str) -> None:
         """Submit an allocation as soon as those before it are."""
         self._submissions.put_nowait((run, token))
 
-    async def _submit(self, slurm: SlurmClient, book: Book) -> None:
+    async def _submit(self, slurm: PacedClient, book: Book) -> None:
         while True:
             run_id, token = await self._submissions.get()
             run = book.runs[run_id]
@@ -137,6 +149,7 @@ class SlurmCalls:
 
     def take_submission(self, turn: Turn, item: Submitted) -> None:
         run = turn.book.runs[item.run]
+        self._sooner.set()
         match item.outcome:
             case str(job_id):
                 self._harvest.submitted(turn, run, item.token, job_id)
@@ -159,7 +172,7 @@ class SlurmCalls:
         await asyncio.wait([asked], timeout=OWNER_PATIENCE_S)
         return self._owner
 
-    async def _ask_owner(self, slurm: SlurmClient) -> None:
+    async def _ask_owner(self, slurm: PacedClient) -> None:
         try:
             self._owner = await slurm.owner()
         except FallowError as error:
@@ -174,7 +187,7 @@ class SlurmCalls:
             task.add_done_callback(lambda done: done.exception())
 
     @staticmethod
-    async def _cancel(slurm: SlurmClient, jobs: list[str]) -> None:
+    async def _cancel(slurm: PacedClient, jobs: list[str]) -> None:
         try:
             await slurm.cancel(jobs)
         except FallowError as error:

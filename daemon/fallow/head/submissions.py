@@ -15,8 +15,8 @@ REFUSALS = 3
 """Submissions that Slurm refuses in a row before a run's harvesting pauses (HyperQueue pauses after 10)."""
 
 
-def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
-    """What to hand to sbatch for an allocation."""
+def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str, nice: int) -> JobRequest:
+    """What to hand to sbatch for an allocation. `nice`: of harvest jobs."""
     spec = run.spec
     exported = {
         "FALLOW_RUN": run.id,
@@ -31,7 +31,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             partition=allocation.partition,
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=log,
-            nice=0 if allocation.hurried else config.harvest.nice,
+            nice=0 if allocation.hurried else nice,
             barred=[*sorted(run.roster.barred), *filter(None, [allocation.exclude])],
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,

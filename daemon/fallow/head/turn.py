@@ -166,9 +166,11 @@ class Turn:
                 allocation.state = AllocationState.RELEASING
                 self.end_agents(allocation, Exit.NO_RESTART, allocation.reason)
 
-    def end_agents(self, allocation: Allocation, code: int, reason: str) -> None:
+    def end_agents(self, allocation: Allocation, code: int, reason: str, kill_after_s: float = 5.0) -> None:
+        """End an allocation's agents; workers that have not exited after `kill_after_s` are killed."""
         allocation.end_code = code
-        self.tell_agents(allocation, AgentEnd(term=self.book.term, code=code, reason=reason))
+        end = AgentEnd(term=self.book.term, code=code, reason=reason, kill_after_s=kill_after_s)
+        self.tell_agents(allocation, end)
 
     def _end_run(self, run: Run, status: RunStatus, message: str) -> None:
         """The run is over: one allocation is elected to run the rest of the batch script, the others end."""

@@ -13,6 +13,7 @@ import msgspec
 from fallow import __version__
 from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
+from fallow.control.protocol import LastPoll
 from fallow.head import accounts, views
 from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
@@ -64,6 +65,13 @@ class Window:
                 return self.snapshot(params.get("run"))
             case "events":
                 return await self._events(**params)
+            case "cluster":
+                return LastPoll(
+                    config=self._calls.config,
+                    cluster=self._harvest.cluster,
+                    backend=self._calls.backend,
+                    age_s=None if self._calls.polled_at is None else time.monotonic() - self._calls.polled_at,
+                )
             case "report":
                 return self.report(self._book.get(params["run"]))
             case "test_harvest":
@@ -121,7 +129,7 @@ class Window:
             currency=self._prices.currency,
             rows=rows,
             total=total,
-            others_delayed=None,
+            others_delayed=self._harvest.neighbours.report(now),
             owner=await self._calls.owner(),
         )
 
@@ -149,6 +157,8 @@ class Window:
             poll_age_s=None if calls.polled_at is None else at - calls.polled_at,
             poll_interval_s=calls.interval_s,
             polls=calls.polls,
+            others_delayed=self._harvest.neighbours.report(now),
+            not_harvested=self._harvest.neighbours.refused,
             agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
             workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),
         )

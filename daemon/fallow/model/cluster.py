@@ -74,6 +74,10 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     eligible_at: float | None = None
     "before that it cannot start (--begin); None while it waits for a dependency"
     reservation: str = ""
+    array_job_id: str = ""
+    "of an element of a job array, or of all its elements that wait"
+    array_tasks: str = ""
+    "elements of a job array that wait, in Slurm's words: 3-9,12%2"
 
 
 class PartitionInfo(Struct, frozen=True, kw_only=True):
@@ -132,6 +136,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     private_data: list[str] = []
     priority_type: str = ""
     scheduler_parameters: str = ""
+    priority_weights: dict[str, int] = {}
+    "factor -> weight, of priority/multifactor: Age, FairShare, ..., each TRES"
     select_type: str = ""
     "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
 

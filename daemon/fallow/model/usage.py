@@ -64,9 +64,9 @@ class UsageRow(Struct, frozen=True, kw_only=True):
 class DelayReport(Struct, frozen=True, kw_only=True):
     """`others_delayed`: time that others' jobs waited because a node was still ours."""
 
-    jobs: int
-    p95_s: float
-    max_s: float
+    jobs: int = 0
+    p95_s: float = 0.0
+    max_s: float = 0.0
 
 
 class LimitView(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 from fallow.model.base import AllocationKind, AllocationState, ChangeKind, RunStatus, Struct, WorkerPhase
 from fallow.model.messages import Parts
+from fallow.model.usage import DelayReport
 
 
 class Quantiles(Struct, frozen=True, kw_only=True):
@@ -220,6 +221,9 @@ class HeadView(Struct, frozen=True, kw_only=True):
     polls: int
     agents: int
     workers: int
+    others_delayed: DelayReport = DelayReport()
+    not_harvested: dict[str, str] = {}
+    "partition -> why nodes are not asked for there, though the configuration would have it"
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):

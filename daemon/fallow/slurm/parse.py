@@ -166,6 +166,7 @@ JOB_FIELDS = (
     *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
     *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
     *("OverSubscribe", "ReqNodes", "Account", "QOS", "Reservation", "Feature", "Dependency"),
+    *("ArrayJobID", "ArrayTaskID"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
 "Fields of `squeue -O` that a `JobInfo` is made of."
@@ -238,6 +239,8 @@ def job(row: Mapping[str, str]) -> JobInfo:
         dependency=word(row.get("Dependency", "")),
         eligible_at=when(row.get("EligibleTime", "")),
         reservation=word(row.get("Reservation", "")),
+        array_job_id=row["ArrayJobID"].strip() if word(row.get("ArrayTaskID", "")) else "",
+        array_tasks=word(row.get("ArrayTaskID", "")) if row["State"].strip() == "PENDING" else "",
     )
 
 
@@ -387,9 +390,22 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         private_data=[name for name in private.split(",") if name and name != "none"],
         priority_type=values.get("PriorityType", ""),
         scheduler_parameters=scheduler,
+        priority_weights=_weights(values),
         select_type=values.get("SelectType", ""),
     )
     return found, when(as_of[1]) if as_of else None
+
+
+def _weights(values: dict[str, str]) -> dict[str, int]:
+    """`PriorityWeightAge = 1000`, and `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`; those that are 0 left out."""
+    found: dict[str, int] = {}
+    for key, value in values.items():
+        name = key.removeprefix("PriorityWeight")
+        if name == "TRES":
+            found |= {f"TRES {kind}": count(weight) for kind, _, weight in (w.partition("=") for w in value.split(","))}
+        elif name != key:
+            found[name] = count(value)
+    return {name: weight for name, weight in found.items() if weight}
 
 
 def _seconds(text: str | None, default: float) -> float:
@@ -422,6 +438,7 @@ _UNCERTAIN = (
     "temporarily unable",
     "unspecified error",
     "no error",
+    "rate limit exceeded",
     "invalid authentication credential",  # of the *answer* too
 )
 

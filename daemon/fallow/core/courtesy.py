@@ -1,0 +1,102 @@
+"""May we harvest here at all? Our waiting requests must come after everybody else's, and others' must be seen. Pure.
+
+Weights and order: slurm.conf(5), priority_multifactor and sched_config of Slurm's documentation. `--nice` lowers the
+priority by its value; a multifactor priority is at most the sum of the site's weights, so a nice above that sum puts a
+job behind all others. Priority tiers of partitions come before priorities, so no nice helps against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fallow.core.neighbour import preempts
+from fallow.core.room import ON_NODES
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+
+MAX_NICE = 2_147_483_645
+"""The most that sbatch takes (NICE_OFFSET - 3)."""
+
+BASIC_NICE = 1000
+"""Under priority/basic every new job gets one less than the one before, so this many later jobs still come first."""
+
+LOOKS = 3
+"""Polls in a row that show a node in use by nobody before we believe it: queries and jobs may cross."""
+
+
+def needed_nice(config: ClusterConfig) -> int | None:
+    """The least `--nice` that puts a job behind everybody else's; None: none does."""
+    if "multifactor" not in config.priority_type:
+        return BASIC_NICE
+    total = sum(config.priority_weights.values())
+    # Without weights all have the same priority, and the older job goes first.
+    return total + 1 if 0 < total < MAX_NICE else None
+
+
+def nice_for(config: ClusterConfig | None, wanted: int) -> int:
+    """What to submit with: what the configuration says, or more where the site's weights need it."""
+    needed = None if config is None else needed_nice(config)
+    return wanted if needed is None else min(MAX_NICE, max(wanted, needed))
+
+
+def unfair(config: ClusterConfig, partition: PartitionInfo, others: Collection[PartitionInfo]) -> str:
+    """Why our requests in a partition could come before others' jobs, in words; empty if they cannot."""
+    if needed_nice(config) is None:
+        total = sum(config.priority_weights.values())
+        why = f"weights add up to {total}" if total else "no weights are set, so the older job goes first"
+        return f"no --nice puts a request behind others' jobs ({config.priority_type}: {why})"
+    nodes = set(partition.nodes)
+    lower = [
+        other.partition
+        for other in others
+        if other.up and other.priority_tier < partition.priority_tier and not nodes.isdisjoint(other.nodes)
+    ]
+    if lower:
+        return f"its requests would come before all jobs of {', '.join(sorted(lower))}, whose priority tier is lower"
+    return ""
+
+
+def refusals(
+    cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unseen: bool, allow_unfair: bool
+) -> dict[str, str]:
+    """Partitions that must not be harvested, with the reason. Where Slurm preempts our jobs, everything is allowed.
+
+    Args:
+        cluster: one poll.
+        config: None: not known yet.
+        unseen: others' jobs cannot be seen.
+        allow_unseen, allow_unfair: what the site's administrators allow (`[site]`).
+    """
+    found: dict[str, str] = {}
+    for partition in cluster.partitions:
+        if preempts(partition):
+            continue
+        why = "" if config is None or allow_unfair else unfair(config, partition, cluster.partitions)
+        if unseen and not allow_unseen:
+            why = "others' jobs cannot be seen, and nothing would take a node from us for them"
+        if why:
+            found[partition.partition] = why
+    return found
+
+
+def in_use_by_nobody(cluster: ClusterState) -> frozenset[str]:
+    """Nodes that are in use though no job is shown on them: somebody's jobs are hidden from us."""
+    shown = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
+    return frozenset(
+        n.node
+        for n in cluster.nodes
+        if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags and n.node not in shown
+    )
+
+
+class Visibility:
+    """Whether others' jobs can be seen: what the site says (PrivateData), and what the polls show."""
+
+    def __init__(self) -> None:
+        self._streak: dict[str, int] = {}
+
+    def look(self, cluster: ClusterState, config: ClusterConfig | None) -> bool:
+        """Take in a poll; True: others' jobs are hidden, some of them at least."""
+        found = in_use_by_nobody(cluster)
+        self._streak = {node: self._streak.get(node, 0) + 1 for node in found}
+        hidden = config is not None and "jobs" in config.private_data
+        return hidden or any(count >= LOOKS for count in self._streak.values())

@@ -1,0 +1,89 @@
+"""For how long others' jobs waited because a node was still ours (DESIGN section 6: `others_delayed`). Pure.
+
+A job is delayed from the moment in which it could have started without us until our last node that it needed is free;
+after that it waits for Slurm's next cycle, as it would have without us. Between two polls nobody knows the moment: the
+earlier poll counts, unless Slurm says that it came later or that our job ended before the later poll.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from fallow.core.quantile import quantile
+from fallow.model import ClusterState, DelayReport, JobInfo
+
+KEPT = 1000
+"""As many of the last delayed jobs are remembered one by one."""
+
+
+class DelayedJob(msgspec.Struct, kw_only=True):
+    """A job of somebody else that waited for a node of ours, once or several times."""
+
+    job_id: str
+    user: str
+    since: float
+    "Unix time from which it could have started"
+    seen_at: float = 0.0
+    "of the last poll in which it waited for us"
+    waited_s: float = 0.0
+    tokens: list[str] = []
+    "of ours, whose nodes it needs; empty once it waits for us no more"
+
+
+class Delays(msgspec.Struct, kw_only=True):
+    """All of them, for as long as the head's store lives."""
+
+    jobs: dict[str, DelayedJob] = {}
+    polled_at: float | None = None
+    "Unix time of the last poll; not known to a head that has just come back"
+
+    def note(self, cluster: ClusterState, delayed: Mapping[str, frozenset[str]]) -> list[DelayedJob]:
+        """Take in a poll; returns the jobs whose waiting for us is over.
+
+        Args:
+            cluster: the poll.
+            delayed: job -> tokens of ours whose nodes it needs to start (`Standing.delayed`).
+        """
+        before, self.polled_at = self.polled_at, cluster.at
+        known = {job.job_id: job for job in cluster.jobs}
+        for job_id, tokens in delayed.items():
+            known_job = self.jobs.get(job_id)
+            if known_job is None or not known_job.tokens:
+                known_job = self._begin(known.get(job_id), job_id, cluster.at, before)
+            known_job.tokens = sorted(tokens.union(known_job.tokens))
+            known_job.seen_at = cluster.at
+        over = [job for job in self.jobs.values() if job.tokens and job.job_id not in delayed]
+        ends = {job.name: job.end_at for job in cluster.jobs if job.state not in ("PENDING", "RUNNING")}
+        for job in over:
+            # Slurm's times are whole seconds, cut off.
+            end = max(job.seen_at, _end(job, known.get(job.job_id), ends, cluster.at))
+            job.waited_s += max(0.0, end - job.since)
+            job.tokens = []
+        for job_id in list(self.jobs)[: max(0, len(self.jobs) - KEPT)]:
+            del self.jobs[job_id]
+        return over
+
+    def _begin(self, job: JobInfo | None, job_id: str, at: float, before: float | None) -> DelayedJob:
+        times = [t for t in (None if job is None else job.submit_at, None if job is None else job.eligible_at) if t]
+        since = min(at, max([at if before is None else before, *times]))
+        found = self.jobs.pop(job_id, None) or DelayedJob(job_id=job_id, user="" if job is None else job.user, since=at)
+        found.since = since
+        self.jobs[job_id] = found
+        return found
+
+    def report(self, at: float) -> DelayReport:
+        """Args: at: Unix time; those that wait still count with what they have waited until then."""
+        waits = [job.waited_s + (max(0.0, at - job.since) if job.tokens else 0.0) for job in self.jobs.values()]
+        waits = [wait for wait in waits if wait > 0]
+        return DelayReport(jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0))
+
+
+def _end(delayed: DelayedJob, job: JobInfo | None, ends: Mapping[str, float | None], at: float) -> float:
+    """When its waiting for us was over: it started, or the last of our nodes was free."""
+    if job is not None and job.state != "PENDING" and job.start_at is not None:
+        return min(at, job.start_at)
+    ours = [ends.get(token) for token in delayed.tokens]
+    known = [end for end in ours if end is not None]
+    return min(at, max(known)) if known and len(known) == len(ours) else at

@@ -1,0 +1,124 @@
+"""What others' jobs could have of each node: now, when what is leaving has left, and when ours have left. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from fallow.core.fit import Place
+from fallow.core.holes import UNUSABLE
+from fallow.core.waiting import is_ours
+from fallow.model import ClusterState, JobInfo, NodeInfo
+
+COMPLETING_S = 15.0
+"""A job that takes longer to end than this is stuck, and its node is not coming."""
+
+PLENTY = 1 << 40
+"""Stands for what a client does not tell."""
+
+_GONE = frozenset(("DOWN", "ERROR", "FUTURE", "UNKNOWN"))
+_RESERVED = frozenset(("MAINT", "MAINTENANCE", "RES", "RESERVED"))
+ON_NODES = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
+"""States of jobs that have nodes."""
+
+
+class Room:
+    """Reads one poll.
+
+    Args:
+        cluster: the poll.
+        ours: tokens of our harvest allocations, and of those that are over.
+        held: nodes of ours that are not leaving yet.
+    """
+
+    def __init__(self, cluster: ClusterState, ours: Collection[str], held: Collection[str]) -> None:
+        self._now = cluster.at
+        self._held = frozenset(held)
+        self._jobs: dict[str, list[JobInfo]] = {}
+        for job in cluster.jobs:
+            if job.state in ON_NODES:
+                for name in job.nodes:
+                    self._jobs.setdefault(name, []).append(job)
+        self._ours = ours
+        known = {name for reservation in cluster.reservations for name in reservation.nodes}
+        self._nodes = {n.node: n for n in cluster.nodes if _usable(n, n.node in known)}
+        self.leaving: dict[str, JobInfo] = {}
+        "node -> job of ours that is about to leave it"
+
+    @property
+    def usable(self) -> frozenset[str]:
+        """Nodes that run jobs at all."""
+        return frozenset(self._nodes)
+
+    def free(self) -> list[Place]:
+        """What is idle (first) or about to be, whole nodes and parts of nodes."""
+        now: list[Place] = []
+        soon: list[Place] = []
+        for name, node in self._nodes.items():
+            if name in self._held:
+                continue
+            jobs = self._jobs.get(name, [])
+            going = [job for job in jobs if self._goes(job)]
+            staying = [job for job in jobs if job not in going]
+            # Somebody whom we are not shown may be there, too.
+            hidden = not jobs and node.state != "IDLE"
+            place = _left(node, going) if staying or hidden else _whole(node)
+            if any(job.exclusive for job in staying):
+                continue
+            if place is None:
+                continue
+            (soon if going or "COMPLETING" in node.flags else now).append(place)
+            for job in going:
+                if is_ours(job, self._ours):
+                    self.leaving[name] = job
+        return [*now, *soon]
+
+    def without_us(self, name: str) -> Place | None:
+        """What a node that we hold would have room for; None if nothing would start there."""
+        node = self._nodes.get(name)
+        if node is None:
+            return None
+        jobs = self._jobs.get(name, [])
+        mine = [job for job in jobs if is_ours(job, self._ours)]
+        return _left(node, mine) if len(mine) < len(jobs) else _whole(node)
+
+    def free_at(self, name: str) -> float:
+        """Unix time at which the last job of others on a node must have ended."""
+        ends = [job.end_at for job in self._jobs.get(name, []) if not is_ours(job, self._ours)]
+        return max((float("inf") if end is None else end for end in ends), default=self._now)
+
+    def _goes(self, job: JobInfo) -> bool:
+        if is_ours(job, self._ours):
+            return True
+        return job.state == "COMPLETING" and job.end_at is not None and self._now - job.end_at <= COMPLETING_S
+
+
+def _usable(node: NodeInfo, reservation_known: bool) -> bool:
+    """Without the flag COMPLETING and those of reservations that are listed: both are looked at more closely."""
+    closer = {"COMPLETING", *(_RESERVED if reservation_known else ())}
+    return node.state not in _GONE and not (UNUSABLE - closer).intersection(node.flags)
+
+
+def _gpus(node: NodeInfo) -> Mapping[str, int]:
+    return node.gpu_types or ({"": node.gpus} if node.gpus else {})
+
+
+def _whole(node: NodeInfo) -> Place:
+    return Place(node.node, node.cpus or PLENTY, node.memory_mb or PLENTY, _gpus(node))
+
+
+def _left(node: NodeInfo, going: Sequence[JobInfo]) -> Place | None:
+    """What is left beside those who stay, once `going` have gone; None: nothing, or the client does not say."""
+    freed: dict[str, int] = {}
+    for job in going:
+        freed[job.gpu_type] = freed.get(job.gpu_type, 0) + job.gpus_per_node
+    used = node.gpu_types_used or ({"": node.gpus_used} if node.gpus_used else {})
+    cpus = node.cpus - node.cpus_used + sum(job.cpus_per_node for job in going)
+    if not node.cpus_used or cpus <= 0:
+        return None
+    return Place(
+        node.node,
+        cpus,
+        (node.memory_mb or PLENTY) - node.memory_used_mb + sum(job.memory_mb_per_node for job in going),
+        {kind: max(0, number - used.get(kind, 0) + freed.get(kind, 0)) for kind, number in _gpus(node).items()},
+        empty=False,
+    )

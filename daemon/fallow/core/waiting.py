@@ -1,0 +1,102 @@
+"""Jobs of others that a free node could start. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from fallow.model import ClusterState, JobInfo
+
+WANTING = ("Resources", "Priority")
+"""Reasons of pending jobs that a free node could start."""
+
+LOOKED_AT = 500
+"""As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A job of somebody else, or all components of a heterogeneous one, which start together."""
+
+    jobs: tuple[JobInfo, ...]
+    startable: int = 1
+    "elements of a job array that its own limit lets start now"
+
+    @property
+    def job_id(self) -> str:
+        return self.jobs[0].het_job_id or self.jobs[0].job_id
+
+    @property
+    def user(self) -> str:
+        return self.jobs[0].user
+
+    @property
+    def partitions(self) -> set[str]:
+        return {name for job in self.jobs for name in job.partition.split(",")}
+
+
+def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
+    """Is it an allocation of ours: by its name, or by its comment (a user's own base job keeps its name)?"""
+    return job.name in tokens or any(word in tokens for word in job.comment.split())
+
+
+def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:
+    """Pending jobs that a free node could start and that are no allocations of ours (`tokens`), in Slurm's order."""
+    tiers = {p.partition: p.priority_tier for p in cluster.partitions}
+    groups: dict[str, list[JobInfo]] = {}
+    for job in cluster.jobs:
+        if job.state == "PENDING" and not is_ours(job, tokens):
+            groups.setdefault(job.het_job_id or job.job_id, []).append(job)
+    running = _running_elements(cluster.jobs)
+    found = [
+        Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), startable)
+        for jobs in groups.values()
+        if _wanting(jobs, cluster.at) and (startable := _startable(jobs[0], running)) > 0
+    ]
+
+    def order(waiting: Waiting) -> tuple[float, ...]:
+        tier = max(tiers.get(name, 0) for name in waiting.partitions)
+        first = waiting.jobs[0]
+        return (-tier, -max(job.priority for job in waiting.jobs), first.submit_at or 0.0, _number(first.job_id))
+
+    return sorted(found, key=order)[:LOOKED_AT]
+
+
+def _wanting(jobs: list[JobInfo], now: float) -> bool:
+    """Does it wait for nodes and nothing else? Only some components of a heterogeneous job are given a reason."""
+    reasons = {job.reason.split(",")[0].strip("()") for job in jobs}
+    early = any(job.eligible_at is not None and job.eligible_at > now for job in jobs)
+    return bool(reasons.intersection(WANTING)) and reasons <= {*WANTING, "None", ""} and not early
+
+
+def _startable(job: JobInfo, running: dict[str, int]) -> int:
+    if not job.array_tasks:
+        return 1
+    waiting, at_once = array_elements(job.array_tasks)
+    return waiting if at_once is None else min(waiting, at_once - running.get(job.array_job_id, 0))
+
+
+def _running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for job in jobs:
+        if job.array_job_id and job.state in ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"):
+            found[job.array_job_id] = found.get(job.array_job_id, 0) + 1
+    return found
+
+
+def array_elements(text: str) -> tuple[int, int | None]:
+    """Number of elements in `1-9:2,12%3`, and how many may run at once (None: all). A cut-off list counts as it is."""
+    listed, _, limit = text.strip("[]").partition("%")
+    count = 0
+    for item in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", item.strip())
+        if match is not None:
+            first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+            count += max(0, (last - first) // max(step, 1) + 1)
+    return max(count, 1), int(limit) if limit.isdigit() and int(limit) > 0 else None
+
+
+def _number(job_id: str) -> float:
+    match = re.match(r"\d+", job_id)
+    return float(match[0]) if match else 0.0

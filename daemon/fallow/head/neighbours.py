@@ -1,0 +1,128 @@
+"""The others: whether we may harvest beside them, what they are given back and how soon, and how long they waited."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fallow.config import Config
+from fallow.core import courtesy
+from fallow.core.allocations import Allocation
+from fallow.core.delays import Delays
+from fallow.core.neighbour import Standing, assess, preempts
+from fallow.head.book import Book, Run
+from fallow.head.turn import Turn
+from fallow.model import AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
+
+WATCHFUL_S = 5.0
+"""Polls are at most so far apart while we hold nodes that nobody but us would give back."""
+
+LEAVE_S = 3.5
+"""From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
+
+END_S = 1.5
+"""From then until the job is cancelled, too."""
+
+DELAYS = "delays"
+"""Their key among the notes of the store."""
+
+
+class Neighbours:
+    """Keeps an eye on others' jobs, poll by poll."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._visibility = courtesy.Visibility()
+        self._watchful: frozenset[str] = frozenset()
+        "partitions where nothing preempts"
+        self.refused: dict[str, str] = {}
+        "partition -> why it is not harvested"
+        self.nice = config.harvest.nice
+        self.delays = Delays()
+
+    def recall(self, note: bytes) -> None:
+        """Go on from what a head before us noted; what happened in between, nobody has seen."""
+        self.delays = msgspec.msgpack.decode(note, type=Delays)
+        self.delays.polled_at = None
+
+    def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
+        """Take in a poll; what follows for our nodes is the planner's."""
+        self._watchful = frozenset(p.partition for p in cluster.partitions if not preempts(p))
+        self._be_allowed(turn, cluster, config)
+        runs = [run for run in turn.book.runs.values() if not run.spec.local]
+        live = [a for run in runs for a in run.live_allocations()]
+        former = [a.token for run in runs for a in run.record.allocations.values() if not a.live]
+        standing = assess(
+            cluster,
+            live,
+            former=former,
+            whole_nodes=config is not None and config.select_type == "select/linear",
+        )
+        waiting = bool(self.delays.jobs) or bool(standing.delayed)
+        for job in self.delays.note(cluster, standing.delayed):
+            text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
+            turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
+        if waiting:
+            turn.notes[DELAYS] = msgspec.msgpack.encode(self.delays)
+        return standing
+
+    def report(self, now: float) -> DelayReport:
+        return self.delays.report(now)
+
+    def interval_s(self, book: Book) -> float:
+        """From one poll to the next."""
+        usual = self._config.slurm.poll_interval_s
+        for run in book.runs.values():
+            for allocation in run.live_allocations():
+                if allocation.harvested and allocation.partition in self._watchful:
+                    return min(usual, WATCHFUL_S)
+        return usual
+
+    def _be_allowed(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> None:
+        unseen = self._visibility.look(cluster, config)
+        site = self._config.site
+        refused = courtesy.refusals(
+            cluster, config, unseen=unseen, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
+        )
+        wanted = self._config.harvest
+        if not wanted.allow_without_preemption:
+            # Nobody wants to harvest these anyway.
+            refused = {}
+        elif wanted.partitions:
+            refused = {name: why for name, why in refused.items() if name in wanted.partitions}
+        for name in sorted(refused.keys() | self.refused.keys()):
+            if refused.get(name) != self.refused.get(name):
+                why = refused.get(name)
+                text = f"is not harvested: {why}" if why else "may be harvested again"
+                turn.record(None, "courtesy", f"partition {name} {text}")
+        self.refused = refused
+        nice = courtesy.nice_for(config, wanted.nice)
+        if nice != self.nice:
+            text = f"requests are submitted with --nice={nice}: {wanted.nice} is too little for the site's weights"
+            turn.record(None, "courtesy", text)
+        self.nice = nice
+
+
+def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None:
+    """Release a node for somebody who waits: its members leave at the next boundary, and soon in any case."""
+    if allocation.state is AllocationState.RELEASING:
+        return
+    turn.release_allocation(run, allocation, reason)
+    allocation.gone_by = turn.now + LEAVE_S
+    if not allocation.agents:
+        # Its script has not come to `fallow run` yet.
+        turn.cancel(run, allocation, reason)
+
+
+def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """End what has not left in time: its workers first, then its job."""
+    if allocation.gone_by is None or turn.now < allocation.gone_by or not allocation.live:
+        return
+    turn.dirty.add(run.id)
+    last_at = (allocation.asked_at or 0.0) + LEAVE_S + END_S
+    if set(allocation.agents) - set(allocation.agents_gone) and turn.now < last_at:
+        turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
+        turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
+        allocation.gone_by = last_at
+    else:
+        turn.cancel(run, allocation, allocation.reason)
+        allocation.gone_by = None

@@ -1,0 +1,154 @@
+"""Keeps what we ask of slurmctld within bounds, whichever client asks it.
+
+Queries and submissions have a token bucket each. A slurmctld that is slow, or that limits our rate (`rl_enable`:
+Slurm's commands then wait and try again by themselves, until they give up), is asked less. The configuration is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from statistics import median
+from typing import TypeVar
+
+from fallow.model import ClusterConfig, ClusterState, FallowError, JobInfo, JobRequest, OwnerView
+from fallow.slurm.client import SlurmClient
+
+T = TypeVar("T")
+
+CONFIG_S = 3600.0
+BURST_S = 20.0
+"""A bucket holds as much as it gets in this time."""
+
+BUSY = 0.25
+"""slurmctld may be busy with our queries for at most this part of the time."""
+
+STRAINED_S = 300.0
+"""For so long only half as much is asked after slurmctld has said that it was too much."""
+
+TEST_COST = 5.0
+"""A will-run request takes slurmctld's locks for writing; it counts as so many queries."""
+
+
+class Bucket:
+    """Tokens that come at a rate and are kept up to a number.
+
+    Args:
+        per_min: tokens in a minute.
+        clock: seconds.
+    """
+
+    def __init__(self, per_min: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = per_min / 60.0
+        self._size = max(1.0, self._rate * BURST_S)
+        self._clock = clock
+        self._tokens, self._at = self._size, clock()
+        self._strained_until = float("-inf")
+
+    def take(self, cost: float = 1.0) -> float:
+        """Take tokens, those that are still to come too; returns the seconds to wait before using them."""
+        now = self._clock()
+        rate = self._rate / 2 if now < self._strained_until else self._rate
+        self._tokens = min(self._size, self._tokens + (now - self._at) * rate)
+        self._at = now
+        self._tokens -= cost
+        return max(0.0, -self._tokens / rate)
+
+    def strain(self) -> None:
+        """It was too much: nothing is left, and for some time less comes."""
+        self._tokens = min(self._tokens, 0.0)
+        self._strained_until = self._clock() + STRAINED_S
+
+
+class PacedClient:
+    """`SlurmClient` in front of another one."""
+
+    def __init__(
+        self,
+        slurm: SlurmClient,
+        *,
+        queries_per_min: float,
+        submits_per_min: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._slurm = slurm
+        self._clock, self._sleep = clock, sleep
+        self._queries = Bucket(queries_per_min, clock)
+        self._submits = Bucket(submits_per_min, clock)
+        self._took: deque[float] = deque(maxlen=5)
+        self._config: tuple[float, ClusterConfig] | None = None
+
+    @property
+    def polls(self) -> int:
+        return self._slurm.polls
+
+    @polls.setter
+    def polls(self, number: int) -> None:
+        self._slurm.polls = number
+
+    @property
+    def backend(self) -> str:
+        return self._slurm.backend
+
+    @backend.setter
+    def backend(self, words: str) -> None:
+        self._slurm.backend = words
+
+    @property
+    def least_interval_s(self) -> float:
+        """Polls should not begin sooner than this after each other: a slow slurmctld is asked less often."""
+        return median(self._took) / BUSY if self._took else 0.0
+
+    async def config(self) -> ClusterConfig:
+        now = self._clock()
+        if self._config is None or now - self._config[0] >= CONFIG_S:
+            await self._wait(self._queries)
+            self._config = now, await self._watch(self._slurm.config())
+        return self._config[1]
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        await self._wait(self._queries)
+        began = self._clock()
+        try:
+            return await self._watch(self._slurm.poll(names_prefix))
+        finally:
+            self._took.append(self._clock() - began)
+
+    async def submit(self, request: JobRequest) -> str:
+        await self._wait(self._submits)
+        return await self._watch(self._slurm.submit(request))
+
+    async def find(self, token: str) -> list[JobInfo]:
+        await self._wait(self._queries)
+        return await self._watch(self._slurm.find(token))
+
+    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+        # Never held up: somebody may be waiting for the node.
+        await self._watch(self._slurm.cancel(job_ids, signal))
+
+    async def test_only(self, request: JobRequest) -> str:
+        await self._wait(self._queries, TEST_COST)
+        return await self._watch(self._slurm.test_only(request))
+
+    async def owner(self) -> OwnerView:
+        await self._wait(self._queries)
+        return await self._watch(self._slurm.owner())
+
+    async def close(self) -> None:
+        await self._slurm.close()
+
+    async def _wait(self, bucket: Bucket, cost: float = 1.0) -> None:
+        if (wait_s := bucket.take(cost)) > 0:
+            await self._sleep(wait_s)
+
+    async def _watch(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except FallowError as error:
+            if "rate limit" in error.message.lower():
+                self._queries.strain()
+                self._submits.strain()
+            raise

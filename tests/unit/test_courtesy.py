@@ -1,0 +1,230 @@
+"""Whether we may harvest at all, how long others waited for us, and how much slurmctld is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.courtesy import MAX_NICE, Visibility, needed_nice, nice_for, refusals
+from fallow.core.delays import Delays
+from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
+from fallow.slurm import parse
+from fallow.slurm.client import SlurmUnavailable
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
+
+NOW = 1_000_000.0
+PLAIN = PartitionInfo(partition="plain", nodes=["n1", "n2"])
+LOW = PartitionInfo(partition="low", nodes=["n1", "n2"], preempt_mode="CANCEL", priority_tier=0)
+
+
+def site(**changes: object) -> ClusterConfig:
+    return ClusterConfig(cluster="c", slurm_version="25.11.1", **changes)  # type: ignore[arg-type]
+
+
+def cluster(
+    jobs: list[JobInfo] | None = None, at: float = NOW, partitions: tuple[PartitionInfo, ...] = (PLAIN,)
+) -> ClusterState:
+    nodes = [NodeInfo(node="n1", state="ALLOCATED"), NodeInfo(node="n2", state="IDLE")]
+    return ClusterState(at=at, nodes=nodes, jobs=jobs or [], partitions=list(partitions))
+
+
+def job(job_id: str, state: str, **more: object) -> JobInfo:
+    known = {"name": f"job{job_id}", "user": "alice", "partition": "plain", **more}
+    return JobInfo(job_id=job_id, state=state, **known)  # type: ignore[arg-type]
+
+
+def test_nice_against_the_weights_of_a_site() -> None:
+    text = (
+        "PriorityType            = priority/multifactor\nPriorityWeightAge       = 1000\n"
+        "PriorityWeightQOS       = 100000\nPriorityWeightAssoc     = 0\n"
+        "PriorityWeightTRES      = CPU=1000,GRES/gpu=3000\n"
+    )
+    config, _ = parse.config(text)
+    assert config.priority_weights == {"Age": 1000, "QOS": 100000, "TRES CPU": 1000, "TRES GRES/gpu": 3000}
+    assert (needed_nice(config), nice_for(config, 100_000), nice_for(config, 200_000)) == (105_001, 105_001, 200_000)
+    assert nice_for(site(), 100_000) == 100_000
+    assert parse.config("PriorityWeightTRES = (null)\n")[0].priority_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (site(), ""),
+        (site(priority_type="priority/multifactor", priority_weights={"Age": 1000}), ""),
+        (site(priority_type="priority/multifactor"), "the older job goes first"),
+        (site(priority_type="priority/multifactor", priority_weights={"QOS": MAX_NICE}), "weights add up to"),
+    ],
+)
+def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: ClusterConfig, words: str) -> None:
+    state = cluster(partitions=(PLAIN, msgspec.structs.replace(LOW, priority_tier=1)))
+    found = refusals(state, config, unseen=False, allow_unseen=False, allow_unfair=False)
+    assert set(found) == ({"plain"} if words else set())
+    assert words in found.get("plain", "")
+    assert not refusals(state, config, unseen=False, allow_unseen=False, allow_unfair=True)
+
+
+def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
+    found = refusals(cluster(partitions=(PLAIN, LOW)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
+    assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}
+
+
+def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
+    secretive = site(private_data=["jobs"])
+    assert Visibility().look(cluster(), secretive)
+    found = refusals(cluster(), secretive, unseen=True, allow_unseen=False, allow_unfair=False)
+    assert found == {"plain": "others' jobs cannot be seen, and nothing would take a node from us for them"}
+    assert not refusals(cluster(), secretive, unseen=True, allow_unseen=True, allow_unfair=False)
+    # Nobody says so, but n1 is in use by nobody, poll after poll.
+    watching = Visibility()
+    assert [watching.look(cluster(), site()) for _ in range(4)] == [False, False, True, True]
+    seen = cluster([job("1", "RUNNING", nodes=["n1"])])
+    assert not watching.look(seen, site())
+    assert [watching.look(cluster(), site()) for _ in range(3)] == [False, False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Delays
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_delay_lasts_until_our_node_is_free() -> None:
+    delays = Delays()
+    waiting = job("1", "PENDING", submit_at=NOW + 3)
+    assert delays.note(cluster(), {}) == []
+    assert delays.note(cluster([waiting], NOW + 5), {"1": frozenset(["a"])}) == []
+    assert delays.report(NOW + 6) == DelayReport(jobs=1, p95_s=3.0, max_s=3.0)
+    # Ours ended at 8, theirs started at 11 in Slurm's own good time.
+    ours = job("7", "CANCELLED", name="a", end_at=NOW + 8)
+    (over,) = delays.note(cluster([waiting, ours], NOW + 10), {})
+    assert (over.job_id, over.user, over.waited_s) == ("1", "alice", 5.0)
+    assert delays.note(cluster([job("1", "RUNNING", start_at=NOW + 11)], NOW + 15), {}) == []
+    # Started within the second in which it came: Slurm's time is before it was seen waiting.
+    soon = Delays(polled_at=NOW)
+    soon.note(cluster([job("2", "PENDING", submit_at=NOW + 1)], NOW + 1.5), {"2": frozenset(["a"])})
+    (over,) = soon.note(cluster([job("2", "RUNNING", start_at=NOW + 1)], NOW + 3), {})
+    assert over.waited_s == 0.5
+    # And once more: one job, one sum.
+    delays.note(cluster([waiting], NOW + 20), {"1": frozenset(["b"])})
+    assert delays.note(cluster([waiting], NOW + 25), {"1": frozenset(["b"])}) == []
+    (over,) = delays.note(cluster([job("1", "RUNNING", start_at=NOW + 27)], NOW + 30), {})
+    assert over.waited_s == 5.0 + 12.0, "from the poll before the one that showed it"
+    assert delays.report(NOW + 99) == DelayReport(jobs=1, p95_s=17.0, max_s=17.0)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(delays), type=Delays)
+    assert again.report(NOW + 99) == delays.report(NOW + 99)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 60), st.booleans()), max_size=20))
+def test_delays_are_never_longer_than_the_time_that_passed(polls: list[tuple[float, bool]]) -> None:
+    delays, at = Delays(), NOW
+    for step, late in polls:
+        at += step
+        delays.note(cluster([job("1", "PENDING", submit_at=NOW)], at), {"1": frozenset(["a"])} if late else {})
+    report = delays.report(at)
+    assert 0 <= report.max_s <= at - NOW + 1e-6
+    assert report.jobs == any(late for _, late in polls[1:] if late) or report.jobs <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pace
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    now: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def paced(clock: Clock, slurm: FakeSlurm | None = None) -> tuple[PacedClient, FakeSlurm]:
+    inner = slurm or FakeSlurm(nodes=2)
+    client = PacedClient(inner, queries_per_min=60, submits_per_min=30, clock=clock, sleep=clock.sleep)
+    return client, inner
+
+
+@given(st.floats(1, 600), st.lists(st.tuples(st.floats(0, 30), st.sampled_from([1.0, 5.0])), min_size=1, max_size=60))
+def test_a_bucket_never_gives_more_than_its_rate_and_one_burst(
+    per_min: float, calls: list[tuple[float, float]]
+) -> None:
+    clock = Clock()
+    bucket = Bucket(per_min, clock)
+    used: list[tuple[float, float]] = []
+    for pause, cost in calls:
+        clock.now += pause
+        used.append((clock.now + bucket.take(cost), cost))
+    burst = max(1.0, per_min / 60 * BURST_S)
+    for first, (start, _) in enumerate(used):
+        for last in range(first, len(used)):
+            total = sum(cost for _, cost in used[first : last + 1])
+            assert total <= burst + (used[last][0] - start) * per_min / 60 + used[first][1] + 1e-6
+
+
+async def test_polls_wait_for_their_turn_and_cancels_never_do() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    for _ in range(25):
+        await client.poll("fallow-")
+    assert slurm.polls == 25
+    assert sum(clock.slept) == pytest.approx(5.0)
+    await client.cancel(["1"])
+    assert sum(clock.slept) == pytest.approx(5.0)
+
+
+async def test_the_configuration_is_asked_for_once_an_hour() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    first = await client.config()
+    slurm.unavailable = True
+    assert await client.config() is first
+    clock.now += CONFIG_S
+    with pytest.raises(SlurmUnavailable):
+        await client.config()
+
+
+async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() -> None:
+    clock = Clock()
+
+    class Slow(FakeSlurm):
+        async def poll(self, names_prefix: str) -> ClusterState:
+            await clock.sleep(4.0)
+            return await super().poll(names_prefix)
+
+    client, _ = paced(clock, Slow(nodes=1))
+    assert client.least_interval_s == 0.0
+    await client.poll("fallow-")
+    assert client.least_interval_s == 16.0
+
+    class Limiting(FakeSlurm):
+        async def find(self, token: str) -> list[JobInfo]:
+            raise SlurmUnavailable("squeue: Rate limit exceeded, please retry momentarily")
+
+    clock = Clock()
+    client, _ = paced(clock, Limiting(nodes=1))
+    with pytest.raises(FallowError, match="Rate limit"):
+        await client.find("fallow-x")
+    await client.poll("fallow-")
+    await client.poll("fallow-")
+    assert clock.slept == [2.0, 2.0], "nothing saved up, and half the rate"
+    clock.now += STRAINED_S
+    await asyncio.gather(*(client.poll("fallow-") for _ in range(20)))
+    assert len(clock.slept) == 2
+
+
+def test_a_limited_rate_is_no_refusal() -> None:
+    assert not parse.is_refusal(
+        "sbatch: error: Batch job submission failed: Rate limit exceeded, please retry momentarily"
+    )

@@ -1,0 +1,141 @@
+"""The head beside others: polls, give-backs with a deadline, refusals, and what is kept of the delays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.config import Config, Harvest, Slurm
+from fallow.core.allocations import Allocation
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
+from fallow.head.turn import Turn
+from fallow.model import (
+    AgentEnd,
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    ClusterState,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    RunSpec,
+)
+
+NOW = 1_000_000.0
+CONFIG = Config(slurm=Slurm(poll_interval_s=30.0), harvest=Harvest(allow_without_preemption=True))
+SITE = ClusterConfig(cluster="c", slurm_version="22.05.8", priority_type="priority/basic")
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    numbers = iter(f"{number:012x}" for number in range(1, 1000))
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(numbers))
+
+
+@pytest.fixture
+def run(book: Book) -> Run:
+    return book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
+
+
+def held(book: Book, run: Run, *, agents: bool = True) -> Allocation:
+    found = book.new_allocation(run, AllocationKind.HARVEST, NOW - 60, partition="p")
+    found.state, found.job_id, found.nodes, found.start_at = AllocationState.RUNNING, "7", ["n1"], NOW - 50
+    found.agents = {"n1": ["w1"]} if agents else {}
+    return found
+
+
+def turn(book: Book, now: float = NOW) -> Turn:
+    return Turn(book, now - NOW, now)
+
+
+def cluster(run: Run, waiting: bool, at: float = NOW) -> ClusterState:
+    jobs = [
+        JobInfo(job_id="7", name=a.token, user="me", state="RUNNING", partition="p", nodes=["n1"])
+        for a in run.live_allocations()
+    ]
+    if waiting:
+        other = JobInfo(
+            job_id="9", name="x", user="al", state="PENDING", partition="p", reason="Resources", submit_at=at
+        )
+        jobs.append(other)
+    partitions = [PartitionInfo(partition="p", nodes=["n1"])]
+    return ClusterState(at=at, nodes=[NodeInfo(node="n1", state="ALLOCATED")], jobs=jobs, partitions=partitions)
+
+
+def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
+    neighbours = Neighbours(CONFIG)
+    neighbours.polled(turn(book), cluster(run, False), SITE)
+    assert neighbours.interval_s(book) == 30.0
+    allocation = held(book, run)
+    assert neighbours.interval_s(book) == 5.0
+    allocation.state = AllocationState.ENDED
+    assert neighbours.interval_s(book) == 30.0
+
+
+def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
+    allocation = held(book, run)
+    standing = Neighbours(CONFIG).polled(turn(book), cluster(run, True), SITE)
+    (wish,) = standing.give_back
+    assert (wish.token, wish.urgent) == (allocation.token, True)
+    now = turn(book)
+    give_back(now, run, allocation, wish.reason)
+    assert allocation.state is AllocationState.RELEASING
+    assert not now.cancels
+    early = turn(book, NOW + LEAVE_S - 0.1)
+    hurry(early, run, allocation)
+    assert not early.messages
+    late = turn(book, NOW + LEAVE_S)
+    hurry(late, run, allocation)
+    ((_, message),) = late.messages
+    assert isinstance(message, AgentEnd)
+    assert message.kill_after_s == 0.0
+    last = turn(book, NOW + LEAVE_S + END_S)
+    hurry(last, run, allocation)
+    assert last.cancels == [(run.id, allocation.token, "7")]
+    after = turn(book, NOW + 60)
+    hurry(after, run, allocation)
+    assert not after.cancels
+
+
+def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:
+    allocation = held(book, run, agents=False)
+    now = turn(book)
+    give_back(now, run, allocation, "somebody waits")
+    assert now.cancels == [(run.id, allocation.token, "7")]
+
+
+def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
+    neighbours, allocation = Neighbours(CONFIG), held(book, run)
+    seen = turn(book)
+    neighbours.polled(seen, cluster(run, True), SITE)
+    assert DELAYS in seen.notes
+    allocation.state = AllocationState.ENDED
+    after = turn(book, NOW + 5)
+    neighbours.polled(after, cluster(run, False, NOW + 5), SITE)
+    assert [(r.kind, r.data["waited_s"]) for r in after.records] == [("delayed", 5.0)]
+    restored = Neighbours(CONFIG)
+    restored.recall(msgspec.msgpack.encode(neighbours.delays))
+    assert restored.report(NOW + 9).max_s == 5.0
+
+
+def test_refusals_are_told_once(book: Book, run: Run) -> None:
+    neighbours = Neighbours(CONFIG)
+    held(book, run)
+    secretive = ClusterConfig(cluster="c", slurm_version="22.05.8", private_data=["jobs"])
+    told = [turn(book) for _ in range(3)]
+    for each, site in zip(told, (secretive, secretive, SITE), strict=True):
+        neighbours.polled(each, cluster(run, False), site)
+    assert [[r.text for r in each.records] for each in told] == [
+        ["partition p is not harvested: others' jobs cannot be seen, and nothing would take a node from us for them"],
+        [],
+        ["partition p may be harvested again"],
+    ]
+    wanted_elsewhere = Neighbours(Config())
+    wanted_elsewhere.polled(turn(book), cluster(run, False), secretive)
+    assert wanted_elsewhere.refused == {}

@@ -1,0 +1,370 @@
+"""What is given up for others: worked examples, and small clusters against a search through everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.core.allocations import Allocation
+from fallow.core.constraint import alternatives
+from fallow.core.neighbour import Standing, assess
+from fallow.core.waiting import array_elements, others_waiting
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    ReservationInfo,
+)
+
+NOW = 1_000_000.0
+
+
+def node(name: str, state: str = "IDLE", **more: object) -> NodeInfo:
+    return NodeInfo(node=name, state=state, cpus=4, memory_mb=4000, **more)  # type: ignore[arg-type]
+
+
+def waits(job_id: str, nodes: int = 1, **more: object) -> JobInfo:
+    known = {"partition": "p", "reason": "Resources", "exclusive": True, "name": "theirs", "user": "alice", **more}
+    return JobInfo(job_id=job_id, state="PENDING", num_nodes=nodes, **known)  # type: ignore[arg-type]
+
+
+def runs(job_id: str, nodes: list[str], **more: object) -> JobInfo:
+    known = {"partition": "p", "exclusive": True, "name": "theirs", "user": "bob", **more}
+    return JobInfo(job_id=job_id, state="RUNNING", nodes=nodes, **known)  # type: ignore[arg-type]
+
+
+def held(name: str, age: float = 100.0, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
+    return Allocation(
+        token=f"ours-{name}",
+        run="r",
+        kind=AllocationKind.HARVEST,
+        public_key="k",
+        state=state,
+        partition=str(more.pop("partition", "p")),
+        nodes=[] if state is AllocationState.PENDING else [name],
+        start_at=NOW - age,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def cluster(
+    nodes: list[NodeInfo], jobs: Iterable[JobInfo] = (), ours: Iterable[Allocation] = (), **more: object
+) -> ClusterState:
+    mine = [runs(f"9{i}", a.nodes, name=a.token, partition=a.partition) for i, a in enumerate(ours) if a.nodes]
+    partitions = more.pop("partitions", [PartitionInfo(partition="p", nodes=[n.node for n in nodes])])
+    return ClusterState(at=NOW, nodes=nodes, jobs=[*jobs, *mine], partitions=partitions, **more)  # type: ignore[arg-type]
+
+
+def standing(
+    nodes: list[NodeInfo], jobs: Iterable[JobInfo] = (), ours: Iterable[Allocation] = (), **more: object
+) -> Standing:
+    ours = list(ours)
+    return assess(cluster(nodes, jobs, ours, **more), ours)
+
+
+def given_back(found: Standing) -> list[str]:
+    return [wish.token.removeprefix("ours-") for wish in found.give_back]
+
+
+FOUR = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4")]
+THREE = [held("n1", 300), held("n2", 200), held("n3", 100)]
+
+
+def test_the_newest_go_and_idle_nodes_count() -> None:
+    found = standing(FOUR, [waits("1", 3)], THREE)
+    assert given_back(found) == ["n3", "n2"]
+    assert found.give_back[0].reason == "job 1 of alice waits for a node"
+    assert found.spoken_for == {"p": {"n2", "n3", "n4"}}
+    assert found.delayed == {"1": {"ours-n2", "ours-n3"}}
+
+
+def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
+    ours = [held("n1", 300), held("n2", 200), held("n3", 100, AllocationState.RELEASING)]
+    found = standing(FOUR, [waits("1", 2)], ours)
+    assert given_back(found) == []
+    assert found.delayed == {"1": {"ours-n3"}}
+    # Its head has forgotten it, but Slurm shows it still.
+    state = cluster(FOUR, [waits("1", 2)], ours)
+    assert assess(state, ours[:2], former=["ours-n3"]).delayed == {"1": {"ours-n3"}}
+
+
+def test_one_node_is_not_given_to_two_jobs_and_one_job_does_not_take_two() -> None:
+    assert given_back(standing(FOUR, [waits("1"), waits("2")], THREE)) == ["n3"]
+    assert given_back(standing(FOUR, [waits("1"), waits("2"), waits("3")], THREE)) == ["n3", "n2"]
+    small = [waits(str(i), exclusive=False, cpus_per_node=2) for i in range(4)]
+    assert given_back(standing(FOUR, small, THREE)) == ["n3"], "two of them share a node"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        waits("1", 5),
+        waits("1", 2, reason="QOSMaxJobsPerUserLimit"),
+        waits("1", 2, reason="Dependency"),
+        waits("1", 2, reason="JobHeldUser", priority=0),
+        waits("1", 2, eligible_at=NOW + 60),
+        waits("1", 2, partition="other"),
+        waits("1", 2, cpus_per_node=5),
+        waits("1", 2, memory_mb_per_node=4001),
+        waits("1", 2, gpus_per_node=1),
+        waits("1", 2, constraint="a100"),
+        waits("1", 2, required_nodes=["n9"]),
+        waits("1", 2, excluded_nodes=["n2", "n3", "n4"]),
+        waits("1", 2, time_limit_s=7201.0),
+        waits("1", 2, reservation="exam"),
+        waits("1", 2, array_job_id="1", array_tasks="4-9%1"),
+    ],
+    ids=lambda job: f"{job.num_nodes} {job.reason} {job.constraint}",
+)
+def test_what_could_not_start_without_us_either_changes_nothing(job: JobInfo) -> None:
+    partitions = [PartitionInfo(partition="p", nodes=["n1", "n2", "n3", "n4"], max_time_s=7200.0)]
+    element = runs("5", ["n9"], array_job_id="1")
+    found = standing(FOUR, [job, element], THREE, partitions=partitions)
+    assert found in (Standing(), Standing(wanted=frozenset({job.partition})))
+
+
+def test_kinds_of_nodes() -> None:
+    nodes = [
+        node("n1", "ALLOCATED", features=["a"], gpus=4, gpu_types={"h100": 4}),
+        node("n2", "ALLOCATED", features=["b"], gpus=2, gpu_types={"a100": 2}),
+        node("n3", "ALLOCATED"),
+    ]
+    ours = [held("n1", 300), held("n2", 200), held("n3", 100)]
+    assert given_back(standing(nodes, [waits("1", constraint="a|c")], ours)) == ["n1"]
+    assert given_back(standing(nodes, [waits("1", gpus_per_node=2)], ours)) == ["n2"]
+    assert given_back(standing(nodes, [waits("1", gpus_per_node=1, gpu_type="h100")], ours)) == ["n1"]
+    assert given_back(standing(nodes, [waits("1", 2, gpus_per_node=3)], ours)) == []
+    assert given_back(standing(nodes, [waits("1", required_nodes=["n1"])], ours)) == ["n1"]
+    assert given_back(standing(nodes, [waits("1", 2, constraint="[a|b]")], ours)) == []
+    assert given_back(standing(nodes, [waits("1", 2, constraint="a|b")], ours)) == ["n2", "n1"]
+
+
+def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
+    jobs = [waits("1", array_job_id="1", array_tasks="2-9%3"), runs("5", ["n9"], array_job_id="1")]
+    assert given_back(standing(FOUR, jobs, THREE)) == ["n3"], "two elements, one of them on the idle node"
+    assert array_elements("1-9:2,12%3") == (6, 3)
+    assert array_elements("7") == (1, None)
+
+
+def test_a_heterogeneous_job_starts_as_a_whole_or_not_at_all() -> None:
+    parts = [waits("10", 1, het_job_id="10", required_nodes=["n3"]), waits("11", 2, het_job_id="10", reason="None")]
+    assert given_back(standing(FOUR, parts, THREE)) == ["n3", "n2"]
+    parts[1] = waits("11", 4, het_job_id="10")
+    assert given_back(standing(FOUR, parts, THREE)) == []
+
+
+def test_reservations() -> None:
+    soon = [ReservationInfo(reservation="maint", nodes=["n2", "n3"], start_at=NOW + 600, end_at=NOW + 9000)]
+    long, short = waits("1", 2, time_limit_s=601.0), waits("1", 2, time_limit_s=600.0)
+    assert given_back(standing(FOUR, [long], THREE, reservations=soon)) == ["n1"]
+    assert given_back(standing(FOUR, [short], THREE, reservations=soon)) == ["n3"]
+    inside = [ReservationInfo(reservation="exam", nodes=["n2"], start_at=NOW - 1, end_at=NOW + 9000)]
+    member = waits("1", 1, time_limit_s=60.0, reservation="exam")
+    assert given_back(standing(FOUR, [member], THREE, reservations=inside)) == ["n2"]
+
+
+def test_what_slurm_has_planned_is_not_run_into() -> None:
+    """Four nodes for the first job when the one that runs has ended; nothing longer fits in before it."""
+    nodes = [*FOUR[:3], node("n4", "ALLOCATED", cpus_used=4)]
+    running = runs("5", ["n4"], end_at=NOW + 300)
+    first = waits("1", 4, priority=9, start_at=NOW + 7200)
+    long, short = waits("2", priority=5, time_limit_s=301.0), waits("2", priority=5, time_limit_s=300.0)
+    assert given_back(standing(nodes, [running, first, long], THREE)) == []
+    assert given_back(standing(nodes, [running, first, short], THREE)) == ["n3"]
+    unplanned = waits("1", 4, priority=9)
+    assert given_back(standing(nodes, [running, unplanned, long], THREE)) == ["n3"], "when in doubt, they come first"
+
+
+def test_whom_slurm_makes_room_for_by_itself() -> None:
+    names = ["n1", "n2", "n3", "n4"]
+    partitions = [
+        PartitionInfo(partition="normal", nodes=names, priority_tier=10),
+        PartitionInfo(partition="p", nodes=names, priority_tier=1, preempt_mode="REQUEUE"),
+    ]
+    found = standing(FOUR, [waits("1", 3, partition="normal")], THREE, partitions=partitions)
+    assert (given_back(found), "p" in found.spoken_for) == ([], False)
+    assert found.delayed == {"1": {"ours-n2", "ours-n3"}}, "it has to wait for the grace"
+
+
+def test_requests_of_ours_that_stand_in_the_way_are_named() -> None:
+    request = held("h9", 0, AllocationState.PENDING)
+    nodes = [node("n1"), node("n2")]
+    assert standing(nodes, [waits("1", 2)], [request]).compete == {"ours-h9"}
+    assert standing(nodes, [waits("1", 3)], [request]).compete == frozenset()
+    ours = JobInfo(job_id="7", name="ours-h9", user="me", state="PENDING", partition="p", priority=5)
+    assert standing(nodes, [waits("1", 3, priority=4), ours], [request]).compete == {"ours-h9"}, "it comes first"
+    assert standing(nodes, [waits("1", 3, priority=6), ours], [request]).compete == frozenset()
+
+
+def test_requests_for_one_node_stand_in_the_way_there_only() -> None:
+    nodes = [node("n1"), node("n2"), node("n3", "ALLOCATED")]
+    for pinned, competes in (("n3", False), ("n1", True)):
+        request = held("h9", 0, AllocationState.PENDING, pinned=pinned)
+        assert bool(standing(nodes, [waits("1", 2)], [request]).compete) == competes
+
+
+def test_all_of_ours_leave_a_shared_node() -> None:
+    ours = [held("n1", 300), held("n1", 200)]
+    ours[1].token = "ours-too"
+    state = cluster([node("n1", "ALLOCATED", cpus_used=4)], [waits("1")], ours)
+    assert [wish.token for wish in assess(state, ours).give_back] == ["ours-too", "ours-n1"]
+
+
+def test_completing_jobs_are_waited_for_unless_they_are_stuck() -> None:
+    def ending(ago: float) -> list[str]:
+        nodes = [node("n1", "ALLOCATED"), node("n2", "IDLE", flags=["COMPLETING"])]
+        job = msgspec.structs.replace(runs("5", ["n2"]), state="COMPLETING", end_at=NOW - ago)
+        return given_back(standing(nodes, [waits("1"), job], [held("n1")]))
+
+    assert ending(1) == []
+    assert ending(60) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "features", "fits"),
+    [
+        ("", "", [True]),
+        ("a&b", "ab", [True]),
+        ("a&b", "a", [False]),
+        ("a,b", "a", [False]),
+        ("a|b&c", "a", [True]),
+        ("(a|b)&c", "a", [False]),
+        ("(a|b)&c", "bc", [True]),
+        ("[a|b]", "b", [False, True]),
+        ("[a|b]&c", "bc", [False, True]),
+        ("a*2&b*1", "b", [True]),
+        ("[a*2&b*1]", "c", [False]),
+        ("a&&b", "", [True]),
+    ],
+)
+def test_constraints(text: str, features: str, fits: list[bool]) -> None:
+    assert [wanted(frozenset(features)) for wanted in alternatives(text)] == fits
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Against a search through everything
+# ---------------------------------------------------------------------------------------------------------------
+
+STATES = ("idle", "others", "held", "leaving")
+
+
+@st.composite
+def small_clusters(draw: st.DrawFn, jobs: int, shared: bool) -> tuple[ClusterState, list[Allocation]]:
+    kinds = draw(st.lists(st.sampled_from(STATES), min_size=1, max_size=5))
+    nodes, ours, busy = [], [], []
+    for i, kind in enumerate(kinds):
+        features = draw(st.sampled_from([[], ["a"], ["b"], ["a", "b"]]))
+        name = f"n{i}"
+        nodes.append(node(name, "IDLE" if kind == "idle" else "ALLOCATED", features=features, cpus_used=4))
+        if kind == "others":
+            busy.append(runs(f"5{i}", [name]))
+        elif kind != "idle":
+            state = AllocationState.RUNNING if kind == "held" else AllocationState.RELEASING
+            ours.append(held(name, float(i), state))
+    names = [n.node for n in nodes]
+    waiting = [
+        waits(
+            str(i),
+            draw(st.integers(1, 3)),
+            priority=100 - i,
+            partition=draw(st.sampled_from(["p", "q"])),
+            constraint=draw(st.sampled_from(["", "a", "b", "a&b", "a|b"])),
+            excluded_nodes=draw(st.lists(st.sampled_from(names), max_size=1)),
+            exclusive=not shared or draw(st.booleans()),
+            cpus_per_node=draw(st.integers(1, 4)),
+        )
+        for i in range(draw(st.integers(1, jobs)))
+    ]
+    part = draw(st.lists(st.sampled_from(names), unique=True))
+    partitions = [PartitionInfo(partition="p", nodes=names), PartitionInfo(partition="q", nodes=part)]
+    return cluster(nodes, [*waiting, *busy], ours, partitions=partitions), ours
+
+
+def fit_at_once(state: ClusterState, jobs: list[JobInfo], free: frozenset[str]) -> bool:
+    """Is there any way to run all these jobs on the free nodes? By trying all."""
+    nodes = {n.node: n for n in state.nodes}
+    partitions = {p.partition: set(p.nodes) for p in state.partitions}
+
+    def go(index: int, left: dict[str, int]) -> bool:
+        if index == len(jobs):
+            return True
+        job = jobs[index]
+        wanted = alternatives(job.constraint)[0]
+        need = 4 if job.exclusive else job.cpus_per_node
+        good = [
+            n
+            for n in sorted(free & partitions[job.partition] - set(job.excluded_nodes))
+            if left[n] >= need and wanted(frozenset(nodes[n].features))
+        ]
+        ways = combinations(good, job.num_nodes)
+        return any(go(index + 1, left | {n: left[n] - need for n in some}) for some in ways)
+
+    return go(0, dict.fromkeys(nodes, 4))
+
+
+def free_and_ours(state: ClusterState, ours: list[Allocation]) -> tuple[frozenset[str], list[str]]:
+    leaving = {n for a in ours if a.state is AllocationState.RELEASING for n in a.nodes}
+    newest = sorted((a for a in ours if a.state is AllocationState.RUNNING), key=lambda a: -(a.start_at or 0.0))
+    free = {n.node for n in state.nodes if n.state == "IDLE"} | leaving
+    return frozenset(free), [a.nodes[0] for a in newest]
+
+
+def best(state: ClusterState, jobs: list[JobInfo], free: frozenset[str], newest: list[str]) -> list[str] | None:
+    """The fewest of ours with which all jobs fit, the newest of those sets; None: not with all of ours."""
+    for count in range(len(newest) + 1):
+        for some in combinations(newest, count):
+            if fit_at_once(state, jobs, free.union(some)):
+                return list(some)
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_clusters(jobs=3, shared=False))
+def test_as_few_and_as_new_nodes_as_can_be_for_every_job_that_can_start(
+    case: tuple[ClusterState, list[Allocation]],
+) -> None:
+    state, ours = case
+    free, newest = free_and_ours(state, ours)
+    accepted: list[JobInfo] = []
+    for waiting in others_waiting(state, {a.token for a in ours}):
+        if best(state, [*accepted, *waiting.jobs], free, newest) is not None:
+            accepted += waiting.jobs
+    assert given_back(assess(state, ours)) == best(state, accepted, free, newest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_clusters(jobs=1, shared=True))
+def test_one_job_that_shares_nodes(case: tuple[ClusterState, list[Allocation]]) -> None:
+    state, ours = case
+    free, newest = free_and_ours(state, ours)
+    jobs = [job for waiting in others_waiting(state, {a.token for a in ours}) for job in waiting.jobs]
+    found = assess(state, ours)
+    assert given_back(found) == (best(state, jobs, free, newest) or [])
+    assert bool(found.spoken_for) == (best(state, jobs, free, newest) is not None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_clusters(jobs=4, shared=True))
+def test_jobs_that_share_nodes_never_wait_for_what_we_keep(case: tuple[ClusterState, list[Allocation]]) -> None:
+    """After the give-back every job starts that could start without us, in their order; none of it is for nothing."""
+    state, ours = case
+    free, newest = free_and_ours(state, ours)
+    given = given_back(assess(state, ours))
+    started: list[JobInfo] = []
+    for waiting in others_waiting(state, {a.token for a in ours}):
+        if fit_at_once(state, [*started, *waiting.jobs], free.union(given)):
+            started += waiting.jobs
+    without_us: list[JobInfo] = []
+    for waiting in others_waiting(state, {a.token for a in ours}):
+        if fit_at_once(state, [*without_us, *waiting.jobs], free.union(newest)):
+            without_us += waiting.jobs
+    assert started == without_us
+    assert len(given) <= len(best(state, without_us, free, newest) or []) + 1
