@@ -8,19 +8,18 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import IO
 
 import msgspec
 
-from fallow.model import Exit, FallowError
+from fallow.model import Exit
 
 SUBMIT_S = 90.0
 """sbatch itself gives up after some tries of MessageTimeout (10 s; sites raise it)."""
 
-LOOK_UP_S = 30.0
-"""For how long a job is looked for whose submission gave no answer."""
+LOOK_UP_S = 12.0
+"""For how long Slurm is asked for a job whose submission gave no answer. The head goes on looking for it."""
 
 _JOB = re.compile(r"\s*(\d+(?:;\S+)?)\s*")
 
@@ -118,16 +117,8 @@ class Call:
 
 
 def look_up(token: str, timeout_s: float = LOOK_UP_S) -> str | None:
-    """The job whose comment holds `token`, as `JOBID`; None if Slurm shows none by the deadline."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            job = asyncio.run(_find(token, max(end - time.monotonic(), 1.0)))
-        except FallowError:
-            job = None
-        if job is not None or time.monotonic() + 2.0 > end:
-            return job
-        time.sleep(2.0)
+    """The job whose comment holds `token`, as `JOBID`; None if Slurm shows none, or does not answer in time."""
+    return asyncio.run(_find(token, timeout_s))
 
 
 async def _find(token: str, timeout_s: float) -> str | None:

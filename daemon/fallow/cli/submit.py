@@ -191,8 +191,9 @@ def submit_plan(plan: Submission, source: Path | None) -> int:
         return Exit.OK
     _tell_failure(new, outcome.reason, unknown=True)
     raise FallowError(
-        f"sbatch gave no answer ({outcome.reason}) and Slurm does not show the job yet; do not submit it again: "
-        f"run {new.run} takes it up if it appears. See: fallow status {new.run}",
+        f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again. As soon as Slurm answers, "
+        f"the head looks for it: if it is there, run {new.run} takes it up, else the head submits it once more. "
+        f"See: fallow status {new.run}; to give it up: fallow cancel {new.run}",
         Exit.TEMPFAIL,
     )
 
