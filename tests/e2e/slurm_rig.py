@@ -216,8 +216,8 @@ class Training:
 class Rig:
     """A testbed and a head over a fresh folder. Use as a context manager."""
 
-    def __init__(self, profile: str, nodes: int) -> None:
-        self._profile, self._nodes = profile, nodes
+    def __init__(self, profile: str, nodes: int, **settings: str) -> None:
+        self._profile, self._nodes, self._settings = profile, nodes, settings
         self._runner = asyncio.Runner()
         self._count = 0
         self._patch = pytest.MonkeyPatch()
@@ -248,6 +248,7 @@ class Rig:
             **ours,
             **self.testbed.env(),
             **SETTINGS,
+            **self._settings,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "FALLOW_STATE_DIR": str(self.folder / "state"),
             "FALLOW_CONFIG": str(self.folder / "config.toml"),

@@ -21,7 +21,7 @@ from types import TracebackType
 from fallow.model import Exit, FallowError, Struct
 from fallow.testbed import registry
 from fallow.testbed.conf import Layout, Profile
-from fallow.testbed.daemons import logs, make_folder, start_daemons, write_files
+from fallow.testbed.daemons import logs, make_folder, start_daemons, start_slurmctld, write_files
 from fallow.testbed.host import (
     check_host_name,
     clean_environment,
@@ -184,6 +184,10 @@ class Testbed:
                 f"testbed {self.folder}: {name} is not running ({error}); take the testbed down",
                 Exit.UNAVAILABLE,
             ) from error
+
+    def restart_slurmctld(self) -> None:
+        """Start slurmctld again once it has ended, for tests that killed it."""
+        start_slurmctld(self.layout, self._commands)
 
     def status(self) -> TestbedStatus:
         """What runs now. Never fails because Slurm does not answer: then `up` is false."""

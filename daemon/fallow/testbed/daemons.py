@@ -78,6 +78,11 @@ def start_daemons(layout: Layout, commands: dict[str, str]) -> None:
         _spawn(layout, commands, ["slurmd", "-N", node])
 
 
+def start_slurmctld(layout: Layout, commands: dict[str, str]) -> None:
+    """Start slurmctld again after it ended, with the state that it saved."""
+    _spawn(layout, commands, ["slurmctld"])
+
+
 def _spawn(layout: Layout, commands: dict[str, str], command: list[str]) -> None:
     """Run a daemon. As it goes into the background by itself it is nobody's child and never our zombie."""
     argv = [commands[command[0]], *command[1:]]

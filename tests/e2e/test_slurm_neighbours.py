@@ -1,0 +1,130 @@
+"""Others' jobs on a real Slurm that preempts nobody: they get our nodes at once. And slurmctld may go away."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slurm_rig import START_S, Rig, Training, telling, wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+POLL_S, IDLE_S, CYCLE_S = 5.0, 6.0, 1.0
+"""Their start: never later than our poll, what we may take to leave, and one backfill cycle."""
+
+
+@pytest.fixture(scope="module")
+def shared(slurm_installed: None) -> Iterator[Rig]:
+    with Rig("plain", nodes=4, FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION="true") as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(shared: Rig) -> Iterator[Rig]:
+    with telling(shared):
+        yield shared
+
+
+def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
+    first, second = rig.others(1), rig.others(1)
+    rig.wait_job(second, "RUNNING")
+    training = rig.submit("--nodes=1:3")
+    older = training.wait_members(2)[1]
+    rig.scancel(second)
+    newer = next(m for m in training.wait_members(3) if m.rank and m.worker != older.worker)
+    before = len(training.events("submit"))
+
+    other = rig.others(1)
+    rig.wait_job(other, "RUNNING", 2 * (POLL_S + IDLE_S + CYCLE_S))
+    shown = rig.testbed.slurm("scontrol", "-o", "show", "job", other)
+    assert f" NodeList={newer.node} " in shown, "the newest goes"
+    assert _waited_s(shown) <= POLL_S + IDLE_S + CYCLE_S
+    assert {m.worker for m in training.wait_members(2)} == {"w0", older.worker}
+    training.wait_steps()
+    # Nothing was asked for in between, and nothing waits that could take the next node from others.
+    assert len(training.events("submit")) == before
+    assert not training.events("eject", "failed", "lost")
+    assert [f"job {other} of " in e.text for e in training.changes("release")] == [True]
+    delayed = wait_for("the delay is known", lambda: rig.head_view().others_delayed, 5.0)
+    assert delayed.jobs == 1
+    assert delayed.max_s <= POLL_S + IDLE_S + CYCLE_S
+    assert rig.head_view().poll_interval_s <= POLL_S
+
+    rig.scancel(first, other)
+    training.wait_members(3)
+    training.finish()
+
+
+@pytest.mark.soak
+def test_a_worker_that_does_not_leave_in_time_is_ended(rig: Rig) -> None:
+    fillers = rig.others(2)
+    rig.wait_job(fillers, "RUNNING")
+    training = rig.submit("--nodes=1:2", steps=40, pace_s=20.0)
+    training.wait_members(2)
+    other = rig.others(1)
+    rig.wait_job(other, "RUNNING", 2 * (POLL_S + IDLE_S + CYCLE_S))
+    assert _waited_s(rig.testbed.slurm("scontrol", "-o", "show", "job", other)) <= POLL_S + IDLE_S + CYCLE_S
+    training.wait_for("ejected", lambda: training.changes("eject"), START_S)
+    assert any("has not left in time" in event.text for event in training.events("release"))
+    rig.scancel(fillers, other)
+    report = training.finish()
+    assert report.steps_discarded <= 1
+
+
+def _waited_s(shown: str) -> float:
+    times = {
+        key: time.mktime(time.strptime(re.search(rf" {key}=(\S+)", shown)[1], "%Y-%m-%dT%H:%M:%S"))
+        for key in ("SubmitTime", "StartTime")
+    }  # type: ignore[index]
+    return times["StartTime"] - times["SubmitTime"]
+
+
+def test_a_slurmctld_that_dies_ends_no_allocation(rig: Rig) -> None:
+    training, members = _started(rig)
+    os.kill(rig.testbed.daemon_pid("slurmctld"), signal.SIGKILL)
+    _away(rig, training)
+    rig.testbed.restart_slurmctld()
+    _back(rig, training, members)
+
+
+@pytest.mark.soak
+def test_a_slurmctld_that_hangs_ends_no_allocation(rig: Rig) -> None:
+    training, members = _started(rig)
+    slurmctld = rig.testbed.daemon_pid("slurmctld")
+    os.kill(slurmctld, signal.SIGSTOP)
+    try:
+        _away(rig, training)
+    finally:
+        os.kill(slurmctld, signal.SIGCONT)
+    _back(rig, training, members)
+
+
+def _started(rig: Rig) -> tuple[Training, list[tuple[str, int]]]:
+    training = rig.submit("--nodes=1:2", "--time=10", steps=800)
+    return training, [(m.worker, m.pid) for m in training.wait_members(2)]
+
+
+def _away(rig: Rig, training: Training) -> None:
+    wait_for("the head has noticed", lambda: rig.head_view().slurm_error, 60.0, rig.story)
+    training.wait_steps(10)
+    assert {a.state for a in training.view().allocations} == {"running"}
+
+
+def _back(rig: Rig, training: Training, members: list[tuple[str, int]]) -> None:
+    wait_for("Slurm answers again", lambda: rig.head_view().slurm_error is None, START_S, rig.story)
+    polls = rig.head_view().polls
+    wait_for("three polls more", lambda: rig.head_view().polls >= polls + 3, START_S, rig.story)
+    assert {a.state for a in training.view().allocations} == {"running"}
+    assert [(m.worker, m.pid) for m in training.members()] == members
+    assert not training.events("eject", "failed", "lost", "orphan")
+    training.finish()
