@@ -68,7 +68,15 @@ def test_schedules_keep_the_world(members: int) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["nothing"], ["--members", "two"], ["--members", "1"], ["--members", "2.5"], ["--params", "0"], ["--n", "1"]],
+    [
+        ["nothing"],
+        ["--members", "two"],
+        ["--members", "1"],
+        ["--members", "2.5"],
+        ["--params", "0"],
+        ["--n", "1"],
+        ["harvest", "pause"],
+    ],
 )
 def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["bench", *words]) == 2

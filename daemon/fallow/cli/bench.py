@@ -7,18 +7,32 @@ import re
 
 import click
 
-from fallow.cli.common import json_option
+from fallow.cli.common import json_option, print_json
 from fallow.model import Exit, FallowError
 
 
 @click.command(short_help="Measure, side by side with peers.")
 @click.option("--members", default="4", show_default=True, metavar="N,...", help="Worlds to measure.")
 @click.option("--params", default="10", show_default=True, metavar="M,...", help="Models, in millions of parameters.")
+@click.option("--seconds", type=click.FloatRange(min=30), default=300.0, show_default=True, help="Of harvest.")
+@click.option(
+    "--profile", type=click.Choice(["plain", "preempt"]), default="plain", show_default=True, help="Of harvest."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of harvest: which jobs others submit.")
 @click.option("--n", type=click.IntRange(min=2), help="Measurements per row, about.")
 @json_option
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-def bench(names: tuple[str, ...], members: str, params: str, n: int | None, as_json: bool) -> int:
-    """Measure NAMEs (default: all) on this machine; nothing else should run on it.
+def bench(
+    names: tuple[str, ...],
+    members: str,
+    params: str,
+    n: int | None,
+    seconds: float,
+    profile: str,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Measure NAMEs (default: all but harvest) on this machine; nothing else should run on it.
 
     \b
     pause         planned changes of the membership
@@ -31,9 +45,14 @@ def bench(names: tuple[str, ...], members: str, params: str, n: int | None, as_j
     planner       one plan of the harvester, for large clusters
     torchrun      absorb, release and kill under torchrun's elastic agent
     torchft       join and kill under torchft, where it is installed
+    harvest       by itself: idle nodes used and others' jobs delayed, with and without Fallow, on private Slurms
     """
     if set(names) != {"planner"} and importlib.util.find_spec("torch") is None:
         raise FallowError("fallow bench trains; run: pip install 'fallow[torch]'", Exit.UNAVAILABLE)
+    if "harvest" in names:
+        if len(names) > 1:
+            raise FallowError("bench harvest: measures another way than the others; run it by itself", Exit.USAGE)
+        return _harvest(seconds, profile, seed, as_json)
     from fallow.bench.main import check_names, main
     from fallow.bench.rows import Settings
 
@@ -41,6 +60,24 @@ def bench(names: tuple[str, ...], members: str, params: str, n: int | None, as_j
     worlds = [int(number) for number in _numbers(members, "--members", least=2)]
     sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01)]
     return int(main(names, Settings(members=worlds, params=sizes, n=n), json=as_json))
+
+
+def _harvest(seconds: float, profile: str, seed: int, as_json: bool) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fallow.demo import harvest
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("harvest", total=seconds)
+        plan = harvest.Plan(profile=profile, seconds=seconds, seed=seed)
+        report = harvest.run(plan, lambda passed, words: bar.update(task, completed=passed, description=words))
+    if as_json:
+        print_json(report)
+    else:
+        harvest.show(report)
+    return Exit.OK
 
 
 def _numbers(text: str, option: str, least: float) -> list[float]:

@@ -92,6 +92,7 @@ def status(as_json: bool) -> None:
 @click.option(
     "--utilisation", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True, help="Of the nodes."
 )
+@click.option("--mean", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Length of jobs, seconds.")
 @click.option("--trace", help="Play a recorded cluster instead: a name (helios) or a file.")
 @click.option("--as-user", help="Submit as this user (root only).")
 @json_option
@@ -100,6 +101,7 @@ def load(
     seconds: float,
     seed: int,
     utilisation: float,
+    mean: float,
     trace: str | None,
     as_user: str | None,
     as_json: bool,
@@ -107,7 +109,9 @@ def load(
     """Play other users' jobs on the testbed in FOLDER, in the foreground."""
     from fallow.testbed import api
 
-    result = api.load(folder, seed=seed, seconds=seconds, utilisation=utilisation, trace=trace, as_user=as_user)
+    result = api.load(
+        folder, seed=seed, seconds=seconds, utilisation=utilisation, mean_s=mean, trace=trace, as_user=as_user
+    )
     if as_json:
         print_json(result)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from fallow.demo.compare import JobTimes
 from fallow.demo.measure import Sample, sample_of
 from fallow.model import FallowError
 from fallow.slurm.client import SlurmClient
@@ -17,6 +18,8 @@ class Observer:
         self.samples: list[Sample] = []
         self.base_jobs: set[str] = set()
         "job ids of the run's base allocations, told by the caller"
+        self.jobs: dict[str, JobTimes] = {}
+        "by name"
         self.missed = 0
         self._slurm = slurm
         self._interval_s = interval_s
@@ -30,4 +33,7 @@ class Observer:
                 self.missed += 1
             else:
                 self.samples.append(sample_of(cluster, frozenset(self.base_jobs)))
+                for job in cluster.jobs:
+                    started = job.start_at if job.state != "PENDING" else None
+                    self.jobs[job.name] = JobTimes(job.submit_at or cluster.at, started)
             await asyncio.sleep(max(0.05, began + self._interval_s - time.monotonic()))

@@ -68,20 +68,22 @@ def load(
     seed: int = 0,
     seconds: float = 300.0,
     utilisation: float = 0.7,
+    mean_s: float = jobs_of.MEAN_S,
     trace: str | Path | None = None,
     as_user: str | None = None,
     record: Path | None = None,
 ) -> dict[str, Any]:
     """Play other users' jobs on a testbed for so many seconds, or until SIGTERM; then cancel what is left of them.
 
-    Jobs come from `seed`, or from `trace` (`helios` or a path). `as_user` (root only) makes them another
-    user's for Slurm too; otherwise only their names say so. Each is a line of JSON in `record`
+    Jobs come from `seed` and are `mean_s` long on average, or they come from `trace` (`helios` or a path).
+    `as_user` (root only) makes them another user's for Slurm too; otherwise only their names say so. Each is a line of
+    JSON in `record`
     (default: `load.jsonl` in the testbed's folder). Returns a summary.
     """
     testbed = Testbed.load(folder if folder is not None else _only())
     layout = testbed.layout
     plan = jobs_of.LoadPlan(seed=seed, seconds=seconds, nodes=layout.nodes, gpus=layout.gpus, utilisation=utilisation)
-    jobs = jobs_of.from_seed(plan) if trace is None else jobs_of.from_trace(plan, jobs_of.trace_path(trace))
+    jobs = jobs_of.from_seed(plan, mean_s) if trace is None else jobs_of.from_trace(plan, jobs_of.trace_path(trace))
     path = record or record_path(testbed)
     with path.open("a") as file:
         player = Player(testbed, file, as_user=as_user)

@@ -31,6 +31,8 @@ _HELIOS_NODES = {
 _HELIOS_GPUS = 8
 TRACE_SQUEEZE = 60.0
 "Seconds of a trace that become one second of load: its jobs of minutes to hours then last seconds to minutes."
+MEAN_S = 20.0
+"Length of made-up jobs, on average."
 _SHORTEST_S = 1.0
 _SIGMA = 1.0
 "Spread of the logarithm of lengths: the longest tenth is about ten times as long as the shortest."
@@ -76,7 +78,7 @@ class LoadJob(Struct, frozen=True):
     "what the user asks for; more than the job needs, as users do"
 
 
-def from_seed(plan: LoadPlan, mean_s: float = 20.0) -> list[LoadJob]:
+def from_seed(plan: LoadPlan, mean_s: float = MEAN_S) -> list[LoadJob]:
     """Poisson arrivals of jobs with log-normal lengths, mostly of one node, `mean_s` long on average.
 
     Whole nodes are asked for, `utilisation` of them on average. Below 1 that leaves holes of all lengths, with
