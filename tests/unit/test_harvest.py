@@ -21,6 +21,7 @@ from fallow.head.turn import Turn
 from fallow.model import AllocationState, ClusterConfig, ReservationInfo, RunSpec
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.paced import PacedClient
 
 POLL_S = 30.0
 
@@ -235,7 +236,8 @@ async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> No
 async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     run, inbox = site.run(), asyncio.Queue[Item]()
     await site.poll()
-    calls = SlurmCalls(site.slurm, site.book.paths, site.harvest, inbox, POLL_S)
+    client = PacedClient(site.slurm, queries_per_min=60, submits_per_min=60)
+    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
     site.slurm.reject = "Invalid account or account/partition combination specified"
     assert await calls.test(run) == f"scavenge: {site.slurm.reject}"
     assert await calls.test(run) == "", "not so soon again"
