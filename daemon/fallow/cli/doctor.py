@@ -120,13 +120,8 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
-    # One look tells what the site says about hidden jobs; what polls show takes the head several.
-    refused = courtesy.refusals(
-        cluster,
-        config,
-        unseen=courtesy.Visibility().look(cluster, config),
-        allow_unseen=site.harvest_unseen,
-        allow_unfair=site.harvest_unfair,
+    refused = courtesy.at_first_sight(
+        cluster, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
     )
     found = [
         checks.slurm_version(config),

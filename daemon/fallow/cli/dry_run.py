@@ -106,6 +106,7 @@ def _heads_view(plan: Submission) -> Prospect | None:
 
 async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.config import load_config
+    from fallow.core.courtesy import at_first_sight
     from fallow.core.requests import Known
     from fallow.head.asking import Asking
     from fallow.head.prospect import look
@@ -113,7 +114,10 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     known = Known()
     site = await client.config()
     cluster = await client.poll("fallow-")
-    rules = Asking(load_config(), known).rules(cluster.at, site)
+    settings = load_config()
+    allowed = settings.site
+    refused = at_first_sight(cluster, site, allow_unseen=allowed.harvest_unseen, allow_unfair=allowed.harvest_unfair)
+    rules = Asking(settings, known).rules(cluster.at, site, refused)
     return look(cluster, plan.spec, rules, [], known, by_head=False)
 
 

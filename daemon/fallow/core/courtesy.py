@@ -78,6 +78,14 @@ def refusals(
     return found
 
 
+def at_first_sight(
+    cluster: ClusterState, config: ClusterConfig, *, allow_unseen: bool, allow_unfair: bool
+) -> dict[str, str]:
+    """`refusals` for who has seen one poll only: what the site says about hidden jobs must do."""
+    unseen = Visibility().look(cluster, config)
+    return refusals(cluster, config, unseen=unseen, allow_unseen=allow_unseen, allow_unfair=allow_unfair)
+
+
 def in_use_by_nobody(cluster: ClusterState) -> frozenset[str]:
     """Nodes that are in use though no job is shown on them: somebody's jobs are hidden from us."""
     shown = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
