@@ -114,6 +114,7 @@ async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site
     assert (node.state, node.gpus_used) == ("MIXED", 4)
     request = site.slurm.jobs[ours.job_id or ""].request
     assert request is not None and "--gpus-per-node=1" in request.options
+    assert not site.harvest._learning.known.watch.open_spells("scavenge", site.slurm.now), "nobody left a hole"
     assert not [o for o in request.options if o.startswith(("--exclusive", "--gres", "--mem=0", "--ntasks-per-node"))]
 
 

@@ -431,10 +431,13 @@ def test_holes_are_followed_until_others_have_them() -> None:
     assert (watch.age_s("n1", 30.0), watch.age_s("n2", 30.0), watch.age_s("n3", 30.0)) == (15.0, 30.0, 530.0)
     # We use n1, which is no end; n2 is drained, which says nothing; somebody else has n3.
     over = look(60.0, busy, node("n2", flags=["DRAIN"]), node("n3", "MIXED"), ours={"n1": 40.0})
-    assert over == [("scavenge", Spell(30.0, False, 0.0)), ("scavenge", Spell(545.0, True, 500.0))]
-    assert [s.left_s for s in watch.open_spells("scavenge", 60.0)] == [45.0]
-    assert look(90.0, node("n1", "ALLOCATED", flags=["COMPLETING"]), ours={}) == []
-    assert look(120.0, busy) == [("scavenge", Spell(75.0, True, 0.0))]
+    assert over == [("scavenge", Spell(30.0, False, 0.0))]
+    assert [s.left_s for s in watch.open_spells("scavenge", 60.0)] == [530.0, 45.0]
+    # Seen in use twice, somebody has n3; n1 is busy once after our job, and is idle then.
+    assert look(90.0, busy, node("n3", "MIXED")) == [("scavenge", Spell(545.0, True, 500.0))]
+    assert look(120.0, node("n1")) == [] and watch.age_s("n1", 120.0) == 105.0
+    assert look(150.0, node("n1", "ALLOCATED", flags=["COMPLETING"])) == []
+    assert look(180.0, busy) == [] and look(210.0, busy) == [("scavenge", Spell(135.0, True, 0.0))]
 
 
 def test_only_so_much_is_remembered() -> None:

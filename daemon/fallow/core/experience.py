@@ -92,12 +92,14 @@ def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, a
 
 
 class _Sighting:
-    __slots__ = ("entered", "partitions", "seen", "since")
+    __slots__ = ("entered", "partitions", "seen", "since", "taken")
 
     def __init__(self, since: float, entered: float, partitions: list[str]) -> None:
         self.since = since
         self.entered = entered
         self.seen = entered
+        self.taken: float | None = None
+        "first poll that showed it in use, by somebody else it seems"
         self.partitions = partitions
 
     def spell(self, until: float, ended: bool) -> Spell:
@@ -118,7 +120,7 @@ class HoleWatch:
 
         Args:
             cluster: the poll.
-            ours: nodes of our harvest jobs, with the Unix time of the job's start.
+            ours: nodes that our harvest jobs have as a whole, with the Unix time of the job's start.
             partitions: those whose holes matter.
 
         Returns:
@@ -136,10 +138,14 @@ class HoleWatch:
                     since = ours.get(node.node, node.idle_since)
                     self._open[node.node] = self._sight(cluster.at, since, mine)
                 else:
-                    sighting.seen = cluster.at
+                    sighting.seen, sighting.taken = cluster.at, None
             elif sighting is not None and "COMPLETING" not in node.flags:
                 taken = node.state in ("ALLOCATED", "MIXED")
-                until = (sighting.seen + cluster.at) / 2 if taken else sighting.seen
+                if taken and sighting.taken is None:
+                    # Once is nothing: jobs and nodes are answers of two moments, so it may be our own job that ended.
+                    sighting.taken = cluster.at
+                    continue
+                until = sighting.seen if sighting.taken is None else (sighting.seen + sighting.taken) / 2
                 spell = sighting.spell(until, ended=taken)
                 over += [(name, spell) for name in sighting.partitions if name in matter]
                 del self._open[node.node]
@@ -163,4 +169,5 @@ class HoleWatch:
 
     def open_spells(self, partition: str, at: float) -> list[Spell]:
         """Holes of a partition that are not over, as they are now."""
-        return [s.spell(at, ended=False) for s in self._open.values() if partition in s.partitions]
+        there = (s for s in self._open.values() if partition in s.partitions)
+        return [s.spell(at if s.taken is None else s.seen, ended=False) for s in there]

@@ -47,7 +47,8 @@ class Learning:
             if a.harvested
         ]
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
-        ours = {node: a.start_at or cluster.at for _, a in harvest if a.state in held for node in a.nodes}
+        whole = [a for _, a in harvest if a.state in held and a.part is None]
+        ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
         partitions = [p.partition for p in harvestable(cluster, rules)]
         experience = self.known.experience
         for partition, spell in self.known.watch.look(cluster, ours, partitions):
