@@ -180,7 +180,10 @@ async def test_a_replacement_is_not_one_too_many_while_it_starts(site: Site) -> 
         "the new one is there before the old goes"
     )
     await site.poll(200.0)
+    second = site.live(run)[-1]
+    second.active_at = site.slurm.now
     await site.poll(1.0)
+    assert site.harvest._learning.known.experience.starts == {}, "it waited for the old one; that is no start"
     (second,) = site.live(run)
     assert second.replaces == first.token and run.record.next_allocation == 2
 

@@ -80,7 +80,8 @@ class Learning:
                 experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
         if allocation.active_at is not None and allocation.token not in self._trained:
             self._trained.add(allocation.token)
-            if not allocation.pinned:
+            # A successor is ready early and joins when the node before it leaves.
+            if not allocation.replaces:
                 wait_s, start_s = start_at - allocation.requested_at, allocation.active_at - start_at
                 experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
 
