@@ -175,7 +175,7 @@ def test_no_answer_is_unknown(
     monkeypatch.setenv("MODE", mode)
     monkeypatch.setattr("fallow.cli.sbatch_call.SUBMIT_S", 1.0)
     assert invoke(["submit", "job.sh"]) == Exit.TEMPFAIL
-    assert "do not submit it again" in capsys.readouterr().err
+    assert "do not submit it again yet" in capsys.readouterr().err
     assert site.asked[-1][0] == "base_failed"
     assert site.asked[-1][1]["unknown"] is True
 

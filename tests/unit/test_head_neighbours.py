@@ -12,6 +12,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Run
+from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -24,6 +25,7 @@ from fallow.model import (
     NodeInfo,
     PartitionInfo,
     RunSpec,
+    RunStatus,
 )
 
 NOW = 1_000_000.0
@@ -122,6 +124,27 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     restored = Neighbours(CONFIG)
     restored.recall(msgspec.msgpack.encode(neighbours.delays))
     assert restored.report(NOW + 9).max_s == 5.0
+
+
+def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_again_once_it_has_trained(
+    book: Book, run: Run
+) -> None:
+    empty = cluster(run, False, NOW + 60)
+    book.new_allocation(run, AllocationKind.BASE, NOW)
+    take_in(turn(book, NOW + 60), empty, 30.0)
+    assert run.roster.status is RunStatus.WAITING, "it may be Slurm's first answer"
+    take_in(turn(book, NOW + 65), empty, 30.0)
+    assert (run.roster.status, run.roster.message) == (
+        RunStatus.FAILED,
+        "Slurm never had its job, as its answers show; submit it again",
+    )
+    trained = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, NOW)
+    book.new_allocation(trained, AllocationKind.BASE, NOW)
+    trained.roster.generation = 3
+    for _ in range(2):
+        take_in(turn(book, NOW + 60), empty, 30.0)
+    assert trained.record.base_wanted
+    assert not trained.roster.status.ended
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:

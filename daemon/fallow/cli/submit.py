@@ -191,9 +191,9 @@ def submit_plan(plan: Submission, source: Path | None) -> int:
         return Exit.OK
     _tell_failure(new, outcome.reason, unknown=True)
     raise FallowError(
-        f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again. As soon as Slurm answers, "
-        f"the head looks for it: if it is there, run {new.run} takes it up, else the head submits it once more. "
-        f"See: fallow status {new.run}; to give it up: fallow cancel {new.run}",
+        f"nobody knows whether Slurm has the job ({outcome.reason}); do not submit it again yet. Once Slurm answers, "
+        f"the head looks for it: if it is there, run {new.run} takes it up, else the run fails, and you can submit it "
+        f"again. See: fallow status {new.run}; to give it up: fallow cancel {new.run}",
         Exit.TEMPFAIL,
     )
 

@@ -51,7 +51,12 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
             turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
     vanished = allocation.reason in ("CANCELLED", "") and allocation.start_at is None
     cancelled = allocation.reason == "CANCELLED" or vanished
-    if allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
+    if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
+        # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
+        if run.roster.generation == 0 and not run.roster.workers and allocation.asked_at is None:
+            text = "Slurm never had its job, as its answers show; submit it again"
+            turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
+    elif allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
         run.record.base_wanted = False
         if run.roster.generation == 0 and not run.roster.workers:
             # Cancelled before anything of it ran: the user does not want the run.
