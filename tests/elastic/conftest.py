@@ -45,7 +45,7 @@ def undisturbed(nursery: NurseryClient, tmp_path_factory: pytest.TempPathFactory
         async with Rig(nursery, tmp_path_factory.mktemp("undisturbed")) as rig:
             run = await rig.run(*options, "--pace", 0)
             await run.begin(1)
-            return await run.ends()
+            return await run.ends(within_s=1800)
 
     async def report(*options: object) -> RunReport:
         if options not in known:

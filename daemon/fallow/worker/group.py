@@ -28,6 +28,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _QUIET_S = 1.0
 """After this, what was on its way in an abandoned group has arrived."""
 
+_UNUSED_TAG = 1 << 20
+"""Of a message that nobody sends."""
+
 _STAGGER_S = 0.1
 _LATEST_S = 20.0
 
@@ -185,10 +188,26 @@ class Group:
     def destroy(self) -> None:
         """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         if self._pg is not None:
+            self._close_connections()
             self._pg.shutdown()
         self._pg = None
         self._kept.clear()
         self.end_transfers()
+
+    def _close_connections(self) -> None:
+        """End collectives that still wait for a peer, which `shutdown` would wait for.
+
+        gloo has no call for that, but it closes all connections of a group when a receive runs out of time.
+        """
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            try:
+                self._pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "imed out" in str(error):
+                    return
+                # This one's connection is lost already, which says nothing of the others'.
 
 
 class _Waiter:

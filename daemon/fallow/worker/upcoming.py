@@ -10,6 +10,9 @@ from fallow.worker.group import Group, build_group, reap
 from fallow.worker.reach import unreachable
 from fallow.worker.rendezvous import Ask, HeadStore
 
+_SETTLE_S = 1.0
+"""An agent tells of a worker's death much sooner than this."""
+
 
 @dataclass(slots=True)
 class Built:
@@ -74,6 +77,8 @@ class Upcoming:
                 built.group = build_group(prepare.generation, self.rank, size, store, address, left_s, holds=holds)
         except FallowError as error:
             built.reason = error.message
+            # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
+            time.sleep(min(_SETTLE_S, max(0.0, end - time.monotonic())))
         except RuntimeError as error:
             built.reason = f"rendezvous of generation {prepare.generation}: {error}"
         if built.cut_off:
