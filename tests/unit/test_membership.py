@@ -202,14 +202,40 @@ def test_death_after_the_commit_interrupts_both_generations() -> None:
     assert interrupted == {("w0", 1), ("w2", 1), ("w0", generation), ("w2", generation)}
 
 
-def test_leaver_that_alone_has_the_state_is_kept() -> None:
+def test_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
     m = started("w0")
     m.roster.limit = 1
     join(m, "w2", at=2)
     m.handle(ev.ReleaseWanted(at=3, workers=["w0"], reason="walltime"))
     change = m.roster.change
     assert change is not None
-    assert (change.members, change.leavers) == (["w2"], ["w0"])
+    assert (change.kind, change.members, change.leavers) == (ChangeKind.ABSORB, ["w0", "w2"], [])
+    finish_change(m)
+    assert m.roster.change is not None, "now it leaves"
+    finish_change(m)
+    assert m.roster.members == ["w2"]
+    assert [g.kind for g in m.roster.history[-2:]] == [ChangeKind.ABSORB, ChangeKind.RELEASE]
+
+
+def test_when_all_leave_at_once_one_hands_the_state_over_first() -> None:
+    m = started("w0", "w1", "w2")
+    m.roster.limit = 2
+    join(m, "w3", at=2)
+    join(m, "w4", at=2)
+    m.handle(ev.ReleaseWanted(at=3, workers=["w0", "w1", "w2"], reason="walltime"))
+    while m.roster.change is not None:
+        members = m.roster.change.members
+        assert any(m.roster.workers[w].has_state for w in members)
+        finish_change(m)
+    assert m.roster.members == ["w3", "w4"]
+
+
+def test_leaver_that_alone_has_the_state_is_kept_when_the_group_breaks() -> None:
+    m = started("w0")
+    join(m, "w2", at=2)
+    change = m.roster.change
+    assert change is not None
+    m.handle(ev.ReleaseWanted(at=3, workers=["w0"], reason="walltime"))
     for worker in ("w0", "w2"):
         m.handle(ev.Said(at=3, message=Vote(worker=worker, generation=change.generation, ok=True)))
     m.handle(ev.Said(at=4, message=Held(worker="w0", generation=change.replaces, reason="reset", step=0)))

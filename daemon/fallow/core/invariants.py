@@ -32,6 +32,9 @@ def check(roster: Roster, story: Iterable[ev.Event]) -> None:
         rules["a committed change is the generation"] = not change.committed or r.generation == change.generation
         rules["a change that only looks is never committed"] = not (change.probe and change.committed)
         rules["nobody joins and leaves at once"] = not set(change.members) & set(change.leavers)
+        holders = {w for w in [*change.members, *change.leavers] if r.alive(w) and r.workers[w].has_state}
+        kept = not holders or not change.members or bool(holders & set(change.members))
+        rules["the state does not leave with those who leave"] = kept or change.committed
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
         told = "\n".join(map(str, story))

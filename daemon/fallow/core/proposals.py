@@ -32,6 +32,11 @@ def wanted(roster: Roster) -> Proposal | None:
         return None
     if not joiners and not leaving:
         return None
+    if joiners and not any(r.workers[w].has_state for w in staying):
+        # Newcomers take the state from members of their own generation: one of the leavers stays for one more.
+        keeper = next((w for w in leaving if r.workers[w].has_state), None)
+        leaving = [w for w in leaving if w != keeper]
+        staying = [w for w in r.members if w in staying or w == keeper]
     reasons = []
     if joiners:
         reasons.append("absorbed " + named(r, joiners))
