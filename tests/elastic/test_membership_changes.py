@@ -143,6 +143,28 @@ async def test_s3_s4_e6_leavers_that_are_warned_hand_over_first(make_rig: MakeRi
     assert "eject" not in [g.kind for g in report.generations]
 
 
+async def test_s4_a_standby_takes_the_only_members_place(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """One for one, both ready at once: the state does not leave with the only one who has it."""
+    async with make_rig() as rig:
+        run = await (await rig.run()).begin(2)
+        await run.arrive()
+        step = (await run.view()).step + 6
+        gate = run.hold("w0", step)
+        await run.held("w0", step)
+        await run.release("w1")
+        await run.until(lambda view: view.generation == 2, "the change is not committed")
+        # Both become due together, when the change that w0 holds up is complete.
+        send(run.agent_of["w0"], signal.SIGTERM)
+        await run.until(lambda view: phase(view, "w0") is WorkerPhase.LEAVING, "w0 was not warned")
+        await run.grow()
+        gate.unlink()
+        await run.becomes(["w2"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.steps_discarded == 0
+    assert [g.members for g in report.generations] == [["w0", "w1"], ["w0"], ["w0", "w2"], ["w2"]]
+
+
 async def test_h12_the_last_member_is_told_to_leave_and_leaves_a_checkpoint(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
