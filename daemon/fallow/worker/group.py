@@ -188,13 +188,13 @@ class Group:
     def destroy(self) -> None:
         """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         if self._pg is not None:
-            self._close_connections()
+            self._close_connections(self._pg)
             self._pg.shutdown()
         self._pg = None
         self._kept.clear()
         self.end_transfers()
 
-    def _close_connections(self) -> None:
+    def _close_connections(self, pg: Any) -> None:
         """End collectives that still wait for a peer, which `shutdown` would wait for.
 
         gloo has no call for that, but it closes all connections of a group when a receive runs out of time.
@@ -203,7 +203,7 @@ class Group:
             if peer == self.rank:
                 continue
             try:
-                self._pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "imed out" in str(error):
                     return
