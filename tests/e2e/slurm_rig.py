@@ -395,12 +395,13 @@ class Rig:
             parts += [msgspec.json.encode(view).decode() for view in self.status().runs if not view.status.ended]
         with contextlib.suppress(FallowError):
             parts.append(self.testbed.slurm("squeue", "-a", "-t", "all"))
-        logs = [self.folder / "head.log", *self.folder.glob("training*/output")]
+        logs = [self.testbed.folder / "slurmctld.log", self.testbed.folder / "slurmctld.out"]
+        logs += [self.folder / "head.log", *self.folder.glob("training*/output")]
         logs += sorted((self.folder / "state" / "runs").glob("*/logs/*"))
         for log in logs:
             text = log.read_text(errors="replace").strip() if log.exists() else ""
             if text:
-                parts.append(f"--- {log.relative_to(self.folder)}\n{text[-1500:]}")
+                parts.append(f"--- {log}\n{text[-1500:]}")
         return "\n".join(parts)
 
 

@@ -103,6 +103,7 @@ async def test_s13_a_newcomer_with_a_cut_link_is_left_out_while_the_others_train
     assert report.steps_discarded == 0
 
 
+@pytest.mark.soak
 async def test_s13_a_link_that_is_cut_in_the_first_exchange_of_a_generation(
     make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
 ) -> None:
