@@ -95,9 +95,11 @@ class Parts(Struct, frozen=True, kw_only=True):
     """Where a pause went, in seconds."""
 
     drain: float = 0.0
+    "waiting for the slowest member's last step"
     group: float = 0.0
     state: float = 0.0
     data: float = 0.0
+    "the new plan, the old group's dismissal, and the wait for the first batch"
 
 
 class Active(Message, frozen=True, kw_only=True):

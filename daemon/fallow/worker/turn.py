@@ -114,6 +114,7 @@ class Turn:
             lambda: load_newest(prepare.checkpoints, self._unusable, self._alive),
             member.pace.value,
         )
+        entered = time.monotonic()
         place.went_back = prepare.rollback and not newcomer
         if group.rank in done.healed:
             sys.stderr.write(
@@ -144,7 +145,7 @@ class Turn:
                     group=parts.group + done.group_s,
                     state=done.state_s,
                 ),
-                time.monotonic(),
+                entered,
             )
         for callback in member.on_resize:
             callback()
