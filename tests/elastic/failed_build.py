@@ -1,13 +1,17 @@
-"""A process group that cannot be built because the peer goes silent; the process has to survive what follows."""
+"""A process group that cannot be built because the peer goes silent (`silent`) or comes too late (`late`).
+
+The process has to survive what follows.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
 
-import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from fallow.model import FallowError
@@ -16,25 +20,29 @@ from fallow.worker.group import build_group
 TIMEOUT_S = 0.3
 
 
-def peer(store: HashStore) -> None:
-    """Take part in the first collective and in no other."""
+def peer(store: HashStore, late: bool) -> None:
+    """Take part in no collective but connect, in time or when the other has given up."""
+    if late:
+        time.sleep(2 * TIMEOUT_S)
     options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    options._timeout = timedelta(seconds=20)
-    group = ProcessGroupGloo(store, 1, 2, options)
-    group.allreduce([torch.zeros(1)]).wait()
-    time.sleep(20 * TIMEOUT_S)
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._timeout = timedelta(seconds=2 * TIMEOUT_S)
+    with contextlib.suppress(RuntimeError):
+        group = ProcessGroupGloo(store, 1, 2, options)
+        time.sleep(20 * TIMEOUT_S)
+        del group
 
 
 def main() -> None:
     """Fail, and wait until nothing of it is left."""
     store = HashStore()
-    other = threading.Thread(target=peer, args=(store,))
+    other = threading.Thread(target=peer, args=(store, sys.argv[1] == "late"))
     other.start()
     try:
         build_group(1, 0, 2, store, "127.0.0.1", TIMEOUT_S)
     except FallowError as error:
         print(error.message)
+        other.join()  # with the error at hand, as a caller may keep it
     other.join()
     while any(thread.name.startswith("reaper") for thread in threading.enumerate()):
         time.sleep(0.01)

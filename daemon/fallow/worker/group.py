@@ -263,29 +263,40 @@ def build_group(
     if size == 1:
         return Group(generation, 0, 1, None)
     started = time.monotonic()
+    pg, reason = None, ""
+    try:
+        assert store is not None
+        pg = _connect(store, rank, size, address, timeout_s)
+        group = Group(generation, rank, size, pg, Streams(generation, address))
+    except (RuntimeError, OSError) as error:
+        reason = _reason(error)
+    # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
+    # peer connects to a group that failed.
+    if pg is not None and not reason:
+        try:
+            _open_connections(group, timeout_s - (time.monotonic() - started), holds=holds)
+            pg._set_default_timeout(COLLECTIVE_TIMEOUT)
+        except (RuntimeError, OSError, Interrupted) as error:
+            reason = _reason(error)
+            group.end_transfers()
+            # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
+            reap(group)
+    if reason:
+        raise FallowError(
+            f"process group of generation {generation} (rank {rank} of {size}) on {address}: {reason}; "
+            "check that the nodes reach each other on that address",
+            Exit.TEMPFAIL,
+        )
+    return group
+
+
+def _connect(store: Store, rank: int, size: int, address: str, timeout_s: float) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
     # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_s)
-    group: Group | None = None
-    try:
-        assert store is not None
-        pg = ProcessGroupGloo(store, rank, size, options)
-        group = Group(generation, rank, size, pg, Streams(generation, address))
-        _open_connections(group, timeout_s - (time.monotonic() - started), holds=holds)
-        pg._set_default_timeout(COLLECTIVE_TIMEOUT)
-    except (RuntimeError, OSError, Interrupted) as error:
-        if group is not None:
-            group.end_transfers()
-            # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
-            reap(group)
-        raise FallowError(
-            f"process group of generation {generation} (rank {rank} of {size}) on {address}: {_reason(error)}; "
-            "check that the nodes reach each other on that address",
-            Exit.TEMPFAIL,
-        ) from None
-    return group
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def _open_connections(group: Group, timeout_s: float, *, holds: bool) -> None:
