@@ -29,6 +29,7 @@ def rig(shared: Rig) -> Iterator[Rig]:
         yield shared
 
 
+@pytest.mark.soak
 def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) -> None:
     whole, part = rig.others(1), _part(rig, gpus=3)
     for job in (whole, part):

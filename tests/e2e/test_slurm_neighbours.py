@@ -89,6 +89,7 @@ def _waited_s(shown: str) -> float:
     return times["StartTime"] - times["SubmitTime"]
 
 
+@pytest.mark.soak
 def test_a_slurmctld_that_dies_ends_no_allocation(rig: Rig) -> None:
     training, members = _started(rig)
     os.kill(rig.testbed.daemon_pid("slurmctld"), signal.SIGKILL)

@@ -341,6 +341,7 @@ def test_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
     assert rig.job_states()[training.job] == "COMPLETED"
 
 
+@pytest.mark.soak
 def test_killed_workers_cost_no_sample(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     members = training.wait_members(3)

@@ -76,6 +76,7 @@ def test_shares_follow_the_speeds(tmp_path: Path) -> None:
     assert 2 <= changes <= 67 / EVERY, "no flapping"
 
 
+@pytest.mark.soak
 def test_a_slow_newcomer_is_found_out_and_survivors_remember(tmp_path: Path) -> None:
     done = train(tmp_path / "run", 60, 3, "--shard-s", "0.02", "--slow", "w3:3:0:60", schedule="+1@8,kill:0@30")
     joined, survived = (done.shares(one.generation) for one in done.report.generations[1:])

@@ -20,8 +20,10 @@ async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
     options = ("--stream", "--steps", 60)
     async with make_rig() as rig:
         run = await (await rig.run(*options)).begin(2)
-        await run.reaches(12)
+        gate = run.hold("w0", 12)
+        await run.held("w0", 12)
         await rig.call("checkpoint", run=run.id)
+        gate.unlink()
         view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
         saved = view.checkpoints[0].step
         assert saved % 8, "it is at the end of an epoch, which proves less"

@@ -129,5 +129,8 @@ def _not_shown(allocation: Allocation, at: float) -> bool:
             limit = end if allocation.limit_s is None else span.start_at + allocation.limit_s
             span.end_at = max(span.start_at, min(end, limit))
             allocation.end_guessed = True
+    if allocation.job_id is not None and not allocation.spans:
+        # Slurm took it, and it was over before a poll could show what it held.
+        allocation.end_guessed = True
     allocation.settled = True
     return True
