@@ -82,6 +82,7 @@ class Member:
             self._reducer.elastic = self.session is not None
             self.gate.gathered = self._reducer.gathered
             self._reducer.before_control = self.ledger.flush
+            self._reducer.complete = lambda: self.standing.intake is None
         return self._reducer
 
     def _flags(self) -> tuple[bool, float]:

@@ -127,6 +127,8 @@ class Reducer:
         self.flags: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         "asked when the control vector leaves: (switch is committed, wish for a checkpoint, see `Saver.wish`)"
         self.before_control: Callable[[], None] = lambda: None
+        self.complete: Callable[[], bool] = lambda: True
+        "this member has all of the state: until then its last bucket stays here, and with it everybody's optimizer"
         "called once per step, just before this member's contribution can be complete on others"
 
     # ----------------------------------------------------------------------------------------- steps and bodies
@@ -373,6 +375,8 @@ class Reducer:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
                 if bucket.waiting and not all_of_them:
+                    return
+                if self._next == len(buckets) - 1 and not all_of_them and not self.complete():
                     return
                 # What void bodies held of parameters without a gradient in this one goes there, too.
                 self._gather(bucket)
