@@ -97,7 +97,7 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
     name = f"harvest {partition.partition}"
     if not partition.up:
         return Check(name, Level.WARN, "the partition is down", "wait, or name another one") if named else None
-    if partition.preempt_mode in ("CANCEL", "REQUEUE"):
+    if partition.preempts:
         text = f"preempted by {partition.preempt_mode.lower()}, grace {partition.grace_s:g} s"
         if partition.grace_s < 5:
             fix = "with so little warning, preempted members are ejected: at most one step is done again"

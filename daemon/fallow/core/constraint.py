@@ -6,7 +6,7 @@ Grammar: sbatch(1), --constraint. Counts are not checked: a node with one of the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 Wanted = Callable[[frozenset[str]], bool]
 """Does a node with these features do?"""
@@ -40,27 +40,29 @@ def _wanted(text: str) -> Wanted:
 
 
 def _either(tokens: list[str]) -> tuple[Wanted | None, list[str]]:
-    wanted, rest = _both(tokens)
-    options = [wanted]
-    while rest[:1] == ["|"]:
-        wanted, rest = _both(rest[1:])
-        options.append(wanted)
-    known = [option for option in options if option is not None]
-    if len(known) < len(options):
-        return None, rest
-    return (known[0] if len(known) == 1 else lambda has: any(option(has) for option in known)), rest
+    return _joined(tokens, _both, "|", any)
 
 
 def _both(tokens: list[str]) -> tuple[Wanted | None, list[str]]:
-    wanted, rest = _one(tokens)
-    needs = [wanted]
-    while rest[:1] in (["&"], [","]):
-        wanted, rest = _one(rest[1:])
-        needs.append(wanted)
-    known = [need for need in needs if need is not None]
-    if len(known) < len(needs):
+    return _joined(tokens, _one, "&,", all)
+
+
+def _joined(
+    tokens: list[str],
+    part: Callable[[list[str]], tuple[Wanted | None, list[str]]],
+    marks: str,
+    combine: Callable[[Iterable[bool]], bool],
+) -> tuple[Wanted | None, list[str]]:
+    """Parts with one of `marks` between them; None where one of them is not understood."""
+    wanted, rest = part(tokens)
+    parts = [wanted]
+    while rest and rest[0] in marks:
+        wanted, rest = part(rest[1:])
+        parts.append(wanted)
+    known = [one for one in parts if one is not None]
+    if len(known) < len(parts):
         return None, rest
-    return (known[0] if len(known) == 1 else lambda has: all(need(has) for need in known)), rest
+    return (known[0] if len(known) == 1 else lambda has: combine(one(has) for one in known)), rest
 
 
 def _one(tokens: list[str]) -> tuple[Wanted | None, list[str]]:

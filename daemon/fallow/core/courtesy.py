@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fallow.core.neighbour import preempts
 from fallow.core.room import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
@@ -68,7 +67,7 @@ def refusals(
     """
     found: dict[str, str] = {}
     for partition in cluster.partitions:
-        if preempts(partition):
+        if partition.preempts:
             continue
         why = "" if config is None or allow_unfair else unfair(config, partition, cluster.partitions)
         if unseen and not allow_unseen:

@@ -26,14 +26,6 @@ VARIANTS = 16
 ELEMENTS = 256
 """Elements of a job array that are placed at once."""
 
-PREEMPTED = ("CANCEL", "REQUEUE")
-"""Modes of preemption that give nodes back. A suspended job keeps its GPUs."""
-
-
-def preempts(partition: PartitionInfo) -> bool:
-    """Does Slurm itself take nodes back from jobs in this partition?"""
-    return partition.preempt_mode in PREEMPTED
-
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
@@ -207,7 +199,7 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(takers.keys() & set(p.nodes)) for name, p in self._partitions.items() if not preempts(p)
+            name: frozenset(takers.keys() & set(p.nodes)) for name, p in self._partitions.items() if not p.preempts
         }
         give_back: dict[str, tuple[float, GiveBack]] = {}
         delayed: dict[str, set[str]] = {}
@@ -235,7 +227,7 @@ class _View:
 
     def _preempted(self, partition: str) -> bool:
         """Does Slurm take nodes from jobs of ours in this partition for others?"""
-        return partition in self._partitions and preempts(self._partitions[partition])
+        return partition in self._partitions and self._partitions[partition].preempts
 
     def _competes(
         self, request: Allocation, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]

@@ -182,7 +182,7 @@ def _renew(
     if not demand.renew:
         return []
     replaced = {a.replaces for a in harvest}
-    leaving = [a for a in harvest if a.run == demand.run and is_leaving(a, cluster.at, rules.lead_s)]
+    leaving = [a for a in harvest if is_leaving(a, cluster.at, rules.lead_s)]
     leaving = [a for a in leaving if a.token not in replaced]
     out: list[Ask] = []
     for allocation in sorted(leaving, key=lambda a: a.end_at or 0.0)[: max(0, len(leaving) + min(0, demand.nodes))]:

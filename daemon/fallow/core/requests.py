@@ -125,11 +125,10 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
     """Partitions that may be harvested: lowest priority tier first, since those are the kindest to others."""
     allowed = []
     for partition in cluster.partitions:
-        preempts = partition.preempt_mode in ("CANCEL", "REQUEUE")
         named = partition.partition in rules.partitions
         if partition.partition in rules.refused:
             continue
-        if partition.up and (preempts or rules.allow_without_preemption) and (named or not rules.partitions):
+        if partition.up and (partition.preempts or rules.allow_without_preemption) and (named or not rules.partitions):
             allowed.append(partition)
     return sorted(allowed, key=lambda p: (p.preempt_mode == "OFF", p.priority_tier, p.partition))
 

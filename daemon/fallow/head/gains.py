@@ -10,6 +10,7 @@ from fallow.core.gain import Curve, fit, pooled, with_losses
 from fallow.core.pacing import Schedule
 from fallow.core.worth import Gain, Worth
 from fallow.head.book import Run
+from fallow.head.learning import asker_of
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
 
@@ -43,8 +44,7 @@ def _script(run: Run) -> str:
 
 def project(run: Run) -> str:
     """The account that its harvest jobs run under; empty: the user's default one."""
-    given = dict(option.removeprefix("--").partition("=")[::2] for option in run.spec.harvest_options)
-    return given.get("account", "")
+    return asker_of(run.spec).account
 
 
 def _weights(live: list[Run], at: float) -> dict[str, float]:

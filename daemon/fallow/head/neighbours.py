@@ -8,7 +8,7 @@ from fallow.config import Config
 from fallow.core import courtesy
 from fallow.core.allocations import Allocation
 from fallow.core.delays import Delays
-from fallow.core.neighbour import Standing, assess, preempts
+from fallow.core.neighbour import Standing, assess
 from fallow.head.book import Book, Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
@@ -46,7 +46,7 @@ class Neighbours:
 
     def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
         """Take in a poll; what follows for our nodes is the planner's."""
-        self._watchful = frozenset(p.partition for p in cluster.partitions if not preempts(p))
+        self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
         self._be_allowed(turn, cluster, config)
         runs = [run for run in turn.book.runs.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]

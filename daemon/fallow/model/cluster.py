@@ -105,6 +105,11 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     deny_qos: list[str] = []
     requires_reservation: bool = False
 
+    @property
+    def preempts(self) -> bool:
+        """Does Slurm itself give nodes back? A suspended job keeps its GPUs."""
+        return self.preempt_mode in ("CANCEL", "REQUEUE")
+
 
 class ReservationInfo(Struct, frozen=True, kw_only=True):
     reservation: str
