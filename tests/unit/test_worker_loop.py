@@ -95,6 +95,31 @@ def test_usual_bodies_equal_plain_pytorch(zero_first: bool, clip: float | None, 
     equal(model, reference)
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_state(
+    complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' optimizers act once everybody's last bucket has left, and change what they are still handing over."""
+    run = world()
+    model = net()
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(points(), 32))
+    member = run._member
+    member.reducer.complete = lambda: complete
+    left: list[bool] = []
+    real = Group.all_reduce
+
+    def all_reduce(group: Group, tensor: torch.Tensor) -> None:
+        left.append(member.gate.in_backward)
+        real(group, tensor)
+
+    monkeypatch.setattr(Group, "all_reduce", all_reduce)
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert len(left) >= 2, "a bucket and the control exchange"
+    assert any(left) == complete
+
+
 def test_several_backwards_in_a_body_add_up() -> None:
     model, reference = twins()
     plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 2)
