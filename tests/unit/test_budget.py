@@ -236,6 +236,15 @@ def test_a_job_that_is_over_for_us_is_booked_until_it_is_over_for_slurm() -> Non
     assert budget.booked(allocation, NOW + 30) == 600.0
 
 
+def test_a_job_that_may_have_come_and_gone_between_two_polls_is_booked() -> None:
+    """Its answer was lost, and the head did not look for longer than Slurm remembers."""
+    allocation = harvest(minutes=10, requested_at=NOW)
+    for seconds in (5.0, 10.0, 41.0, 61.0):
+        observe(allocation, [], NOW + seconds, HORIZON_S)
+        assert (allocation.state is AllocationState.LOST) == (seconds > HORIZON_S)
+    assert budget.booked(allocation, NOW + 61) == 31.0
+
+
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
     allocation = harvest(job_id="5", state=AllocationState.ENDED, limit_s=600.0, spans={"5": span(NOW)})
     assert follow(allocation, [], NOW + 100_000, {}, ENDED_STATES)

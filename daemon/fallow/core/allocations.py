@@ -86,6 +86,10 @@ class Allocation(msgspec.Struct, kw_only=True):
     restarts: dict[str, int] = {}
     "node -> workers that were started in others' places"
     missing: int = 0
+    looked_at: float | None = None
+    "last poll that did not show it, while nobody knows whether Slurm took it"
+    blind_s: float = 0.0
+    "longest time between two such polls: Slurm may have run and forgotten it within"
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
@@ -140,6 +144,8 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     if not mine:
         allocation.missing += 1
         if allocation.state is AllocationState.UNKNOWN:
+            since = allocation.requested_at if allocation.looked_at is None else allocation.looked_at
+            allocation.blind_s, allocation.looked_at = max(allocation.blind_s, now - since), now
             # Slurm may have been away all the time, so the first answer that does not show it is not enough.
             if now - allocation.requested_at > horizon_s and allocation.missing >= MISSING_POLLS:
                 allocation.state = AllocationState.LOST

@@ -25,10 +25,10 @@ def booked(allocation: Allocation, now: float) -> float:
     used = spent(allocation, now)
     if not charged(allocation) or (allocation.settled and not allocation.end_guessed):
         return used
-    if not allocation.spans and (
-        allocation.state is AllocationState.LOST or (not allocation.live and allocation.job_id is None)
-    ):
-        # It never came to Slurm. If it does after all, it has spans from the poll on that shows it.
+    if not allocation.spans and allocation.state is AllocationState.LOST:
+        # No poll showed it. If one does after all, it has spans; and it may have come and gone between two of them.
+        return allocation.nodes_wanted * min(allocation.blind_s, _limit_s(allocation))
+    if not allocation.spans and not allocation.live and allocation.job_id is None:
         return 0.0
     nodes = max(allocation.nodes_wanted, sum(len(span.nodes) for span in allocation.spans.values()))
     return max(used, nodes * _limit_s(allocation))
