@@ -102,6 +102,13 @@ async def test_a_run_grows_onto_idle_nodes_with_half_of_what_backfill_looks_at(s
     assert sorted(n for a in site.live(run) for n in a.nodes) == ["n1", "n2", "n3", "n4"]
 
 
+async def test_nodes_that_the_submission_excludes_are_no_holes(site: Site) -> None:
+    run = site.run("--exclude=n[1-3]", nodes=4)
+    for _ in range(3):
+        await site.poll()
+    assert [a.nodes for a in site.live(run)] == [["n4"]], "a request for the others would wait for ever"
+
+
 async def test_it_takes_the_idle_gpus_of_a_node_that_runs_another_job(site: Site) -> None:
     site.slurm.other_job("alice", nodes=3, run_for_s=8e4, limit_s=8e4)
     theirs = site.slurm.other_job("bob", gpus=3, run_for_s=8e4, limit_s=8e4)

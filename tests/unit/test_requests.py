@@ -152,6 +152,10 @@ def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> No
     assert len(asks(plan(cluster(gpus), [Demand("r", 3, kind=Kind(gpus=4))], [], RULES, fixed()))) == 2
     typed = Demand("r", 3, kind=Kind(gpus=4, gpu_type="a100"))
     assert len(asks(plan(cluster(gpus), [typed], [], RULES, fixed()))) == 1
+    racks = [node("r1", features=["rack1", "ib"]), node("r2", features=["rack2"]), node("r3", features=["rack3", "ib"])]
+    for constraint, useful in (("ib", 2), ("rack2|rack3", 2), ("[rack1*2&rack2*4]", 2), ("ib&rack3", 1), ("gone", 0)):
+        found = asks(plan(cluster(racks), [Demand("r", 3, kind=Kind(constraint=constraint))], [], RULES, fixed()))
+        assert [ask.exclude for ask in found] == [()] * useful, "what sbatch is told needs no names"
     same_bits = Demand("r", 3, kind=Kind(alike=frozenset({likeness(gpus[1])})))
     (one,) = asks(plan(cluster(gpus), [same_bits], [], RULES, fixed()))
     assert one.exclude == ("a", "c")

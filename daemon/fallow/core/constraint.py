@@ -5,6 +5,7 @@ Grammar: sbatch(1), --constraint. Counts are not checked: a node with one of the
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 
@@ -27,6 +28,16 @@ def alternatives(text: str) -> list[Wanted]:
     # [a*2&b*4] gives so many nodes of each: any of them has one of the two.
     options = [found[1]] if _COUNT.search(found[1]) else found[1].split("|")
     return [w for option in options for w in alternatives(f"{text[: found.start()]}({option}){text[found.end() :]}")]
+
+
+def suits(features: Iterable[str], constraint: str) -> bool:
+    """Will a node with these features do for a job of one node?"""
+    return not constraint or any(wanted(frozenset(features)) for wanted in _alternatives(constraint))
+
+
+@functools.lru_cache(maxsize=256)
+def _alternatives(text: str) -> tuple[Wanted, ...]:
+    return tuple(alternatives(text))
 
 
 def _wanted(text: str) -> Wanted:

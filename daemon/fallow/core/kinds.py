@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fallow.core.constraint import suits
 from fallow.core.holes import Part
 from fallow.model import NodeInfo, PartitionInfo
 
@@ -23,6 +24,8 @@ class Kind:
     "at least so many idle ones where nodes are shared; 0: whole nodes only"
     gpu_type: str = ""
     "empty: any"
+    constraint: str = ""
+    "on features, as sbatch takes it; empty: none"
     alike: frozenset[Likeness] = frozenset()
     "of a reproducible run: nodes like its members'; empty: any"
 
@@ -34,6 +37,7 @@ class Kind:
             (not self.arch or not node.arch or node.arch == self.arch)
             and enough
             and (not self.gpu_type or self.gpu_type in types)
+            and suits(node.features, self.constraint)
             and (not self.alike or likeness(node) in self.alike)
         )
 

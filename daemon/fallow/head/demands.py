@@ -13,6 +13,7 @@ from fallow.head.learning import asker_of
 from fallow.head.spending import left_s
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
 from fallow.slurm.parse import gpu_types
+from fallow.slurm.parse import nodes as unfolded
 
 PAUSES = 16
 """As many of the last changes say what one costs."""
@@ -37,7 +38,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         nodes=wanted if asks else min(wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=run.spec.min_harvest_minutes,
-        barred=frozenset(run.roster.barred),
+        barred=frozenset((*run.roster.barred, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=left_s(run, now),
         kind=kind_of(
             run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=bool(run.roster.arithmetic)
@@ -77,7 +78,7 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         homes: its members' nodes.
         alike: bits count, so only nodes like those.
     """
-    given = dict(option.removeprefix("--").partition("=")[::2] for option in spec.harvest_options)
+    given = spec.harvest_given
     asked = gpu_types(given.get("gres", "")) or gpu_types(_as_gres(given.get("gpus-per-node", "")))
     typed = [kind for kind in asked if kind]
     return Kind(
@@ -85,6 +86,7 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         gpus=sum(asked.values()),
         part_gpus=(spec.workers_per_node or 1) if asked else 0,
         gpu_type=typed[0] if len(typed) == 1 else "",
+        constraint=given.get("constraint", ""),
         alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
     )
 

@@ -97,5 +97,5 @@ class Learning:
 
 def asker_of(spec: RunSpec) -> Asker:
     """In whose name harvest jobs of the run are asked for."""
-    given = dict(option.removeprefix("--").partition("=")[::2] for option in spec.harvest_options)
+    given = spec.harvest_given
     return Asker(given.get("account", ""), given.get("qos", ""))

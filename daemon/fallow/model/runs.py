@@ -83,3 +83,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     local: bool = False
     "True under `fallow local`: no Slurm"
     created_at: float = 0.0
+
+    @property
+    def harvest_given(self) -> dict[str, str]:
+        """`harvest_options` by their long names; the value of a flag is empty."""
+        return dict(option.removeprefix("--").partition("=")[::2] for option in self.harvest_options)
