@@ -137,7 +137,7 @@ def main() -> None:
 def _ours(
     run: Any, model: nn.Module, data: Dataset[Any], loss_of: Callable[..., torch.Tensor], args: argparse.Namespace
 ) -> Callable[[int], Iterator[None]]:
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = workload.optimizer(model)
     model, optimizer, loader = run.prepare(
         model,
         optimizer,
@@ -163,7 +163,7 @@ def _ddp(
 ) -> Callable[[int], Iterator[None]]:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     net = torch.compile(wrapped) if args.compile else wrapped
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+    optimizer = workload.optimizer(wrapped)
     sampler: Any = DistributedSampler(data, args.members, run.rank, shuffle=False)
     loader = DataLoader(data, BATCH, sampler=sampler)
     batches = _endless(loader)
