@@ -18,7 +18,7 @@ from fallow.head.inbox import Item, TrialRefused
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn
-from fallow.model import AllocationState, ClusterConfig, ReservationInfo, RunSpec
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ReservationInfo, RunSpec
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
@@ -100,6 +100,15 @@ async def test_a_run_grows_onto_idle_nodes_with_half_of_what_backfill_looks_at(s
     for _ in range(3):
         await site.poll()
     assert sorted(n for a in site.live(run) for n in a.nodes) == ["n1", "n2", "n3", "n4"]
+
+
+async def test_what_the_base_job_brings_again_is_not_harvested_as_well(site: Site) -> None:
+    run = site.run(nodes=2)
+    run.record.base_wanted, run.spec.sbatch_options[:] = True, ["--time=60", "--partition=scavenge"]
+    over = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now, limit_s=3600.0)
+    over.state = AllocationState.ENDED
+    await site.poll()
+    assert sorted(a.kind for a in site.live(run)) == [AllocationKind.BASE, AllocationKind.HARVEST]
 
 
 async def test_nodes_that_the_submission_excludes_are_no_holes(site: Site) -> None:

@@ -65,6 +65,10 @@ class Asking:
         """Carry out what the planner wants for the next interval; `standing`: what others' jobs need of us."""
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
+        for run in runs.values():
+            if run.id not in put_off:
+                # First, for the nodes of a base job need not be harvested.
+                renew_base(turn, run, cluster.at)
         nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
@@ -96,7 +100,6 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
-                renew_base(turn, run, cluster.at)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), rules.max_pending)
 
     def pause(self, turn: Turn, run: Run) -> None:
