@@ -145,6 +145,8 @@ def test_a_rollback_while_newcomers_load_another_checkpoint() -> None:
     (prepare,) = told(out, Prepare)["w1"]
     assert prepare.checkpoints == ["/c1-10"]
     assert not told(out, Commit)
+    # w0's last beat was of an earlier step than its checkpoint.
+    assert [(back.from_step, back.to_step) for back in m.roster.rollbacks] == [(20, 10)]
 
 
 def test_one_that_turns_up_after_the_run_went_on_from_before_it() -> None:

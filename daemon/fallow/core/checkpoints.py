@@ -69,9 +69,11 @@ class Checkpoints:
     def roll_back(self, event: ev.RollbackWanted) -> None:
         """Go back to a usable checkpoint: newer ones are set aside, and whatever members hold is dropped."""
         r, step = self._roster, event.step
+        # The last words of those who left may have been of an earlier step than the checkpoint that they left behind.
+        reached = [saved.written.step for saved in r.checkpoints if not saved.aside]
+        front = max([worker.step for worker in r.workers.values()] + reached, default=0)
         for saved in r.checkpoints:
             saved.aside = saved.aside or saved.written.step > step
-        front = max((worker.step for worker in r.workers.values()), default=0)
         r.rollbacks.append(RollbackReport(generation=r.high + 1, from_step=max(front, step), to_step=step))
         for worker in r.workers.values():
             worker.has_state = False
