@@ -18,6 +18,12 @@ __all__ = ["make_testbed", "pyslurm_installed", "slurm_installed", "testbed"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests share fixtures, and testbeds the machine: each of these groups runs in one process."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("slurm" if item.get_closest_marker("slurm") else item.path.name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def runtime_folder() -> Iterator[None]:
     """One place for all sockets, short enough for them, of which nothing is left afterwards."""
