@@ -66,13 +66,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(settings: Settings, progress: Progress) -> list[Row]:
-    """All worlds and models that were asked for, with 1 and 4 shards on each member."""
+    """All worlds and models that were asked for: 1 and 4 shards on each member, and 1 with `torch.compile`."""
     rows = []
     for params, members in settings.worlds:
-        for shards in (1, 4):
-            progress(f"steady: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-            figures = measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS)
-            rows.append(row(figures))
+        for shards, compiled in ((1, False), (4, False), (1, True)):
+            words = f"{shards} shards each{', compiled' if compiled else ''}"
+            progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
+            rows.append(row(measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS, compiled=compiled)))
     return rows
 
 

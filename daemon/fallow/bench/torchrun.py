@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fallow.bench import rows, session, steplog
 from fallow.bench.peers import torchrun_training
-from fallow.bench.peers.processes import World, kill_node, kill_worker
+from fallow.bench.peers.processes import World, kill_worker
 from fallow.bench.rows import Peer, Progress, Row, Settings
 from fallow.core.quantile import quantile
 from fallow.core.schedule import Action, parse_schedule
@@ -80,7 +80,7 @@ def ours(members: int, params: int, rounds: int) -> dict[str, list[float]]:
 
 
 def peer(members: int, params: int, rounds: int, progress: Progress) -> tuple[dict[str, list[float]], list[str]]:
-    """Standstills under torchrun for the same changes, each in a world of its own; a release is the end of an agent.
+    """Standstills under torchrun for the same changes, each in a world of its own; a release is SIGTERM to an agent.
 
     Returns:
         Seconds by kind, and a sentence for each time that training did not go on at all (it then counts with the time
@@ -104,7 +104,7 @@ def peer(members: int, params: int, rounds: int, progress: Progress) -> tuple[di
                     kill_worker(agents[-1])
                 else:
                     # Not the first: its agent holds the rendezvous, and everything would end with it.
-                    kill_node(agents[-1])
+                    agents[-1].terminate()
                 try:
                     done = world.settled(after, began, 10, RESTART_S)
                     times.append(steplog.standstill(done, began, time.monotonic()))
