@@ -7,7 +7,7 @@ waiting and the writer's share of the processors all count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fallow.bench import rows, session, steplog
 from fallow.bench.rows import Peer, Progress, Row, Settings
@@ -22,13 +22,11 @@ INTERVAL_S = 600.0
 """Between two checkpoints by default: what the hold-up is compared with in the note."""
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world and model: seconds that one checkpoint holds training up."""
-    found = []
     for params, members in settings.worlds:
         progress(f"checkpoint: {members} members, {params / 1e6:g} M parameters")
-        found.append(measure(members, params, settings.n or ROUNDS))
-    return found
+        yield measure(members, params, settings.n or ROUNDS)
 
 
 def measure(members: int, params: int, rounds: int) -> Row:

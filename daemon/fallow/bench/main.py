@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,9 +27,14 @@ BENCHES: dict[str, str] = {
 }
 """Name (and module) -> what it measures."""
 
+INTERRUPTED = 130
+"""Exit code as shells give it after SIGINT."""
+
 
 def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
     """Measure one after the other; progress goes to standard error, the figures to standard output.
+
+    Ctrl-C or SIGTERM ends it with the rows that are complete; the code then says that it was interrupted.
 
     Args:
         names: of `BENCHES`; empty: all of them.
@@ -38,8 +45,11 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
 
     console = Console(stderr=True)
     found: list[Row] = []
+    code: int = Exit.OK
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wanted = list(names) or list(BENCHES)
-    with console.status("bench") as status:
+    with console.status("bench") as status, contextlib.suppress(KeyboardInterrupt):
+        code = INTERRUPTED
         for number, name in enumerate(wanted, start=1):
             head = f"[{number}/{len(wanted)}] "
 
@@ -48,12 +58,14 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
                 if not console.is_terminal:
                     sys.stderr.write(f"bench: {head}{text}\n")
 
-            found += importlib.import_module(f"fallow.bench.{name}").run(settings, progress)
+            for row in importlib.import_module(f"fallow.bench.{name}").run(settings, progress):
+                found.append(row)  # noqa: PERF402 - what is complete must be there if the next one is interrupted
+        code = Exit.OK
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         show(found)
-    return Exit.OK
+    return code
 
 
 def show(found: Sequence[Row]) -> None:

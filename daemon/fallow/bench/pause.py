@@ -7,7 +7,7 @@ hands, too. Head, store, agents and workers are real; the groups are gloo over l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fallow.bench import rows, session
 from fallow.bench.rows import Progress, Row, Settings
@@ -23,13 +23,11 @@ SPACING = 3
 CHANGES = 32
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
-    found: list[Row] = []
     for params, members in settings.worlds:
         progress(f"pause: {members} members, {params / 1e6:g} M parameters")
-        found += measure(members, params, settings.n or CHANGES)
-    return found
+        yield from measure(members, params, settings.n or CHANGES)
 
 
 def measure(members: int, params: int, changes: int) -> list[Row]:

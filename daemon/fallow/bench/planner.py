@@ -7,6 +7,7 @@ Processor time of this process, so that what else runs on the machine does not c
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fallow.bench.rows import Progress, Row, Settings, ours
@@ -29,13 +30,11 @@ NOW = 1_000_000.0
 SHARDS = (8, 64, 256, 1024)
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per size of the cluster."""
-    found = []
     for nodes, runs in SIZES:
         progress(f"planner: {nodes} nodes, {runs} runs")
-        found.append(measure(nodes, runs, settings.n or TIMES))
-    return found
+        yield measure(nodes, runs, settings.n or TIMES)
 
 
 def measure(nodes: int, runs: int, times: int) -> Row:

@@ -6,7 +6,7 @@ and youngest members are killed in turn, so rank 0 too; each time another worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fallow.bench import rows, session
 from fallow.bench.rows import Progress, Row, Settings
@@ -18,13 +18,11 @@ FIRST_STEP = 6
 SPACING = 6
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world and model."""
-    found = []
     for params, members in settings.worlds:
         progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
-        found.append(measure(members, params, settings.n or KILLS))
-    return found
+        yield measure(members, params, settings.n or KILLS)
 
 
 def measure(members: int, params: int, kills: int) -> Row:

@@ -8,6 +8,7 @@ the two runs hardly shows.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 
 from fallow.bench import rows, steady
 from fallow.bench.rows import Peer, Progress, Row, Settings
@@ -19,14 +20,12 @@ ROUNDS = 30
 TURNS = 2
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world, model and number of shards: seconds per step, and how often the fast mode's that is."""
-    found = []
     for params, members in settings.worlds:
         for shards in (1, 4):
             progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-            found.append(_row(measure(members, params, shards, settings.n or ROUNDS)))
-    return found
+            yield _row(measure(members, params, shards, settings.n or ROUNDS))
 
 
 def measure(members: int, params: int, shards: int, rounds: int) -> tuple[list[Figures], list[Figures]]:

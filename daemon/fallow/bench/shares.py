@@ -7,6 +7,7 @@ take each other's processors away.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from fallow.bench import rows, session, steplog
@@ -23,14 +24,12 @@ STEPS = 60
 ALONE = 6
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world of two or more, with a model too small to make members of one machine wait for processors."""
-    found = []
     for members in settings.members:
         if members > 1:
             progress(f"shares: {members} members, one of them {FACTOR} times slower")
-            found.append(measure(members, PARAMS, settings.n or STEPS))
-    return found
+            yield measure(members, PARAMS, settings.n or STEPS)
 
 
 def measure(members: int, params: int, steps: int) -> Row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 
 from fallow.bench import pause, rows, session
 from fallow.bench.rows import Peer, Progress, Row, Settings
@@ -19,16 +20,14 @@ CHANGES = 16
 SAVES = 5
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world and model."""
-    found = []
     for params in settings.params:
         progress(f"state: {params / 1e6:g} M parameters, torch.distributed.checkpoint")
         peer = save_and_load(params)
         for members in settings.members:
             progress(f"state: {members} members, {params / 1e6:g} M parameters")
-            found.append(measure(members, params, settings.n or CHANGES, peer))
-    return found
+            yield measure(members, params, settings.n or CHANGES, peer)
 
 
 def measure(members: int, params: int, changes: int, peer: list[float]) -> Row:

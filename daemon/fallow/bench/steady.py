@@ -14,7 +14,7 @@ import asyncio
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,15 +65,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     aa_cpu: Ratio
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """All worlds and models that were asked for: 1 and 4 shards on each member, and 1 with `torch.compile`."""
-    rows = []
     for params, members in settings.worlds:
         for shards, compiled in ((1, False), (4, False), (1, True)):
             words = f"{shards} shards each{', compiled' if compiled else ''}"
             progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
-            rows.append(row(measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS, compiled=compiled)))
-    return rows
+            yield row(measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS, compiled=compiled))
 
 
 def measure(

@@ -12,6 +12,7 @@ import importlib.util
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 from fallow.bench import rows, session, steplog, torchrun
 from fallow.bench.peers import torchft_lighthouse, torchft_training
@@ -24,9 +25,8 @@ PATIENCE_S = 120.0
 KINDS = ("absorb", "kill")
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows for absorb and kill, per world and model."""
-    found = []
     installed = importlib.util.find_spec("torchft") is not None
     for params, members in settings.worlds:
         rounds = settings.n or ROUNDS
@@ -40,19 +40,16 @@ def run(settings: Settings, progress: Progress) -> list[Row]:
             note = "torchft is not installed: pip install torchft"
             if middle is not None:
                 note = f"torchft: {', '.join(f'{value:.2f}' for value in theirs[kind])}"
-            found.append(
-                Row(
-                    name=f"{kind}, against torchft",
-                    members=members,
-                    params=params,
-                    unit="s",
-                    ours=measured,
-                    peer=None if middle is None else Peer(name="torchft", p50=middle),
-                    ratio=None if middle is None else middle / max(measured.p50, 1e-3),
-                    note=note,
-                )
+            yield Row(
+                name=f"{kind}, against torchft",
+                members=members,
+                params=params,
+                unit="s",
+                ours=measured,
+                peer=None if middle is None else Peer(name="torchft", p50=middle),
+                ratio=None if middle is None else middle / max(measured.p50, 1e-3),
+                note=note,
             )
-    return found
 
 
 def peer(members: int, params: int, rounds: int) -> dict[str, list[float]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from fallow.bench import rows, session, steplog
@@ -32,9 +33,8 @@ SPACING = 12
 KINDS = {"absorb": Action.ADD, "kill": Action.KILL, "release": Action.RELEASE}
 
 
-def run(settings: Settings, progress: Progress) -> list[Row]:
+def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows for absorb, kill and release, per world and model."""
-    found = []
     for params, members in settings.worlds:
         rounds = settings.n or ROUNDS
         progress(f"torchrun: {members} members, {params / 1e6:g} M parameters, ours")
@@ -44,19 +44,16 @@ def run(settings: Settings, progress: Progress) -> list[Row]:
             middle = quantile(theirs[kind], 0.5)
             assert middle is not None
             measured = rows.ours(mine[kind])
-            found.append(
-                Row(
-                    name=f"{kind}, against torchrun",
-                    members=members,
-                    params=params,
-                    unit="s",
-                    ours=measured,
-                    peer=Peer(name="torchrun", p50=middle),
-                    ratio=middle / max(measured.p50, 1e-3),
-                    note="; ".join([f"torchrun: {', '.join(f'{value:.1f}' for value in theirs[kind])}", *dead]),
-                )
+            yield Row(
+                name=f"{kind}, against torchrun",
+                members=members,
+                params=params,
+                unit="s",
+                ours=measured,
+                peer=Peer(name="torchrun", p50=middle),
+                ratio=middle / max(measured.p50, 1e-3),
+                note="; ".join([f"torchrun: {', '.join(f'{value:.1f}' for value in theirs[kind])}", *dead]),
             )
-    return found
 
 
 def ours(members: int, params: int, rounds: int) -> dict[str, list[float]]:
