@@ -1,4 +1,5 @@
-"""The node-hour budget (I10), against a Slurm that answers late, loses answers, forgets jobs, and clocks that step."""
+"""The node-hour budget (I10), against our own queue, a Slurm that answers late, loses answers and forgets jobs, and
+clocks that step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fallow.core import budget
-from fallow.core.allocations import ENDED_STATES, Allocation, observe
+from fallow.core.allocations import ENDED_STATES, SUBMIT_S, Allocation, forgo, observe, send, sent
 from fallow.core.spans import Span, by_token, follow
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -61,11 +62,25 @@ class SlurmJob:
 
 
 @dataclass
+class Call:
+    """An sbatch that has not ended."""
+
+    allocation: Allocation
+    job: SlurmJob
+    outcome: str
+    shows_at: float
+    ends_at: float
+
+
+@dataclass
 class World:
     now: float = NOW
     jobs: list[SlurmJob] = field(default_factory=list)
     coming: list[tuple[float, SlurmJob]] = field(default_factory=list)
     "(appears at, job): requests whose answer was lost, still on their way"
+    queue: list[Allocation] = field(default_factory=list)
+    "asked for, and not at sbatch yet: one goes there at a time"
+    call: Call | None = None
 
 
 class NeverAboveTheBudget(RuleBasedStateMachine):
@@ -79,12 +94,8 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         self.skew_s = 0.0
         self.polled_at = NOW
 
-    @rule(
-        minutes=st.integers(1, 30),
-        outcome=st.sampled_from(["taken", "refused", "lost answer", "lost request"]),
-        after_s=st.floats(0, 40),
-    )
-    def ask(self, minutes: int, outcome: str, after_s: float) -> None:
+    @rule(minutes=st.integers(1, 30))
+    def ask(self, minutes: int) -> None:
         room = budget.left(self.budget_s, 0.0, self.allocations, self.polled_at)
         granted = min(minutes, floor(room / 60))
         if granted < 1:
@@ -92,19 +103,55 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         number = len(self.allocations)
         allocation = harvest(f"fallow-r-h{number}-x", granted, requested_at=self.world.now + self.skew_s)
         self.allocations.append(allocation)
-        job = SlurmJob(allocation.token, str(100 + number), granted * 60.0)
-        if outcome == "taken":
-            allocation.job_id, allocation.state = job.job_id, AllocationState.PENDING
-            self.world.jobs.append(job)
-        elif outcome == "refused":
-            allocation.state = AllocationState.ENDED
-        elif outcome == "lost answer":
-            # Slurm shows it within the horizon, or it never took it.
-            self.world.coming.append((self.world.now + after_s, job))
+        self.world.queue.append(allocation)
+
+    @rule(pick=st.integers(0, 10**6))
+    def withdraw_what_waits_in_our_queue(self, pick: int) -> None:
+        waiting = [a for a in self.world.queue if a.queued]
+        if waiting:
+            forgo(waiting[pick % len(waiting)])
+
+    @rule(
+        outcome=st.sampled_from(["taken", "refused", "lost answer", "lost request"]),
+        takes_s=st.just(0.0) | st.floats(0, SUBMIT_S),
+        within=st.floats(0, 1),
+        after_s=st.floats(0, 40),
+    )
+    def the_next_goes_to_sbatch(self, outcome: str, takes_s: float, within: float, after_s: float) -> None:
+        world = self.world
+        if world.call is not None or not world.queue:
+            return
+        allocation = world.queue.pop(0)
+        if not send(allocation, world.now + self.skew_s):
+            return
+        assert allocation.minutes is not None
+        number = self.allocations.index(allocation)
+        job = SlurmJob(allocation.token, str(100 + number), allocation.minutes * 60.0)
+        # A lost answer: Slurm shows the job within the horizon after sbatch gave up.
+        late_s = after_s if outcome == "lost answer" and within > 0.5 else 0.0
+        shows_at = world.now + within * takes_s if not late_s else world.now + takes_s + late_s
+        world.call = Call(allocation, job, outcome, shows_at, world.now + takes_s)
+        if outcome in ("taken", "lost answer"):
+            world.coming.append((shows_at, job))
+        self.time_passes(0.0)
+
+    def sbatch_ends(self, call: Call) -> None:
+        self.world.call = None
+        if call.outcome == "taken":
+            call.allocation.job_id = call.job.job_id
+            if call.allocation.state is AllocationState.UNKNOWN:
+                call.allocation.state = AllocationState.PENDING
+        elif call.outcome == "refused":
+            call.allocation.state = AllocationState.ENDED
+            return
+        sent(call.allocation, self.world.now + self.skew_s)
 
     @rule(seconds=st.floats(1, 50))
     def time_passes(self, seconds: float) -> None:
         self.world.now += seconds
+        call = self.world.call
+        if call is not None and call.ends_at <= self.world.now:
+            self.sbatch_ends(call)
         for at, job in list(self.world.coming):
             if at <= self.world.now:
                 self.world.coming.remove((at, job))
@@ -116,7 +163,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
     @rule(by=st.floats(-10_000, 10_000))
     def our_clock_steps(self, by: float) -> None:
         # Requests that are waited for are dated by it, so the horizon is judged wrongly: that alone is left out.
-        if not any(a.state is AllocationState.UNKNOWN for a in self.allocations):
+        if not any(a.state is AllocationState.UNKNOWN and not a.queued for a in self.allocations):
             self.skew_s = by
 
     @rule(pick=st.integers(0, 10**6))
@@ -150,8 +197,10 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         shown = [job.info() for job in self.world.jobs if not job.forgotten]
         tokens = by_token(shown)
         for allocation in self.allocations:
+            waits = allocation.queued
             if allocation.live:
                 observe(allocation, shown, self.polled_at, HORIZON_S)
+            assert allocation.queued == waits, "Slurm has never heard of it, so no poll says anything about it"
             follow(allocation, tokens.get(allocation.token, ()), self.polled_at, {}, ENDED_STATES)
 
     @invariant()
@@ -238,7 +287,10 @@ def test_a_job_that_is_over_for_us_is_booked_until_it_is_over_for_slurm() -> Non
 
 def test_a_job_that_may_have_come_and_gone_between_two_polls_is_booked() -> None:
     """Its answer was lost, and the head did not look for longer than Slurm remembers."""
-    allocation = harvest(minutes=10, requested_at=NOW)
+    allocation = harvest(minutes=10, requested_at=NOW - 500.0)
+    observe(allocation, [], NOW - 100.0, HORIZON_S)
+    assert send(allocation, NOW)
+    sent(allocation, NOW)
     for seconds in (5.0, 10.0, 41.0, 61.0):
         observe(allocation, [], NOW + seconds, HORIZON_S)
         assert (allocation.state is AllocationState.LOST) == (seconds > HORIZON_S)

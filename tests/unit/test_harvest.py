@@ -9,16 +9,17 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Item, TrialRefused
+from fallow.head.inbox import Due, Item, Submitted, TrialRefused
+from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, ReservationInfo, RunSpec
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, JobRequest, ReservationInfo, RunSpec
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
@@ -241,6 +242,67 @@ async def test_it_learns_whether_limits_stretch_and_remembers_what_it_learned(si
     assert any(ended for _, ended, _ in known.spells["scavenge"])
     later.harvest.recall({NOTE: b"\xc1 nonsense"})
     assert later.harvest._learning.known.experience.spells == {}
+
+
+class SlowSlurm(FakeSlurm):
+    """Every sbatch waits for a signal."""
+
+    def __init__(self) -> None:
+        super().__init__(4, gpus=4, config=config())
+        self.gate = asyncio.Semaphore(0)
+
+    async def submit(self, request: JobRequest) -> str:
+        await self.gate.acquire()
+        return await super().submit(request)
+
+
+async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_there_is_not_submitted(
+    tmp_path: Path,
+) -> None:
+    slurm = SlowSlurm()
+    site, inbox = Site(tmp_path, slurm), asyncio.Queue[Item]()
+    run = site.run(nodes=4)
+    client = PacedClient(slurm, queries_per_min=60, submits_per_min=600)
+    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
+    first, second, third = (
+        site.book.new_allocation(run, AllocationKind.HARVEST, slurm.now, partition="scavenge", minutes=5)
+        for _ in range(3)
+    )
+    for allocation in (first, second, third):
+        calls.submit(run.id, allocation.token)
+
+    async def turn() -> Turn:
+        """The next of what the calls want of the head's loop."""
+        item = await asyncio.wait_for(inbox.get(), 10)
+        turn = Turn(site.book, slurm.now, slurm.now)
+        match item:
+            case Due():
+                calls.take_due(turn, item)()
+            case Submitted():
+                calls.take_submission(turn, item)
+        return turn
+
+    polling, submitting = calls.sources(site.book)
+    polling.close()
+    task = asyncio.create_task(submitting)
+    try:
+        assert run.id in (await turn()).dirty, "that it may exist is written down first"
+        assert first.sent_by == slurm.now + SUBMIT_S
+        for _ in range(2):
+            slurm.advance(SUBMIT_S)
+            now = Turn(site.book, slurm.now, slurm.now)
+            take_in(now, await slurm.poll("fallow-"), 75.0)
+        assert [a.state for a in run.live_allocations()] == [AllocationState.UNKNOWN] * 3
+        now.cancel(run, second, "the run no longer needs it")
+        assert not second.live
+        slurm.gate.release()
+        slurm.gate.release()
+        while third.job_id is None:
+            await turn()
+    finally:
+        task.cancel()
+    assert (first.state, first.sent_by, second.job_id) == (AllocationState.PENDING, slurm.now, None)
+    assert [job.info().name for job in slurm.jobs.values()] == [first.token, third.token]
 
 
 async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fallow.config import Config, Usage
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.roster import Worker
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
@@ -18,6 +18,7 @@ from fallow.head.book import Book, Run, RunRecord
 from fallow.head.harvest import Harvest
 from fallow.head.operations import Operations
 from fallow.head.spending import left_s
+from fallow.head.submissions import give_up_queued
 from fallow.head.turn import Turn
 from fallow.head.views import run_view
 from fallow.model import (
@@ -122,12 +123,15 @@ def desk(tmp_path: Path) -> Desk:
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)
-    unknown = desk.hold(state=AllocationState.UNKNOWN)
+    unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
+    queued = desk.hold(state=AllocationState.UNKNOWN)
     turn = desk.do("pause")
     assert [job for _, _, job in turn.cancels] == [pending.job_id]
     # No agent of ours is left on it, so it was let go at once; the one that may exist is cancelled when it shows.
     assert running.state is AllocationState.RELEASING
     assert unknown.asked_at is not None
+    assert unknown.live
+    assert not queued.live, "Slurm has never heard of it"
     assert base.state is AllocationState.RUNNING
     assert desk.run.id in turn.dirty
     assert desk.poll(desk.job(base), desk.job(running)).submissions == []
@@ -135,6 +139,35 @@ def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base.state = AllocationState.ENDED
     assert desk.poll().submissions == []
     assert run_view(desk.run, 0.0, NOW).paused == "paused by hand"
+
+
+def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:
+    turn = desk.turn()
+    spec = msgspec.to_builtins(RunSpec(run="", name="other", min_nodes=1, max_nodes=2))
+    new = desk.operations.handle(turn, "create_run", {"spec": spec})
+    run = desk.book.runs[new.run]
+    for _ in range(int(SUBMIT_S / 30.0) + 2):
+        desk.poll()
+        assert run.roster.status is RunStatus.WAITING
+    desk.poll()
+    desk.poll()
+    assert (run.roster.status, run.roster.message) == (
+        RunStatus.FAILED,
+        "Slurm never had its job, as its answers show; submit it again",
+    )
+
+
+def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
+    desk.run.record.base_wanted = False
+    queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
+    renewed = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, renewed=True)
+    own = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, sent_by=NOW + SUBMIT_S)
+    turn = desk.turn()
+    give_up_queued(turn)
+    assert [a.live for a in (queued, unknown, renewed, own)] == [False, True, False, True]
+    assert [record.kind for record in turn.records] == ["withdraw", "withdraw"]
+    assert turn.cancels == []
+    assert accounts.rows([desk.run], "run", None, Usage(), NOW)[-1].jobs == 2, "what was never submitted is no job"
 
 
 def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:

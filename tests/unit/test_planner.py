@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation, observe, preempted_until
 from fallow.core.experience import Experience
-from fallow.core.holes import find_holes, planned_ends
-from fallow.core.neighbour import GiveBack
-from fallow.core.planner import Withdraw, plan
+from fallow.core.holes import Hole, find_holes, planned_ends
+from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.planner import Withdraw, plan, withdraw
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
 from fallow.model import (
     AllocationKind,
@@ -190,15 +190,33 @@ def job(token: str, job_id: str, state: str, **more: object) -> JobInfo:
 
 
 def test_an_unknown_submission_is_adopted_when_it_shows_up_and_lost_after_the_horizon() -> None:
-    allocation = held("tok", AllocationState.UNKNOWN, requested_at=NOW)
+    allocation = held("tok", AllocationState.UNKNOWN, sent_by=NOW)
     assert observe(allocation, [], NOW + 10, 30) is None
     assert observe(allocation, [job("tok", "7", "PENDING", reason="Priority")], NOW + 20, 30) is not None
     assert (allocation.state, allocation.job_id) == (AllocationState.PENDING, "7")
-    lost = held("tok2", AllocationState.UNKNOWN, requested_at=NOW)
+    lost = held("tok2", AllocationState.UNKNOWN, sent_by=NOW)
     observe(lost, [], NOW + 31, 30)
     assert lost.state is AllocationState.UNKNOWN, "Slurm may have been away, and this its first answer"
     observe(lost, [], NOW + 32, 30)
     assert lost.state is AllocationState.LOST
+
+
+def test_what_waits_in_our_own_queue_says_nothing_about_lengths_that_start() -> None:
+    rules = HarvestRules()
+    unsure = Hole("n1", "scavenge", None, sure=False)
+    waits = held("tok", AllocationState.UNKNOWN, minutes=10, requested_at=NOW - rules.start_patience_s - 1)
+    state = cluster([])
+
+    def withdrawn() -> list[str]:
+        return [wish.reason for wish in withdraw(state, {}, [waits], Standing(), rules, [unsure])]
+
+    assert withdrawn() == []
+    waits.sent_by = waits.requested_at
+    assert withdrawn() == ["10 min do not fit"]
+    waits.sent_by, waits.requested_at = None, NOW - rules.pending_patience_s - 1
+    assert withdrawn() == ["it was not submitted within 600 s"]
+    waits.sent_by = NOW
+    assert withdrawn() == [], "Slurm has it only now"
 
 
 def test_a_reused_job_id_with_another_name_is_not_ours() -> None:

@@ -13,10 +13,8 @@ from typing import IO
 
 import msgspec
 
+from fallow.core.allocations import SUBMIT_S
 from fallow.model import Exit
-
-SUBMIT_S = 90.0
-"""sbatch itself gives up after some tries of MessageTimeout (10 s; sites raise it)."""
 
 LOOK_UP_S = 12.0
 """For how long Slurm is asked for a job whose submission gave no answer. The head goes on looking for it."""

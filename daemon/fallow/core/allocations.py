@@ -19,6 +19,10 @@ ENDED_STATES = frozenset(
 )
 LIVE = (AllocationState.UNKNOWN, AllocationState.PENDING, AllocationState.RUNNING, AllocationState.RELEASING)
 
+SUBMIT_S = 90.0
+"""sbatch has ended so long after it was called: it gives up by itself after some tries of MessageTimeout (10 s; sites
+raise it), and whoever called it does then."""
+
 MISSING_POLLS = 2
 """A job that no poll shows is taken for ended only after this many: one answer may be from before its submission."""
 
@@ -52,6 +56,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "asked for with normal priority, because the run was behind the schedule of its deadline"
     nodes_wanted: int = 1
     requested_at: float = 0.0
+    sent_by: float | None = None
+    "Unix time by which its sbatch has ended; None: it waits in the head's own queue, and Slurm has never heard of it"
     submit_at: float | None = None
     start_at: float | None = None
     end_at: float | None = None
@@ -87,9 +93,9 @@ class Allocation(msgspec.Struct, kw_only=True):
     "node -> workers that were started in others' places"
     missing: int = 0
     looked_at: float | None = None
-    "last poll that did not show it, while nobody knows whether Slurm took it"
+    "last time that it was not there, while nobody knows whether Slurm took it: before sbatch, then each poll"
     blind_s: float = 0.0
-    "longest time between two such polls: Slurm may have run and forgotten it within"
+    "longest time between two such looks: Slurm may have run and forgotten it within"
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
@@ -103,6 +109,17 @@ class Allocation(msgspec.Struct, kw_only=True):
     @property
     def live(self) -> bool:
         return self.state in LIVE
+
+    @property
+    def queued(self) -> bool:
+        """Waits for its turn at sbatch; a user's own base job never does."""
+        by_head = self.kind is AllocationKind.HARVEST or self.renewed
+        return by_head and self.state is AllocationState.UNKNOWN and self.sent_by is None
+
+    @property
+    def waits_since(self) -> float:
+        """Unix time since which Slurm has had it, or, while it has not, since which it is wanted."""
+        return self.requested_at if self.sent_by is None else self.sent_by
 
     @property
     def harvested(self) -> bool:
@@ -128,6 +145,25 @@ def jobs_of(allocation: Allocation, jobs: Iterable[JobInfo]) -> list[JobInfo]:
     return mine
 
 
+def send(allocation: Allocation, now: float) -> bool:
+    """Its turn at sbatch has come. False: nobody wants it any more; else it may exist from now, Unix time, on."""
+    if not allocation.queued:
+        return False
+    allocation.sent_by, allocation.looked_at, allocation.missing = now + SUBMIT_S, now, 0
+    return True
+
+
+def sent(allocation: Allocation, now: float) -> None:
+    """Its sbatch has ended, with or without an answer; polls from before that say nothing."""
+    allocation.sent_by, allocation.missing = now, 0
+
+
+def forgo(allocation: Allocation) -> None:
+    """End what waits in the head's own queue: it never was a job, so nothing of it is booked or counted."""
+    allocation.state = AllocationState.ENDED
+    allocation.settled = allocation.counted = True
+
+
 def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon_s: float) -> str | None:
     """Bring one allocation up to date with a poll.
 
@@ -135,19 +171,21 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
         allocation: changed in place.
         jobs: every job of the poll.
         now: Unix time of the poll.
-        horizon_s: an unknown submission that no poll has shown for this long is lost.
+        horizon_s: a submission that no poll has shown for this long after its sbatch ended is lost.
 
     Returns:
         What changed, in words; None when nothing did.
     """
     mine = jobs_of(allocation, jobs)
     if not mine:
+        if allocation.queued:
+            return None
         allocation.missing += 1
         if allocation.state is AllocationState.UNKNOWN:
             since = allocation.requested_at if allocation.looked_at is None else allocation.looked_at
             allocation.blind_s, allocation.looked_at = max(allocation.blind_s, now - since), now
             # Slurm may have been away all the time, so the first answer that does not show it is not enough.
-            if now - allocation.requested_at > horizon_s and allocation.missing >= MISSING_POLLS:
+            if now - allocation.waits_since > horizon_s and allocation.missing >= MISSING_POLLS:
                 allocation.state = AllocationState.LOST
                 return "never appeared in Slurm"
         elif allocation.missing >= MISSING_POLLS and not set(allocation.agents) - set(allocation.agents_gone):

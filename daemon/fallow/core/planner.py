@@ -121,14 +121,15 @@ def withdraw(
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
     idle_gpus = {node.node: node.gpus - node.gpus_used for node in cluster.nodes}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
-        token, waited_s = allocation.token, cluster.at - allocation.requested_at
+        token, waited_s = allocation.token, cluster.at - allocation.waits_since
         part = allocation.part
         # A successor takes the place of a node that is counted still.
         if too_many.get(allocation.run, 0) > 0 and not allocation.pinned:
             too_many[allocation.run] -= 1
             out.append(Withdraw(token, "the run no longer needs it"))
         elif waited_s > rules.pending_patience_s:
-            out.append(Withdraw(token, f"Slurm did not start it within {rules.pending_patience_s:.0f} s"))
+            what = "it was not submitted" if allocation.queued else "Slurm did not start it"
+            out.append(Withdraw(token, f"{what} within {rules.pending_patience_s:.0f} s"))
         elif token in standing.compete:
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _hopeless(allocation):
@@ -137,7 +138,9 @@ def withdraw(
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
         elif allocation.pinned and allocation.partition in standing.wanted:
             out.append(Withdraw(token, "somebody else waits, and might have the node"))
-        elif waited_s > rules.start_patience_s and allocation.partition in unsure and not allocation.pinned:
+        elif allocation.queued or allocation.pinned:
+            continue
+        elif waited_s > rules.start_patience_s and allocation.partition in unsure:
             out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
     return out
 

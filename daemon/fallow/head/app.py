@@ -22,12 +22,13 @@ from fallow.head import accounts, saved
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Heard, Inbox, Polled, Submitted, Tick, TrialRefused
+from fallow.head.inbox import Asked, Due, Heard, Inbox, Polled, Submitted, Tick, TrialRefused
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
 from fallow.head.slurm_calls import SlurmCalls
+from fallow.head.submissions import give_up_queued
 from fallow.head.turn import Turn
 from fallow.head.whereabouts import default_address, former_port, own_keys, write_head_file
 from fallow.head.window import Window
@@ -106,6 +107,9 @@ class Head:
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, time.monotonic())
         self._harvest.recall(self._durable.notes)
+        given_up = Turn(self._book, time.monotonic(), time.time())
+        give_up_queued(given_up)
+        await self._persist(given_up)
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         port = former_port(paths) if config.head.port is None else config.head.port
         endpoint = await self._router.start(config.head.address or default_address(), port)
@@ -171,6 +175,8 @@ class Head:
                     self._peers.tick(turn)
                 case Polled(cluster):
                     self._calls.take_poll(turn, cluster)
+                case Due():
+                    answer = self._calls.take_due(turn, item)
                 case Submitted():
                     self._calls.take_submission(turn, item)
                 case TrialRefused(run_id, partition, reason):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 
 from fallow.config import Config
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
 from fallow.core.requests import harvestable
 from fallow.head import accounts, orphans, submissions
@@ -68,6 +68,14 @@ class Harvest:
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""
         return submissions.job_request(self._config, state, run, allocation, log, self.neighbours.nice)
+
+    def send(self, turn: Turn, run: Run, token: str) -> bool:
+        """An allocation's turn at sbatch has come; False: it is not wanted any more."""
+        allocation = run.record.allocations.get(token)
+        if allocation is None or not send(allocation, turn.now):
+            return False
+        turn.dirty.add(run.id)
+        return True
 
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Slurm said no to a submission."""

@@ -29,6 +29,16 @@ class Polled:
 
 
 @dataclass(frozen=True, slots=True)
+class Due:
+    """An allocation's turn at sbatch has come."""
+
+    run: str
+    token: str
+    wanted: asyncio.Future[bool]
+    "whether it is submitted; told once that is written down"
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     run: str
     token: str
@@ -49,5 +59,5 @@ class Tick:
     pass
 
 
-Item = Heard | Asked | Polled | Submitted | TrialRefused | Tick
+Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Tick
 Inbox = asyncio.Queue[Item]

@@ -9,7 +9,7 @@ import msgspec
 
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core import events as ev
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.joining import check_limits
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
@@ -57,7 +57,10 @@ class Operations:
         run = self._book.create(wanted, turn.at, turn.now)
         turn.dirty.add(run.id)
         turn.record(run, "run", f"run {run.id}: {wanted.min_nodes} to {wanted.max_nodes} nodes")
-        allocation = self._book.new_allocation(run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes)
+        # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
+        allocation = self._book.new_allocation(
+            run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes, sent_by=turn.now + SUBMIT_S
+        )
         folder = self._book.paths.run(run.id)
         return NewRun(
             run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))
@@ -69,7 +72,11 @@ class Operations:
         if not found.spec.local:
             raise FallowError(f"run {run}: only `fallow local` starts agents by hand", Exit.USAGE)
         unused = [a for a in found.live_allocations() if not a.reserved and not a.agents]
-        allocation = unused[0] if unused else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now)
+        allocation = (
+            unused[0]
+            if unused
+            else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now, sent_by=turn.now)
+        )
         for _ in range(slots):
             name = f"w{found.roster.next_index}"
             allocation.reserved.append(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fallow.head.jobs import CANCEL_AGAIN_S
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, ClusterState
+from fallow.model import AllocationKind, AllocationState, ClusterState
 
 
 def sweep(turn: Turn, cluster: ClusterState) -> None:
@@ -16,7 +16,9 @@ def sweep(turn: Turn, cluster: ClusterState) -> None:
     for run in turn.book.runs.values():
         for allocation in run.record.allocations.values():
             ending = allocation.asked_at is not None and turn.now - allocation.asked_at < CANCEL_AGAIN_S
-            if allocation.live or ending or allocation.kind is AllocationKind.BASE:
+            # The end of a user's batch script runs on in a base job; one that was lost never came to its beginning.
+            kept = allocation.kind is AllocationKind.BASE and allocation.state is not AllocationState.LOST
+            if allocation.live or ending or kept:
                 continue
             for job_id in there.get(allocation.token, ()):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")

@@ -221,6 +221,9 @@ class Peers:
         if allocation.state is AllocationState.RELEASING and first:
             # It was to be given back before it came.
             turn.apply(run, ev.ReleaseWanted(at=turn.at, workers=plan.workers, reason=allocation.reason))
+        elif allocation.asked_at is not None and first:
+            # It was to be cancelled as soon as its job showed.
+            turn.release_allocation(run, allocation, allocation.reason)
 
     @staticmethod
     def _agent_problem(run: Run, allocation: Allocation, hello: AgentHello) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -14,7 +14,7 @@ from fallow.core.allocations import Allocation
 from fallow.files import Paths
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Inbox, Polled, Submitted, TrialRefused
+from fallow.head.inbox import Due, Inbox, Polled, Submitted, TrialRefused
 from fallow.head.turn import Turn
 from fallow.model import ClusterConfig, ClusterState, FallowError, OwnerView
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
@@ -109,12 +109,13 @@ class SlurmCalls:
         self._sooner.set()
 
     def submit(self, run: str, token: str) -> None:
-        """Submit an allocation as soon as those before it are."""
+        """Submit an allocation as soon as those before it are, if it is still wanted then."""
         self._submissions.put_nowait((run, token))
 
     async def _submit(self, slurm: PacedClient, book: Book) -> None:
         while True:
-            run_id, token = await self._submissions.get()
+            await slurm.may_submit()
+            run_id, token = await self._next_due()
             run = book.runs[run_id]
             allocation = run.record.allocations[token]
             log_file = str(self._paths.run(run_id).logs / f"{token}.out")
@@ -127,6 +128,20 @@ class SlurmCalls:
             except FallowError as error:
                 outcome = SubmitRejected(token, error.message)
             self._inbox.put_nowait(Submitted(run_id, token, outcome))
+
+    async def _next_due(self) -> tuple[str, str]:
+        """The oldest that is still wanted. That it may exist from now on is durable when this returns."""
+        while True:
+            run_id, token = await self._submissions.get()
+            wanted = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait(Due(run_id, token, wanted))
+            if await wanted:
+                return run_id, token
+
+    def take_due(self, turn: Turn, item: Due) -> Callable[[], None]:
+        """Note that an allocation is submitted now; returns what to do when that is durable."""
+        wanted = self._harvest.send(turn, turn.book.runs[item.run], item.token)
+        return lambda: None if item.wanted.done() else item.wanted.set_result(wanted)
 
     async def test(self, run: Run) -> str:
         """Why harvest jobs of this run would be refused; empty: nothing is known against them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fallow.config import Config
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Allocation, sent
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.sbatch import base_options, harvest_options
 from fallow.core.script import harvest_copy
@@ -54,9 +54,19 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
     )
 
 
+def give_up_queued(turn: Turn) -> None:
+    """What an earlier head had not sent yet: the next plan asks for what is of use by then."""
+    for run in turn.book.runs.values():
+        for allocation in run.live_allocations():
+            if allocation.queued:
+                turn.record(run, "withdraw", f"{allocation.token}: the head ended before it was submitted")
+                turn.cancel(run, allocation, "the head ended before it was submitted")
+
+
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     allocation = run.record.allocations[token]
     allocation.job_id = job_id
+    sent(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
     run.record.failures_in_a_row = 0
@@ -80,5 +90,6 @@ def refused(turn: Turn, run: Run, token: str, reason: str) -> None:
 
 def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
     """sbatch failed without a clear answer: the job may exist, so it is looked for and never sent again."""
+    sent(run.record.allocations[token], turn.now)
     turn.dirty.add(run.id)
     turn.record(run, "unknown", f"{token}: nobody knows whether Slurm has it ({reason}); it is looked for")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fallow.core import events as ev
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import Allocation, forgo
 from fallow.head.book import Book, Run
 from fallow.model import (
     AgentEnd,
@@ -125,7 +125,7 @@ class Turn:
         if allocation.state is AllocationState.RELEASING:
             return
         self.record(run, "release", f"{allocation.token} on {','.join(allocation.agents) or '-'}: {reason}")
-        if allocation.state is AllocationState.PENDING and not allocation.agents:
+        if allocation.state in (AllocationState.UNKNOWN, AllocationState.PENDING) and not allocation.agents:
             self.cancel(run, allocation, reason)
             return
         allocation.state, allocation.asked_at, allocation.reason = AllocationState.RELEASING, self.now, reason
@@ -143,11 +143,15 @@ class Turn:
                 self.apply(run, ev.ReleaseWanted(at=self.at, workers=list(workers), reason=f"{node} is barred"))
 
     def cancel(self, run: Run, allocation: Allocation, reason: str) -> None:
-        """Cancel an allocation's job. A submission of unknown outcome is cancelled once a poll shows it."""
+        """Cancel an allocation's job. A submission of unknown outcome is cancelled once a poll shows it, one that Slurm
+        has not heard of ends at once."""
         allocation.asked_at = allocation.asked_at or self.now
         allocation.reason = reason
         self.dirty.add(run.id)
-        if allocation.job_id is not None and not run.spec.local:
+        if allocation.queued:
+            forgo(allocation)
+            self.book.end_allocation(run, allocation, reason)
+        elif allocation.job_id is not None and not run.spec.local:
             self.cancels.append((run.id, allocation.token, allocation.job_id))
 
     def let_go_of_empty(self, run: Run) -> None:

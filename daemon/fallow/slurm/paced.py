@@ -117,8 +117,11 @@ class PacedClient:
         finally:
             self._took.append(self._clock() - began)
 
-    async def submit(self, request: JobRequest) -> str:
+    async def may_submit(self) -> None:
+        """Wait for the turn of the next `submit`, which does not wait itself: what to submit is chosen then."""
         await self._wait(self._submits)
+
+    async def submit(self, request: JobRequest) -> str:
         return await self._watch(self._slurm.submit(request))
 
     async def find(self, token: str) -> list[JobInfo]:
