@@ -9,7 +9,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -147,8 +146,7 @@ def _from_head(setting: Setting) -> Seen | None:
         return None
     if last.config is None or last.cluster is None or last.age_s is None or last.age_s > RECENT_S:
         return None
-    skew_s = last.cluster.at + last.age_s - time.time()
-    return last.config, last.cluster, skew_s, _client_check(_client(setting), last.backend)
+    return last.config, last.cluster, last.cluster.clock_offset_s, _client_check(_client(setting), last.backend)
 
 
 def _client(setting: Setting) -> SlurmClient:
@@ -169,7 +167,7 @@ async def _ask_slurm(setting: Setting) -> Seen:
         async with asyncio.timeout(SLURM_S):
             config = await client.config()
             cluster = await client.poll("fallow-doctor-asks-for-no-job")
-        return config, cluster, cluster.at - time.time(), _client_check(client, client.backend)
+        return config, cluster, cluster.clock_offset_s, _client_check(client, client.backend)
     finally:
         await client.close()
 

@@ -120,13 +120,15 @@ class ReservationInfo(Struct, frozen=True, kw_only=True):
 
 
 class ClusterState(Struct, frozen=True, kw_only=True):
-    """One batched poll. `at` is Unix time of the answer, on the clock that the jobs' times are on."""
+    """One batched poll. `at` is Unix time of the answer; all times are on the clock of who asked, not on Slurm's."""
 
     at: float
     nodes: list[NodeInfo]
     jobs: list[JobInfo]
     partitions: list[PartitionInfo]
     reservations: list[ReservationInfo] = []
+    clock_offset_s: float = 0.0
+    "slurmctld's clock is so far ahead; taken off every time here"
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
 from fallow.slurm.owner import owner
 from fallow.slurm.process import Done, job_environment, query_environment, run
-from fallow.slurm.state import cluster_state, user_name
+from fallow.slurm.state import cluster_state, earlier, on_our_clock, user_name
 
 QUERY_TIMEOUT_S = 30.0
 "A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
@@ -55,7 +55,7 @@ class CliClient:
         self._query_timeout_s = query_timeout_s
         self._submit_timeout_s = submit_timeout_s
         self.clock_offset_s = 0.0
-        "what to add to our clock for slurmctld's"
+        "what slurmctld's clock is ahead of ours"
         self._user = user_name(os.getuid())
         self.polls = 0
         self.commands = 0
@@ -77,7 +77,7 @@ class CliClient:
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
-        at = time.time() + self.clock_offset_s
+        at = time.time()
         # In a thread: of ten thousand nodes and jobs this takes a good part of a second.
         return await asyncio.to_thread(self._state, at, cluster, queue, layout, names_prefix)
 
@@ -94,7 +94,8 @@ class CliClient:
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
         # A single user is a filter at slurmctld, a name one in squeue; squeue takes no prefix for a name.
         argv = ["squeue", "-h", "-a", "-t", "all", f"--user={os.getuid()}", f"--name={token}", "-O", layout.option]
-        return [job for job in parse.jobs(await self._query(argv), layout) if job.name == token]
+        found = [job for job in parse.jobs(await self._query(argv), layout) if job.name == token]
+        return [earlier(job, self.clock_offset_s) for job in found]
 
     async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
         if not job_ids:
@@ -131,7 +132,7 @@ class CliClient:
         if not nodes:
             # PrivateData=nodes, or an output of a shape that we do not know
             raise SlurmUnavailable("scontrol show node: Slurm shows no nodes; ask the site about PrivateData")
-        return cluster_state(
+        state = cluster_state(
             nodes,
             partitions,
             reservations,
@@ -140,6 +141,7 @@ class CliClient:
             user=self._user,
             names_prefix=names_prefix,
         )
+        return on_our_clock(state, at, self.clock_offset_s)
 
     # -- processes ----------------------------------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ class SlurmClient(Protocol):
     "what answers, and why that, in words"
 
     async def config(self) -> ClusterConfig:
-        """What rarely changes. Call it first: it also learns the offset to slurmctld's clock."""
+        """What rarely changes. Call it first: it also learns the offset to slurmctld's clock, which is taken off all
+        times that `poll` and `find` return."""
         ...
 
     async def poll(self, names_prefix: str) -> ClusterState:

@@ -19,6 +19,10 @@ from fallow.slurm.client import SlurmClient
 T = TypeVar("T")
 
 CONFIG_S = 3600.0
+
+STEP_S = 1.0
+"""When our clock has moved so far by itself, the configuration is asked for again: with it comes slurmctld's clock."""
+
 BURST_S = 20.0
 """A bucket holds as much as it gets in this time."""
 
@@ -72,6 +76,7 @@ class PacedClient:
         queries_per_min: float,
         submits_per_min: float,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._slurm = slurm
@@ -79,7 +84,9 @@ class PacedClient:
         self._queries = Bucket(queries_per_min, clock)
         self._submits = Bucket(submits_per_min, clock)
         self._took: deque[float] = deque(maxlen=5)
-        self._config: tuple[float, ClusterConfig] | None = None
+        self._wall = wall
+        self._config: tuple[float, float, ClusterConfig] | None = None
+        "(our clock, wall clock, answer)"
 
     @property
     def polls(self) -> int:
@@ -103,11 +110,16 @@ class PacedClient:
         return median(self._took) / BUSY if self._took else 0.0
 
     async def config(self) -> ClusterConfig:
-        now = self._clock()
-        if self._config is None or now - self._config[0] >= CONFIG_S:
-            await self._wait(self._queries)
-            self._config = now, await self._watch(self._slurm.config())
-        return self._config[1]
+        now, wall = self._clock(), self._wall()
+        if self._config is not None:
+            at, wall_at, known = self._config
+            if now - at < CONFIG_S and abs((wall - wall_at) - (now - at)) < STEP_S:
+                return known
+        await self._wait(self._queries)
+        # The times from before the question: a step in between shows at the next one.
+        found = await self._watch(self._slurm.config())
+        self._config = now, wall, found
+        return found
 
     async def poll(self, names_prefix: str) -> ClusterState:
         await self._wait(self._queries)

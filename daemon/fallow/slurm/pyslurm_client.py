@@ -15,13 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView
 from fallow.slurm.cli import QUERY_TIMEOUT_S, SUBMIT_TIMEOUT_S, CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_child import Answer, Cancel, Cancelled, Failed, Poll, Polled, Request
 from fallow.slurm.pyslurm_process import CHILD, ChildDied, PyslurmProcess
+from fallow.slurm.state import on_our_clock
 
 OLDEST = (25, 11)
 "pyslurm's first version with all classes that are used here"
@@ -79,7 +78,9 @@ class PyslurmClient:
         async with self._turn:
             answer = await self._ask(Poll(names_prefix), self._query_timeout_s)
         if isinstance(answer, Polled):
-            return msgspec.structs.replace(answer.state, at=time.time() + self._cli.clock_offset_s)
+            at, offset_s = time.time(), self._cli.clock_offset_s
+            # In a thread, as the commands' answers are read.
+            return await asyncio.to_thread(on_our_clock, answer.state, at, offset_s)
         if self._insist:
             raise SlurmUnavailable(f'{self.backend}; mend it, or set [slurm] client = "auto"')
         return await self._cli.poll(names_prefix)

@@ -1,0 +1,164 @@
+"""Slurm's clock and ours differ: everything that the head compares is on its own, so no deadline moves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fallow.config import Checkpoint, Membership
+from fallow.core.holes import Hole
+from fallow.core.neighbour import Standing
+from fallow.core.planner import withdraw
+from fallow.core.requests import HarvestRules
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book
+from fallow.head.jobs import take_in
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    ClusterState,
+    JobInfo,
+    NodeInfo,
+    ReservationInfo,
+    RunSpec,
+)
+from fallow.slurm.cli import CliClient
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.paced import PacedClient
+from fallow.slurm.process import Done
+from fallow.slurm.pyslurm_child import Polled
+from fallow.slurm.pyslurm_client import PyslurmClient
+from fallow.slurm.state import on_our_clock
+
+NOW = 1_795_000_000.0
+OFFSETS = st.floats(-120, 120) | st.sampled_from([-120.0, -40.0, 0.0, 40.0, 120.0])
+LIMIT_S = 600.0
+
+
+def by_slurm(offset_s: float, now: float, token: str, state: str) -> ClusterState:
+    """One job of ours as slurmctld shows it when our clock says `now`; it was submitted and started at NOW."""
+    there = NOW + offset_s
+    times = {"start_at": there, "end_at": there + LIMIT_S} if state == "RUNNING" else {}
+    job = JobInfo(job_id="7", name=token, user="me", state=state, partition="p", nodes=["n1"], submit_at=there, **times)
+    nodes = [NodeInfo(node="n1", state="ALLOCATED"), NodeInfo(node="n2", state="IDLE", idle_since=there)]
+    maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=there + 60.0, end_at=there + 120.0)
+    raw = ClusterState(at=0.0, nodes=nodes, jobs=[job], partitions=[], reservations=[maintenance])
+    return on_our_clock(raw, now, offset_s)
+
+
+@given(offset_s=OFFSETS)
+def test_every_time_of_a_poll_is_ours(offset_s: float) -> None:
+    state = by_slurm(offset_s, NOW + 5.0, "t", "RUNNING")
+    [job], [_, idle], [maintenance] = state.jobs, state.nodes, state.reservations
+    times = (state.at, job.submit_at, job.start_at, job.end_at, idle.idle_since, maintenance.start_at)
+    assert times == pytest.approx((NOW + 5.0, NOW, NOW, NOW + LIMIT_S, NOW, NOW + 60.0), abs=1e-3)
+    assert maintenance.end_at == pytest.approx(NOW + 120.0, abs=1e-3)
+    assert (job.preempt_at, job.eligible_at) == (None, None)
+    assert state.clock_offset_s == offset_s
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset_s=OFFSETS)
+def test_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_says(
+    tmp_path: Path, offset_s: float
+) -> None:
+    names = iter(range(1000))
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(names):06}")
+    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, NOW)
+    held = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW)
+    held.agents = {"n1": []}
+    membership = Membership()
+    peers = Peers(membership, Checkpoint())
+    released_at = NOW + LIMIT_S - membership.release_margin_s
+    for now, state in ((released_at - 1.0, AllocationState.RUNNING), (released_at + 0.01, AllocationState.RELEASING)):
+        turn = Turn(book, now - NOW, now)
+        take_in(turn, by_slurm(offset_s, now, held.token, "RUNNING"), 75.0)
+        run.agent_seen[held.token, "n1"] = turn.at
+        peers.tick(turn)
+        assert held.state is state
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset_s=OFFSETS)
+def test_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: Path, offset_s: float) -> None:
+    names = iter(range(1000))
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(names):06}")
+    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, NOW)
+    asked = book.new_allocation(run, AllocationKind.HARVEST, NOW, sent_by=NOW, partition="p", minutes=10)
+    rules = HarvestRules()
+    unsure = [Hole("n2", "p", None, sure=False)]
+    for waited_s, reasons in (
+        (rules.start_patience_s - 1.0, []),
+        (rules.start_patience_s + 1.0, ["10 min do not fit"]),
+    ):
+        state = by_slurm(offset_s, NOW + waited_s, asked.token, "PENDING")
+        take_in(Turn(book, waited_s, NOW + waited_s), state, 75.0)
+        assert asked.state is AllocationState.PENDING
+        assert [w.reason for w in withdraw(state, {}, [asked], Standing(), rules, unsure)] == reasons
+
+
+async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 120.0
+
+    def iso(at: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+
+    async def answer(self: CliClient, argv: list[str], stdin: str = "") -> Done:
+        there = time.time() + ahead_s
+        if "config" in argv:
+            return Done(0, f"Configuration data as of {iso(there)}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
+        text = f"NodeName=n1 State=IDLE CPUTot=8 LastBusyTime={iso(there - 50.0)}\n" if argv[0] == "scontrol" else ""
+        return Done(0, text, "")
+
+    monkeypatch.setattr(CliClient, "_start", answer)
+    cli = CliClient()
+    await cli.config()
+    state = await cli.poll("fallow-")
+    assert state.clock_offset_s == pytest.approx(ahead_s, abs=2.0)
+    assert state.at == pytest.approx(time.time(), abs=2.0)
+    assert state.nodes[0].idle_since == pytest.approx(time.time() - 50.0, abs=4.0)
+
+    by_pyslurm = PyslurmClient()
+    there = time.time() + ahead_s
+    nodes = [NodeInfo(node="n1", state="IDLE", idle_since=there - 50.0)]
+
+    async def asked(*_: object) -> Polled:
+        return Polled(ClusterState(at=0.0, nodes=nodes, jobs=[], partitions=[]))
+
+    monkeypatch.setattr(by_pyslurm, "_ask", asked)
+    await by_pyslurm._cli.config()
+    state = await by_pyslurm.poll("fallow-")
+    assert state.at == pytest.approx(time.time(), abs=2.0)
+    assert state.nodes[0].idle_since == pytest.approx(time.time() - 50.0, abs=4.0)
+
+
+async def test_the_offset_is_measured_again_when_our_own_clock_steps() -> None:
+    asked: list[float] = []
+    wall, clock = NOW, 0.0
+
+    class Counting(FakeSlurm):
+        async def config(self) -> ClusterConfig:
+            asked.append(wall)
+            return await super().config()
+
+    client = PacedClient(
+        Counting(nodes=1), queries_per_min=60, submits_per_min=60, clock=lambda: clock, wall=lambda: wall
+    )
+    await client.config()
+    wall, clock = wall + 30.0, clock + 30.0
+    await client.config()
+    assert asked == [NOW]
+    wall -= 40.0
+    await client.config()
+    await client.config()
+    assert asked == [NOW, NOW - 10.0]
