@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fallow.config import Config
@@ -19,7 +20,15 @@ from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, JobRequest, ReservationInfo, RunSpec
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    JobRequest,
+    PartitionInfo,
+    ReservationInfo,
+    RunSpec,
+)
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
@@ -163,6 +172,52 @@ async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site)
     for _ in range(40):
         await site.poll()
     assert "refused 3 submissions in a row" in other.record.harvest_paused
+
+
+class Picky(FakeSlurm):
+    """Refuses harvest jobs in some partitions."""
+
+    closed: frozenset[str] = frozenset()
+
+    async def submit(self, request: JobRequest) -> str:
+        if any(f"--partition={name}" in request.options for name in self.closed):
+            raise SubmitRejected(request.token, "User's group not permitted to use this partition")
+        return await super().submit(request)
+
+
+async def test_a_partition_that_refuses_a_run_does_not_keep_it_from_another(tmp_path: Path) -> None:
+    there = [
+        PartitionInfo(partition=name, nodes=nodes, preempt_mode="REQUEUE", priority_tier=tier, max_time_s=3600.0)
+        for name, nodes, tier in (("physics", ["n1", "n2"], 1), ("open", ["n3", "n4"], 2))
+    ]
+    slurm = Picky(4, gpus=4, partitions=there, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+    slurm.closed = frozenset({"physics"})
+    site = Site(tmp_path, slurm, HarvestSection())
+    run = site.run(nodes=4)
+    for _ in range(40):
+        await site.poll()
+    assert run.record.harvest_paused == "" and run.record.refusals["physics"] >= 3
+    assert sorted({n for a in site.live(run) for n in a.nodes}) == ["n3", "n4"]
+    slurm.closed = frozenset({"physics", "open"})
+    for allocation in site.live(run):
+        slurm.end(slurm.jobs[allocation.job_id or ""], "PREEMPTED")
+    for _ in range(6):
+        await site.poll()
+    assert "refused 3 submissions in a row: User's group" in run.record.harvest_paused, "nobody takes its jobs"
+
+
+async def test_the_rest_of_a_refused_batch_is_not_submitted(site: Site) -> None:
+    run = site.run(nodes=2)
+    first, second = (
+        site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge", minutes=5)
+        for _ in range(2)
+    )
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    assert site.harvest.send(turn, run, first.token)
+    site.harvest.refused(turn, run, first.token, "User's group not permitted to use this partition")
+    assert not site.harvest.send(turn, run, second.token)
+    assert (second.live, second.sent_by) == (False, None)
+    assert run.record.refusals == {"scavenge": 1}
 
 
 async def test_the_last_node_is_taken_over_from_itself_without_a_gap(site: Site) -> None:

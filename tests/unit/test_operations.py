@@ -9,6 +9,7 @@ import pytest
 
 from fallow.config import Config, Usage
 from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.backoff import FIRST_S
 from fallow.core.roster import Worker
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
@@ -180,14 +181,18 @@ def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
 
 
 def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
-    for _ in range(3):
-        allocation = desk.hold(state=AllocationState.UNKNOWN, partition="p")
-        desk.harvest.refused(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
+    for each in range(3):
+        assert desk.run.record.paused == ""
+        # Two on their way together count as one.
+        for _ in range(2):
+            allocation = desk.hold(state=AllocationState.UNKNOWN, partition="p")
+            desk.harvest.refused(desk.turn(), desk.run, allocation.token, "Invalid feature specification")
+        desk.at += FIRST_S * 2**each
     assert "Invalid feature specification" in run_view(desk.run, 0.0, NOW).message
     assert desk.poll().submissions == []
     desk.do("resume")
     assert len(desk.poll().submissions) == 4
-    assert desk.run.record.failures_in_a_row == 0
+    assert desk.run.record.refusals == {}
 
 
 def test_resume_does_not_wait_for_a_back_off(desk: Desk) -> None:

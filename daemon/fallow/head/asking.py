@@ -100,7 +100,7 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
-                keep_pace(turn, run, cluster, left_s(run, cluster.at), rules.max_pending)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), rules.max_pending, self._known.backoff)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
@@ -118,7 +118,7 @@ class Asking:
     def resume(self, turn: Turn, run: Run) -> None:
         """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
         run.record.paused_by_hand, run.record.harvest_paused = False, ""
-        run.record.failures_in_a_row = run.record.duds = 0
+        run.record.refusals, run.record.duds = {}, 0
         self._not_before.pop(run.id, None)
         self._known.backoff.forget(asker_of(run.spec))
         turn.dirty.add(run.id)

@@ -35,12 +35,12 @@ class RunRecord(msgspec.Struct, kw_only=True):
     next_allocation: int = 0
     base_wanted: bool = True
     "False once the user cancelled the base job: it is not submitted again"
-    failures_in_a_row: int = 0
-    "submissions that Slurm refused"
+    refusals: dict[str, int] = {}
+    "partition -> spells of refused submissions since one was taken there; empty: of the base job"
     duds: int = 0
     "jobs in a row that ended before an agent came"
     harvest_paused: str = ""
-    "why nothing is asked for: Slurm refused too often"
+    "why nothing is asked for: Slurm refused too often, everywhere"
     paused_by_hand: bool = False
     spent_node_s: float = 0.0
     "of the budget, by allocations that are no longer kept"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from fallow.config import Config
@@ -18,7 +18,17 @@ from fallow.head.neighbours import DELAYS, Neighbours
 from fallow.head.prospect import look
 from fallow.head.spending import follow_jobs, keep_within_budget
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, ClusterConfig, ClusterState, Exit, FallowError, JobRequest, Prospect, RunSpec
+from fallow.model import (
+    AllocationKind,
+    ClusterConfig,
+    ClusterState,
+    Exit,
+    FallowError,
+    JobRequest,
+    PartitionInfo,
+    Prospect,
+    RunSpec,
+)
 
 TRIAL = "fallow-trial"
 """Name of submissions that are only tried."""
@@ -72,7 +82,15 @@ class Harvest:
     def send(self, turn: Turn, run: Run, token: str) -> bool:
         """An allocation's turn at sbatch has come; False: it is not wanted any more."""
         allocation = run.record.allocations.get(token)
-        if allocation is None or not send(allocation, turn.now):
+        if allocation is None:
+            return False
+        until = self._learning.known.backoff.until(asker_of(run.spec), allocation.partition)
+        harvest = allocation.kind is AllocationKind.HARVEST and not allocation.pinned
+        if allocation.queued and harvest and until > turn.now:
+            reason = f"nothing is asked for in {allocation.partition} for {until - turn.now:.0f} s"
+            turn.record(run, "withdraw", f"{token}, not submitted yet: {reason}")
+            turn.cancel(run, allocation, reason)
+        if not send(allocation, turn.now):
             return False
         turn.dirty.add(run.id)
         return True
@@ -80,9 +98,14 @@ class Harvest:
     def refused(self, turn: Turn, run: Run, token: str, reason: str) -> None:
         """Slurm said no to a submission."""
         allocation = run.record.allocations[token]
+        news = True
         if allocation.kind is AllocationKind.HARVEST:
-            self._learning.refused(turn, run, allocation.partition, allocation.minutes, reason)
-        submissions.refused(turn, run, token, reason)
+            news = self._learning.refused(turn, run, allocation.partition, allocation.minutes, reason)
+        usable: list[PartitionInfo] = []
+        if self.cluster is not None:
+            rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
+            usable = _usable(run, harvestable(self.cluster, rules))
+        submissions.refused(turn, run, token, reason, [p.partition for p in usable], news)
 
     def example(self, run: Run) -> Allocation | str:
         """A harvest allocation as the run would ask for, or why it would ask for none; empty: nobody knows yet."""
@@ -90,8 +113,7 @@ class Harvest:
             return ""
         rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         there = harvestable(self.cluster, rules)
-        named = [p for p in there if not run.spec.harvest_partitions or p.partition in run.spec.harvest_partitions]
-        may = [p for p in named if may_use(p, *astuple(asker_of(run.spec)))]
+        may = _usable(run, there)
         if run.spec.max_nodes <= run.spec.min_nodes:
             return ""
         if not there:
@@ -128,3 +150,10 @@ class Harvest:
 
     submitted = staticmethod(submissions.submitted)
     unknown = staticmethod(submissions.unknown)
+
+
+def _usable(run: Run, harvestable: Sequence[PartitionInfo]) -> list[PartitionInfo]:
+    """Those in which the run wants to harvest and its account and QOS may."""
+    wanted = run.spec.harvest_partitions
+    named = [p for p in harvestable if not wanted or p.partition in wanted]
+    return [p for p in named if may_use(p, *astuple(asker_of(run.spec)))]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from math import ceil
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Backoff
 from fallow.core.pacing import Schedule, dispensable, extra_nodes
 from fallow.head.book import Run
+from fallow.head.learning import asker_of
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
 
@@ -21,7 +23,9 @@ UNKNOWN_MINUTES = 240
 """Asked for while no base job has shown its time limit, or it has none."""
 
 
-def keep_pace(turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float | None, max_pending: int) -> None:
+def keep_pace(
+    turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float | None, max_pending: int, backoff: Backoff
+) -> None:
     """Ask for what the deadline takes, or give back what it no longer takes.
 
     Args:
@@ -30,6 +34,7 @@ def keep_pace(turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float 
         cluster: the poll that the plan was made from.
         budget_node_s: what may still be reserved; None: no budget.
         max_pending: requests of this sort that may wait at once.
+        backoff: what is left alone.
     """
     standing = None if run.gain is None else run.gain.schedule
     if run.gain is None or standing is None or run.roster.finishing:
@@ -45,7 +50,7 @@ def keep_pace(turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float 
     missing = extra_nodes(standing, speeds, held, run.spec.max_nodes - len(asked))
     if missing and not run.record.paused:
         for _ in range(min(missing, max_pending - len(waiting))):
-            minutes = _ask(turn, run, cluster, standing, budget_node_s)
+            minutes = _ask(turn, run, cluster, standing, budget_node_s, backoff)
             if not minutes:
                 break
             budget_node_s = None if budget_node_s is None else budget_node_s - 60.0 * minutes
@@ -53,7 +58,9 @@ def keep_pace(turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float 
         _give_back(turn, run, standing, training)
 
 
-def _ask(turn: Turn, run: Run, cluster: ClusterState, standing: Schedule, budget_node_s: float | None) -> int:
+def _ask(
+    turn: Turn, run: Run, cluster: ClusterState, standing: Schedule, budget_node_s: float | None, backoff: Backoff
+) -> int:
     """Minutes asked for; 0: nothing was."""
     bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
     limits = [a.end_at - a.start_at for a in bases if a.end_at is not None and a.start_at is not None]
@@ -65,6 +72,8 @@ def _ask(turn: Turn, run: Run, cluster: ClusterState, standing: Schedule, budget
         minutes = min(minutes, int(budget_node_s / 60))
     partition = _partition(run, bases, cluster)
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
+        return 0
+    if backoff.until(asker_of(run.spec), partition) > turn.now:
         return 0
     allocation = turn.book.new_allocation(
         run, AllocationKind.HARVEST, turn.now, partition=partition, minutes=minutes, hurried=True

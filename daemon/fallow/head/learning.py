@@ -85,14 +85,20 @@ class Learning:
                 wait_s, start_s = start_at - allocation.requested_at, allocation.active_at - start_at
                 experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
 
-    def refused(self, turn: Turn, run: Run, partition: str, minutes: int | None, reason: str) -> None:
-        """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone."""
+    def refused(self, turn: Turn, run: Run, partition: str, minutes: int | None, reason: str) -> bool:
+        """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
+
+        Returns:
+            Whether that is news: False for what was on its way while account or partition was left alone already.
+        """
         backoff, asker = self.known.backoff, asker_of(run.spec)
         before = backoff.until(asker, partition)
         backoff.strike(reason, asker, partition, minutes, turn.now)
         if (until := backoff.until(asker, partition)) > before:
             text = f"Slurm says {reason}: nothing is asked for in {partition} for {until - turn.now:.0f} s"
             turn.record(run, "backoff", text)
+            return True
+        return scope_of(reason) is Scope.NOTHING
 
 
 def asker_of(spec: RunSpec) -> Asker:

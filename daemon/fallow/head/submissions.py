@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from fallow.config import Config
 from fallow.core.allocations import Allocation, sent
 from fallow.core.backoff import Scope, scope_of
@@ -12,7 +14,8 @@ from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, JobRequest
 
 REFUSALS = 3
-"""Submissions that Slurm refuses in a row before a run's harvesting pauses (HyperQueue pauses after 10)."""
+"""Submissions that Slurm refuses in a row, with the pauses of `core.backoff` between them, before a run's harvesting
+pauses (HyperQueue pauses after 10)."""
 
 
 def job_request(config: Config, state: str, run: Run, allocation: Allocation, log: str, nice: int) -> JobRequest:
@@ -69,23 +72,42 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     sent(allocation, turn.now)
     if allocation.state is AllocationState.UNKNOWN:
         allocation.state = AllocationState.PENDING
-    run.record.failures_in_a_row = 0
+    run.record.refusals.pop(_place(allocation), None)
     turn.dirty.add(run.id)
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
     turn.record(run, "submit", f"{token}: job {job_id} in {allocation.partition or 'default'}{limit}")
 
 
-def refused(turn: Turn, run: Run, token: str, reason: str) -> None:
+def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[str], news: bool) -> None:
+    """Slurm said no. A run that it refuses wherever the run may go pauses, until somebody has a look.
+
+    Args:
+        turn, run, token, reason: which one, and Slurm's words.
+        usable: partitions in which the run may harvest.
+        news: False for one of several that were on their way together.
+    """
     allocation = run.record.allocations[token]
     turn.book.end_allocation(run, allocation, reason)
-    if scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
+    refusals = run.record.refusals
+    if news and scope_of(reason) not in (Scope.OWNER, Scope.LENGTH):
         # Those are limits that others' jobs, or time, lift again.
-        run.record.failures_in_a_row += 1
+        refusals[_place(allocation)] = refusals.get(_place(allocation), 0) + 1
     turn.dirty.add(run.id)
     turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
-    if run.record.failures_in_a_row >= REFUSALS:
+    if _everywhere(refusals, usable) and not run.record.harvest_paused:
         run.record.harvest_paused = f"Slurm refused {REFUSALS} submissions in a row: {reason}"
         turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+
+
+def _place(allocation: Allocation) -> str:
+    return allocation.partition if allocation.kind is AllocationKind.HARVEST else ""
+
+
+def _everywhere(refusals: Mapping[str, int], usable: Collection[str]) -> bool:
+    """Is there nowhere else to go?"""
+    harvest = {partition: number for partition, number in refusals.items() if partition}
+    nowhere = sum(harvest.values()) >= REFUSALS and harvest.keys() >= set(usable)
+    return nowhere or refusals.get("", 0) >= REFUSALS
 
 
 def unknown(turn: Turn, run: Run, token: str, reason: str) -> None:
