@@ -16,6 +16,7 @@ from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head import accounts
 from fallow.head.book import Book, Run, RunRecord
+from fallow.head.demands import demand
 from fallow.head.harvest import Harvest
 from fallow.head.operations import Operations
 from fallow.head.spending import left_s
@@ -140,6 +141,21 @@ def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base.state = AllocationState.ENDED
     assert desk.poll().submissions == []
     assert run_view(desk.run, 0.0, NOW).paused == "paused by hand"
+
+
+def test_nothing_is_asked_for_in_the_place_of_a_base_job_that_comes_again(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE, AllocationState.RELEASING)
+
+    def wanted() -> int:
+        return demand(desk.run, {}, NOW, asks=True).nodes
+
+    assert wanted() == 3
+    desk.run.held_back = "the budget does not allow for it"
+    assert wanted() == 4
+    desk.run.held_back, desk.run.record.base_wanted = "", False
+    assert wanted() == 4
+    desk.run.record.base_wanted, base.kind = True, AllocationKind.HARVEST
+    assert wanted() == 4
 
 
 def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:

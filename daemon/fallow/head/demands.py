@@ -57,11 +57,17 @@ def _missing(run: Run) -> int:
     if run.roster.generation == 0 and run.roster.status is RunStatus.WAITING and run.record.slots is None:
         # Nothing of it has run yet: the base allocation shows first that the script works.
         useful = 0 if run.record.base_wanted else useful
-    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING]
+    live = [a for a in run.live_allocations() if a.state is not AllocationState.RELEASING or _comes_again(run, a)]
     replaced = {a.replaces for a in live}
     # While its successor starts, a node is counted once.
     staying = [a for a in live if a.token not in replaced]
     return -(-useful // slots) - sum(_nodes(a) for a in staying)
+
+
+def _comes_again(run: Run, allocation: Allocation) -> bool:
+    """Will the head submit it again when it is over? What was asked for in its place would be withdrawn then."""
+    r = run.record
+    return allocation.kind is AllocationKind.BASE and r.base_wanted and not (r.paused or run.held_back)
 
 
 def _nodes(allocation: Allocation) -> int:
