@@ -203,10 +203,16 @@ async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() ->
             await clock.sleep(4.0)
             return await super().poll(names_prefix)
 
-    client, _ = paced(clock, Slow(nodes=1))
+    client, slurm = paced(clock, Slow(nodes=1))
     assert client.least_interval_s == 0.0
     await client.poll("fallow-")
     assert client.least_interval_s == 16.0
+    slurm.unavailable = True
+    for _ in range(6):
+        clock.now += 30.0
+        with pytest.raises(SlurmUnavailable):
+            await client.poll("fallow-")
+    assert client.least_interval_s == 16.0, "an outage is no load"
 
     class Limiting(FakeSlurm):
         async def find(self, token: str) -> list[JobInfo]:

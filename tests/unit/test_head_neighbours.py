@@ -7,13 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config, Harvest, Slurm
+from fallow.config import Config, Slurm
+from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
 from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
+from fallow.head.slurm_calls import poll_interval_s
 from fallow.head.turn import Turn
 from fallow.model import (
     AgentEnd,
@@ -29,7 +32,7 @@ from fallow.model import (
 )
 
 NOW = 1_000_000.0
-CONFIG = Config(slurm=Slurm(poll_interval_s=30.0), harvest=Harvest(allow_without_preemption=True))
+CONFIG = Config(slurm=Slurm(poll_interval_s=30.0), harvest=HarvestSection(allow_without_preemption=True))
 SITE = ClusterConfig(cluster="c", slurm_version="22.05.8", priority_type="priority/basic")
 
 
@@ -78,6 +81,20 @@ def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run
     assert neighbours.interval_s(book) == 5.0
     allocation.state = AllocationState.ENDED
     assert neighbours.interval_s(book) == 30.0
+
+
+def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
+    harvest = Harvest(CONFIG)
+    harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
+
+    def after(failures: int, least_s: float = 0.0) -> float:
+        return poll_interval_s(harvest.interval_s(book), least_s, failures, harvest.longest_interval_s(book))
+
+    assert [after(n) for n in range(6)] == [30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
+    held(book, run)
+    assert [after(n) for n in range(6)] == [5.0, 10.0, 15.0, 15.0, 15.0, 15.0]
+    assert [after(n, 40.0) for n in range(3)] == [40.0] * 3, "a slow slurmctld is spared"
+    assert after(0, 400.0) == 50.0
 
 
 def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:

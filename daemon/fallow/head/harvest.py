@@ -30,6 +30,8 @@ from fallow.model import (
     RunSpec,
 )
 
+LONGEST_WATCHFUL_S = 15.0
+
 TRIAL = "fallow-trial"
 """Name of submissions that are only tried."""
 
@@ -59,6 +61,10 @@ class Harvest:
     def interval_s(self, book: Book) -> float:
         """From one poll to the next, with what we hold now."""
         return self.neighbours.interval_s(book)
+
+    def longest_interval_s(self, book: Book) -> float:
+        """Between polls that get no answer: others' jobs may wait for what only we give back."""
+        return LONGEST_WATCHFUL_S if self.neighbours.watchful(book) else 10 * self.usual_interval_s
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""

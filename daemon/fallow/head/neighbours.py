@@ -71,11 +71,12 @@ class Neighbours:
     def interval_s(self, book: Book) -> float:
         """From one poll to the next."""
         usual = self._config.slurm.poll_interval_s
-        for run in book.runs.values():
-            for allocation in run.live_allocations():
-                if allocation.harvested and allocation.partition in self._watchful:
-                    return min(usual, WATCHFUL_S)
-        return usual
+        return min(usual, WATCHFUL_S) if self.watchful(book) else usual
+
+    def watchful(self, book: Book) -> bool:
+        """Do we hold nodes that nobody but us would give back?"""
+        live = (allocation for run in book.runs.values() for allocation in run.live_allocations())
+        return any(allocation.harvested and allocation.partition in self._watchful for allocation in live)
 
     def _be_allowed(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> None:
         unseen = self._visibility.look(cluster, config)

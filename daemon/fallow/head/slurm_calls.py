@@ -86,8 +86,8 @@ class SlurmCalls:
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
         """Until the next poll is due. What is submitted in between may make that sooner."""
         while True:
-            interval = self._harvest.interval_s(book)
-            self.interval_s = min(max(interval, slurm.least_interval_s) * 2.0 ** min(failures, 4), 10 * interval)
+            interval, longest = self._harvest.interval_s(book), self._harvest.longest_interval_s(book)
+            self.interval_s = poll_interval_s(interval, slurm.least_interval_s, failures, longest)
             left = began + self.interval_s - time.monotonic()
             if left <= 0:
                 return
@@ -208,3 +208,16 @@ class SlurmCalls:
         except FallowError as error:
             # The next poll shows what is still there, and it is cancelled again.
             log.warning("cancel.failed", jobs=jobs, error=error.message)
+
+
+def poll_interval_s(wanted: float, least: float, failures: int, longest: float) -> float:
+    """From the begin of one poll to that of the next.
+
+    Args:
+        wanted: where Slurm answers at once.
+        least: what its load allows for; a tenth of the polls that are wanted come in any case.
+        failures: polls in a row without an answer; each doubles it.
+        longest: up to which they do.
+    """
+    usual = min(max(wanted, least), 10 * wanted)
+    return max(usual, min(usual * 2.0 ** min(failures, 4), longest))

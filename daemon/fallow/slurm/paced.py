@@ -124,10 +124,10 @@ class PacedClient:
     async def poll(self, names_prefix: str) -> ClusterState:
         await self._wait(self._queries)
         began = self._clock()
-        try:
-            return await self._watch(self._slurm.poll(names_prefix))
-        finally:
-            self._took.append(self._clock() - began)
+        found = await self._watch(self._slurm.poll(names_prefix))
+        # How long no answer took says nothing about slurmctld's load once it is back.
+        self._took.append(self._clock() - began)
+        return found
 
     async def may_submit(self) -> None:
         """Wait for the turn of the next `submit`, which does not wait itself: what to submit is chosen then."""
