@@ -133,7 +133,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
         world.call = Call(allocation, job, outcome, shows_at, world.now + takes_s)
         if outcome in ("taken", "lost answer"):
             world.coming.append((shows_at, job))
-        self.time_passes(0.0)
+        self.pass_time(0.0)
 
     def sbatch_ends(self, call: Call) -> None:
         self.world.call = None
@@ -148,6 +148,9 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(1, 50))
     def time_passes(self, seconds: float) -> None:
+        self.pass_time(seconds)
+
+    def pass_time(self, seconds: float) -> None:
         self.world.now += seconds
         call = self.world.call
         if call is not None and call.ends_at <= self.world.now:

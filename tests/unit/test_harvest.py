@@ -320,7 +320,7 @@ async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_th
     client = PacedClient(slurm, queries_per_min=60, submits_per_min=600)
     calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
     first, second, third = (
-        site.book.new_allocation(run, AllocationKind.HARVEST, slurm.now, partition="scavenge", minutes=5)
+        site.book.new_allocation(run, AllocationKind.HARVEST, slurm.now - 500.0, partition="scavenge", minutes=5)
         for _ in range(3)
     )
     for allocation in (first, second, third):
@@ -344,7 +344,7 @@ async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_th
         assert run.id in (await turn()).dirty, "that it may exist is written down first"
         assert first.sent_by == slurm.now + SUBMIT_S
         for _ in range(2):
-            slurm.advance(SUBMIT_S)
+            slurm.advance(SUBMIT_S / 2)
             now = Turn(site.book, slurm.now, slurm.now)
             take_in(now, await slurm.poll("fallow-"), 75.0)
         assert [a.state for a in run.live_allocations()] == [AllocationState.UNKNOWN] * 3

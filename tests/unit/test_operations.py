@@ -187,6 +187,14 @@ def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -
     assert accounts.rows([desk.run], "run", None, Usage(), NOW)[-1].jobs == 2, "what was never submitted is no job"
 
 
+def test_what_was_withdrawn_while_nobody_knew_of_it_is_cancelled_as_soon_as_it_shows(desk: Desk) -> None:
+    unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
+    desk.do("pause")
+    turn = desk.poll(desk.job(unknown, "PENDING"), after_s=1.0)
+    assert turn.cancels == [(desk.run.id, unknown.token, "1")]
+    assert desk.poll(desk.job(unknown, "PENDING"), after_s=1.0).cancels == [], "once, and again after a while"
+
+
 def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
     desk.do("pause")
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)

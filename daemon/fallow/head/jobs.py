@@ -24,6 +24,7 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
 
 
 def _observe(turn: Turn, run: Run, allocation: Allocation, cluster: ClusterState, horizon_s: float) -> None:
+    unseen = allocation.job_id is None
     changed = observe(allocation, cluster.jobs, cluster.at, horizon_s)
     if changed is not None:
         turn.dirty.add(run.id)
@@ -38,7 +39,7 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, cluster: ClusterState
         allocation.asked_at is not None
         and not allocation.agents
         and allocation.job_id is not None
-        and cluster.at - allocation.asked_at > CANCEL_AGAIN_S
+        and (unseen or cluster.at - allocation.asked_at > CANCEL_AGAIN_S)
     ):
         turn.cancel(run, allocation, allocation.reason)
         allocation.asked_at = turn.now
