@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from fallow.core.waiting import WANTING, others_waiting
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
@@ -153,6 +154,33 @@ async def test_a_refusal_says_why_and_leaves_no_job(setup: Setup) -> None:
     with pytest.raises(SubmitRejected, match="invalid partition"):
         await setup.client.submit(request_of("fallow-r", "--partition=nosuch"))
     assert await setup.client.find("fallow-r") == []
+
+
+async def test_elements_of_an_array_run_one_by_one_and_wait_together(setup: Setup) -> None:
+    limited = await setup.client.submit(request_of("fallow-l", "--array=0-5%3"))
+
+    async def queue(running: int, *reasons: str) -> list[JobInfo] | None:
+        jobs = (await setup.client.poll("fallow-")).jobs
+        states = [job.state for job in jobs]
+        waiting = {job.reason for job in jobs if job.state == "PENDING"}
+        return jobs if states.count("RUNNING") == running and waiting <= {*reasons} else None
+
+    jobs = await setup.until(lambda: queue(3, "JobArrayTaskLimit"))
+    assert {job.array_job_id for job in jobs} == {limited}
+    assert [(job.job_id, job.array_tasks) for job in jobs if job.state == "PENDING"] == [(limited, "3-5%3")]
+    assert [job.array_tasks for job in jobs if job.state == "RUNNING"] == ["", "", ""]
+    assert len({job.job_id for job in jobs}) == 4, "every element that runs has an id of its own"
+
+    free = await setup.client.submit(request_of("fallow-f", "--array=0,3,7"))  # one node is left for its elements
+    single = await setup.client.submit(request_of("fallow-s"))
+    jobs = await setup.until(lambda: queue(4, "JobArrayTaskLimit", *WANTING))
+    found = {job.job_id: job for job in jobs}
+    assert (found[free].array_job_id, found[free].array_tasks) == (free, "3,7")
+    assert (found[single].array_job_id, found[single].array_tasks) == ("", "")
+    [element] = [job for job in jobs if job.array_job_id == free and job.state == "RUNNING"]
+    assert (element.array_tasks, element.name) == ("", "fallow-f")
+    waiting = others_waiting(await setup.client.poll("fallow-"), ())
+    assert {other.job_id: other.startable for other in waiting} == {free: 2, single: 1}, "as many as nodes would help"
 
 
 async def test_preemption_shows_its_moment(setup: Setup) -> None:

@@ -68,6 +68,7 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmCl
     submit(testbed, "-J", "after", "--dependency=afterok:1", "--mem-per-cpu=100", "-c2", "--hold")
     submit(testbed, "-J", "het", "-N1", "--gres=gpu:1", "--begin=now+1hour", ":", "-N2")
     submit(testbed, "-J", "array", "--array=1-3", "--mem=0", "--begin=now+1hour")
+    submit(testbed, "-J", "limited", "--array=0-6:2%2", "-n1", "--mem=100", "--nodelist=n2", "--time=5")
     reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
     commands = CliClient(testbed.conf)
@@ -80,14 +81,18 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmCl
             return None
         for part, found in rounded(state).items():
             assert found == before[part], part
-        return state if [job.state for job in state.jobs].count("RUNNING") == 3 else None
+        return state if [job.state for job in state.jobs].count("RUNNING") == 5 else None
 
     state = await until(same)
     assert client.backend.startswith("pyslurm ")
     nodes = {node.node: node for node in state.nodes}
     assert (nodes["n2"].state, nodes["n2"].gpus, nodes["n2"].gpus_used) == ("MIXED", 4, 1)
     assert [job.excluded_nodes for job in state.jobs if job.name == "later"] == [["n4"]]
-    assert len(state.jobs) == 8 and len(state.reservations) == 1
+    arrays = {job.job_id: (job.name, job.array_tasks) for job in state.jobs if job.array_job_id == job.job_id}
+    assert sorted(arrays.values()) == [("array", "1-3"), ("limited", "4,6%2")]
+    elements = [job for job in state.jobs if job.array_job_id and job.state == "RUNNING"]
+    assert [arrays[job.array_job_id][0] for job in elements] == ["limited", "limited"]
+    assert len(state.jobs) == 11 and len(state.reservations) == 1
 
 
 async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, client: PyslurmClient) -> None:

@@ -6,6 +6,8 @@ import os
 from enum import Flag
 from types import SimpleNamespace
 
+import pytest
+
 from fallow.slurm import parse, pyslurm_rows
 from fallow.slurm.state import user_name
 
@@ -43,6 +45,10 @@ JOB = {
     "excluded_nodes": "n[3-4]",
     "eligible_time": None,
     "reservation": None,
+    "array_id": None,
+    "array_task_id": None,
+    "array_tasks_waiting": None,
+    "array_tasks_parallel": None,
     "dependencies": {"after": [], "afterok": ["1(unfulfilled)"], "singleton": True, "satisfy": "all"},
 }
 NODE = {
@@ -74,11 +80,27 @@ def test_a_pending_component() -> None:
     assert (job.preempt_at, job.eligible_at, job.comment) == (None, None, "")
     assert (job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.exclusive) == (2, 2000, 1, True)
     assert (job.constraint, job.dependency) == ("a100,ib", "afterok:1(unfulfilled),singleton")
+    assert (job.array_job_id, job.array_tasks) == ("", "")
 
 
 def test_an_ordinary_job_without_limit() -> None:
     job = parse.job(pyslurm_rows.job(job_of(heterogeneous_id=None, time_limit=None, dependencies=None)))
     assert (job.het_job_id, job.time_limit_s, job.dependency) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("shown", "tasks"),
+    [
+        ({"state": "PENDING", "array_tasks_waiting": "3-9", "array_tasks_parallel": 2}, "3-9%2"),
+        ({"state": "PENDING", "array_tasks_waiting": "0"}, "0"),
+        ({"state": "PENDING", "array_task_id": 4}, "4"),  # requeued
+        ({"state": "RUNNING", "array_task_id": 4}, ""),
+        ({"state": "RUNNING", "array_task_id": None}, ""),  # element 0
+    ],
+)
+def test_elements_of_a_job_array(shown: dict[str, object], tasks: str) -> None:
+    job = parse.job(pyslurm_rows.job(job_of(id=12, array_id=9, **shown)))
+    assert (job.job_id, job.array_job_id, job.array_tasks) == ("12", "9", tasks)
 
 
 def test_gpus_per_job_are_known_where_they_are_counted_as_tres() -> None:

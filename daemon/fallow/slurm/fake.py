@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ClusterShell.RangeSet import RangeSet
+
 from fallow.model import ClusterConfig, ClusterState, JobInfo, JobRequest, OwnerView, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
@@ -120,6 +122,7 @@ class FakeSlurm(VirtualCluster):
         if nodes > len(self.partitions[partition].nodes):
             raise SubmitRejected(request.token, "Requested node configuration is not available")
         limit = parse.duration(given.get("time", ""))
+        elements, _, at_once = given.get("array", "").partition("%")
         return FakeJob(
             job_id="",
             name=request.token,
@@ -140,5 +143,7 @@ class FakeSlurm(VirtualCluster):
             qos=given.get("qos", ""),
             after=[word for word in given.get("dependency", "").removeprefix("afterany:").split(":") if word],
             least_s=parse.duration(given.get("time-min", "")),
+            waiting=list(RangeSet(elements).intiter()) if elements else [],
+            at_once=parse.count(at_once) or None,
             request=request,
         )

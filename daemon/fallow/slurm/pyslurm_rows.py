@@ -61,6 +61,8 @@ def job(found: Any) -> dict[str, str]:
         "Reservation": found.reservation or "",
         "Feature": ",".join(found.constraints or ()),
         "Dependency": _dependency(found.dependencies),
+        "ArrayJobID": _number(found.array_id),
+        "ArrayTaskID": _array_tasks(found),
         "Reason": _text(lambda: found.state_reason),
         "Name": _text(lambda: found.name),
         "Comment": _text(lambda: found.comment),
@@ -189,6 +191,14 @@ def _dependency(value: Mapping[str, Any] | None) -> str:
     found = value or {}
     words = [f"{kind}:{':'.join(map(str, jobs))}" for kind, jobs in found.items() if isinstance(jobs, list) and jobs]
     return ",".join([*words, "singleton"] if found.get("singleton") else words)
+
+
+def _array_tasks(found: Any) -> str:
+    """`3-9%2` of a job array's elements that wait, else the element's own number, of which pyslurm shows 0 as None."""
+    if found.array_id is None:
+        return ""
+    tasks: str = found.array_tasks_waiting or str(found.array_task_id or 0)
+    return f"{tasks}%{at_once}" if (at_once := found.array_tasks_parallel) else tasks
 
 
 def _text(read: Callable[[], str | None]) -> str:

@@ -8,7 +8,9 @@ fit never holds back one that does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from ClusterShell.RangeSet import RangeSet
 
 from fallow.model import JobInfo, JobRequest, NodeInfo, PartitionInfo, ReservationInfo
 from fallow.slurm.parse import ENDED_STATES
@@ -48,6 +50,11 @@ class FakeJob:
     "--time-min"
     held_for: str = ""
     "a reason for which it does not start: AssocGrpGRES, JobHeldUser ..."
+    array_job_id: str = ""
+    waiting: list[int] = field(default_factory=list)
+    "elements of a job array that wait; each starts as a job of its own, the last one under the array's id"
+    at_once: int | None = None
+    "elements of the array that may run at the same time; None: all"
     request: JobRequest | None = None
     state: str = "PENDING"
     reason: str = "None"
@@ -67,6 +74,7 @@ class FakeJob:
 
     def info(self) -> JobInfo:
         """The job as clients see it."""
+        limit = f"%{self.at_once}" if self.at_once else ""
         return JobInfo(
             job_id=self.job_id,
             name=self.name,
@@ -92,6 +100,8 @@ class FakeJob:
             dependency=",".join(f"afterany:{job_id}" for job_id in self.after),
             required_nodes=list(self.nodelist),
             excluded_nodes=list(self.exclude),
+            array_job_id=self.array_job_id,
+            array_tasks=f"{RangeSet(self.waiting)}{limit}" if self.waiting else "",
         )
 
 
@@ -228,8 +238,21 @@ class VirtualCluster:
         job.job_id = str(self.next_id)
         self.next_id += 1
         self.jobs[job.job_id] = job
+        if job.waiting:
+            job.array_job_id = job.job_id
         self.settle()
         return job.job_id
+
+    def _element(self, job: FakeJob) -> FakeJob:
+        """What starts of a job: the next element of an array, else all of it."""
+        if len(job.waiting) < 2:
+            job.waiting = []
+            return job
+        job.waiting = job.waiting[1:]
+        element = replace(job, job_id=str(self.next_id), waiting=[])
+        self.next_id += 1
+        self.jobs[element.job_id] = element
+        return element
 
     def _running(self) -> list[FakeJob]:
         return [job for job in self.jobs.values() if job.state == "RUNNING"]
@@ -285,6 +308,10 @@ class VirtualCluster:
         """Why it would not start even with all nodes idle; empty: it would."""
         if any(not self.jobs[other].ended for other in job.after if other in self.jobs):
             return "Dependency"
+        if job.at_once is not None:
+            running = sum(other.array_job_id == job.array_job_id for other in self._running())
+            if running >= job.at_once:
+                return "JobArrayTaskLimit"
         longest = self.partitions[job.partition].max_time_s
         if longest is not None and job.limit_s is not None and (job.least_s or job.limit_s) > longest:
             return "PartitionTimeLimit"
@@ -311,15 +338,21 @@ class VirtualCluster:
                 continue
             free = self.free_nodes(job)
             if len(free) >= job.num_nodes and self.partitions[job.partition].up:
-                job.state, job.reason, job.nodes = "RUNNING", "None", free[: job.num_nodes]
-                job.start_at = self._now
-                job.limit_s = self._granted(job)
-                job.end_at = None if job.limit_s is None else self._now + job.limit_s
+                self._start(self._element(job), free[: job.num_nodes])
+                if job.state == "PENDING":  # an array with more elements
+                    self.settle()
+                    return
             else:
                 job.reason = "Resources"
                 if self._preempt(job, job.num_nodes - len(free)):
                     self.settle()  # with no grace the nodes are free at once
                     return
+
+    def _start(self, job: FakeJob, nodes: list[str]) -> None:
+        job.state, job.reason, job.nodes = "RUNNING", "None", nodes
+        job.start_at = self._now
+        job.limit_s = self._granted(job)
+        job.end_at = None if job.limit_s is None else self._now + job.limit_s
 
     def _preempt(self, job: FakeJob, missing: int) -> bool:
         """Warn the jobs that must go; True when some had no grace and are gone."""
