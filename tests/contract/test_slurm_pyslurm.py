@@ -44,7 +44,7 @@ def submit(testbed: Testbed, *options: str) -> str:
 
 
 def rounded(state: ClusterState) -> dict[str, object]:
-    """What two polls of the same moment must agree on. pyslurm gives excluded nodes, too; squeue has no field for them.
+    """What two polls of the same moment must agree on.
 
     The start and end that are planned for a pending job move with the scheduler's clock.
     """
@@ -56,7 +56,7 @@ def rounded(state: ClusterState) -> dict[str, object]:
         "nodes": state.nodes,
         "partitions": state.partitions,
         "reservations": state.reservations,
-        "jobs": {job.job_id: msgspec.structs.replace(job, excluded_nodes=[]) for job in jobs},
+        "jobs": {job.job_id: job for job in jobs},
     }
 
 

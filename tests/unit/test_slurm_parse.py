@@ -127,6 +127,32 @@ def test_partitions_say_who_may_use_them_and_how() -> None:
     assert not many.exclusive
 
 
+def test_26_05_has_other_words_for_whole_nodes() -> None:
+    # src/api/partition_info.c of 26.05: in place of ExclusiveUser=, ExclusiveTopo= and OverSubscribe=EXCLUSIVE
+    words = ("NO", "NODE", "USER", "TOPO")
+    text = "".join(f"PartitionName={word} Exclusive={word} OverSubscribe=NO State=UP\n" for word in words)
+    found = {info.partition: (info.exclusive, info.exclusive_user) for info in parse.cluster(text)[1]}
+    assert found == {"NO": (False, False), "NODE": (True, False), "USER": (False, True), "TOPO": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("shared", "exclusive", "whole"),
+    [
+        ("NO", "NODE", True),  # these two as a real 26.05.5 showed a job with --exclusive and one without
+        ("NO", "NO", False),
+        ("NO", "USER", False),
+        ("NO", "TOPO", True),
+        ("NO", "", True),  # older: squeue has no such field
+        ("TOPO", "", True),
+        ("USER", "", False),
+        ("OK", "", False),
+    ],
+)
+def test_whether_a_job_takes_whole_nodes(shared: str, exclusive: str, whole: bool) -> None:
+    row = {"JobID": "1", "State": "PENDING", "OverSubscribe": shared, "Exclusive": exclusive}
+    assert parse.job(row).exclusive is whole
+
+
 def test_what_a_job_needs_on_each_node() -> None:
     # values as Slurm 22.05.8 printed them, in the order of the fields
     layout = parse.JobFormat(

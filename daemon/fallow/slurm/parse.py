@@ -165,11 +165,16 @@ JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
     *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
     *("NumCPUs", "NumTasks", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
-    *("OverSubscribe", "ReqNodes", "Account", "QOS", "Reservation", "Feature", "Dependency"),
+    *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
+    *("Account", "QOS", "Reservation", "Feature", "Dependency"),
     *("ArrayJobID", "ArrayTaskID"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
-"Fields of `squeue -O` that a `JobInfo` is made of."
+"""Fields of `squeue -O` that a `JobInfo` is made of.
+
+Of a field that it does not know, squeue of any version prints our separator alone, complains on standard error and goes
+on: ExcNodes came with 24.05, Exclusive with 26.05.
+"""
 
 
 @dataclass(frozen=True)
@@ -233,15 +238,21 @@ def job(row: Mapping[str, str]) -> JobInfo:
         memory_mb_per_node=_job_memory_mb(row, num_nodes),
         gpus_per_node=gpus_each,
         gpu_type=gpu_type,
-        exclusive=word(row.get("OverSubscribe", "")) in ("NO", "NODE"),
+        exclusive=_exclusive(row),
         required_nodes=nodes(row.get("ReqNodes", "")),
-        excluded_nodes=nodes(row.get("ExcNodes", "")),  # not from squeue, whose -O has no such field
+        excluded_nodes=nodes(row.get("ExcNodes", "")),
         dependency=word(row.get("Dependency", "")),
         eligible_at=when(row.get("EligibleTime", "")),
         reservation=word(row.get("Reservation", "")),
         array_job_id=row["ArrayJobID"].strip() if word(row.get("ArrayTaskID", "")) else "",
         array_tasks=word(row.get("ArrayTaskID", "")) if row["State"].strip() == "PENDING" else "",
     )
+
+
+def _exclusive(row: Mapping[str, str]) -> bool:
+    """From 26.05 on OverSubscribe is NO for nearly every job, and Exclusive says what it said before."""
+    newer = word(row.get("Exclusive", ""))
+    return newer in ("NODE", "TOPO") if newer else word(row.get("OverSubscribe", "")) in ("NO", "NODE", "TOPO")
 
 
 def _each(total: int, num_nodes: int) -> int:
@@ -333,6 +344,7 @@ def _tres_gpus(text: str) -> int:
 def partition(row: Mapping[str, str]) -> PartitionInfo:
     # GANG says how SUSPEND is carried out, not what happens to a job
     modes = [mode for mode in row.get("PreemptMode", "").upper().split(",") if mode not in ("", "GANG")]
+    exclusive = row.get("Exclusive", "").upper()  # from 26.05 on, in place of the two older words
     return PartitionInfo(
         partition=row.get("PartitionName", ""),
         nodes=nodes(row.get("Nodes", "")),
@@ -342,8 +354,8 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
         priority_tier=count(row.get("PriorityTier", "")),
         preempt_mode=modes[0] if modes else "OFF",
         grace_s=float(count(row.get("GraceTime", ""))),
-        exclusive=row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
-        exclusive_user=row.get("ExclusiveUser", "").upper() == "YES",
+        exclusive=exclusive in ("NODE", "TOPO") or row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
+        exclusive_user=exclusive == "USER" or row.get("ExclusiveUser", "").upper() == "YES",
         max_nodes=count(most) if (most := word(row.get("MaxNodes", ""))) else None,
         root_only=row.get("RootOnly", "").upper() == "YES",
         allow_accounts=names(row.get("AllowAccounts", "")),

@@ -24,7 +24,7 @@ _RESERVATION_FLAGS = {
 
 
 def job(found: Any) -> dict[str, str]:
-    """Fields of `parse.JOB_FIELDS`, and ExcNodes, which squeue has none for.
+    """Fields of `parse.JOB_FIELDS`, as squeue 25.11 prints them.
 
     `--gpus=N` (not per node, nor per task) is seen only where the site counts GPUs as TRES: pyslurm does not read
     what is asked for per job.
