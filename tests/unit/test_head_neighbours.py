@@ -16,6 +16,7 @@ from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
+from fallow.head.orphans import sweep
 from fallow.head.slurm_calls import poll_interval_s
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -120,6 +121,40 @@ def test_what_has_not_left_in_time_is_ended(book: Book, run: Run) -> None:
     after = turn(book, NOW + 60)
     hurry(after, run, allocation)
     assert not after.cancels
+
+
+def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book: Book, run: Run) -> None:
+    """At 60 s a step, members that leave at the boundary would keep a node for a minute."""
+    allocation, neighbours = held(book, run), Neighbours(CONFIG)
+    turn(book, NOW - 20).release_allocation(run, allocation, "the run gains nothing from it")
+    for later in (0.0, 2.0):
+        (wish,) = neighbours.polled(turn(book, NOW + later), cluster(run, True, NOW + later), SITE).leaving
+        give_back(turn(book, NOW + later), run, allocation, wish.reason)
+    assert (allocation.wanted_at, allocation.gone_by) == (NOW, NOW + LEAVE_S), "from when somebody was first seen"
+    ended, last = turn(book, NOW + LEAVE_S), turn(book, NOW + LEAVE_S + END_S)
+    hurry(ended, run, allocation)
+    assert [message.kill_after_s for _, message in ended.messages if isinstance(message, AgentEnd)] == [0.0]
+    assert not ended.cancels
+    hurry(last, run, allocation)
+    assert last.cancels == [(run.id, allocation.token, "7")]
+
+
+def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_waits(book: Book, run: Run) -> None:
+    allocation, neighbours = held(book, run), Neighbours(CONFIG)
+    shown = cluster(run, True)
+    turn(book, NOW - 6).release_allocation(run, allocation, "the run gains nothing from it")
+    book.end_allocation(run, allocation, "its agents are gone")
+    assert neighbours.interval_s(book) == 30.0
+    standing = neighbours.polled(turn(book), shown, SITE)
+    assert standing.delayed == {"9": {allocation.token}}
+    assert neighbours.interval_s(book) == 5.0, "its end is watched closely"
+    wanted = standing.delayed["9"]
+    patient, prompt, early = turn(book), turn(book), turn(book, NOW - 6 + LEAVE_S)
+    sweep(patient, shown)
+    sweep(prompt, shown, wanted)
+    sweep(early, shown, wanted)
+    assert (patient.cancels, early.cancels) == ([], [])
+    assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
 def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:

@@ -90,6 +90,7 @@ def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
     ours = [held("n1", 300), held("n2", 200), held("n3", 100, AllocationState.RELEASING)]
     found = standing(FOUR, [waits("1", 2)], ours)
     assert given_back(found) == []
+    assert [(wish.token, wish.urgent) for wish in found.leaving] == [("ours-n3", True)], "it has to hurry now"
     assert found.delayed == {"1": {"ours-n3"}}
     # Its head has forgotten it, but Slurm shows it still.
     state = cluster(FOUR, [waits("1", 2)], ours)
@@ -337,7 +338,10 @@ def test_as_few_and_as_new_nodes_as_can_be_for_every_job_that_can_start(
     for waiting in others_waiting(state, {a.token for a in ours}):
         if best(state, [*accepted, *waiting.jobs], free, newest) is not None:
             accepted += waiting.jobs
-    assert given_back(assess(state, ours)) == best(state, accepted, free, newest)
+    found = assess(state, ours)
+    assert given_back(found) == best(state, accepted, free, newest)
+    hurried = {wish.token for wish in (*found.give_back, *found.leaving)}
+    assert frozenset().union(*found.delayed.values()) == hurried, "whatever somebody waits for goes soon"
 
 
 @settings(max_examples=200, deadline=None)

@@ -99,6 +99,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
+    wanted_at: float | None = None
+    "Unix time at which somebody was first seen to wait for its node"
     gone_by: float | None = None
     "Unix time at which its workers are killed if they have not left; somebody waits for the node"
     end_code: int | None = None

@@ -42,6 +42,8 @@ class Standing:
     """Where we stand with the others, after one poll."""
 
     give_back: tuple[GiveBack, ...] = ()
+    leaving: tuple[GiveBack, ...] = ()
+    "on their way out for another reason, but now somebody waits for their nodes"
     spoken_for: Mapping[str, frozenset[str]] = field(default_factory=dict)
     "partition -> nodes on which waiting jobs start now or once ours have left, and which Slurm would not take from us"
     compete: frozenset[str] = frozenset()
@@ -100,10 +102,13 @@ class _View:
         self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
         self._held: dict[str, list[Allocation]] = {}
         "node -> allocations of ours on it; several where nodes are shared"
+        self._left: dict[str, list[Allocation]] = {}
+        "node -> those that are on their way out"
         for allocation in harvest:
-            if allocation.state is AllocationState.RUNNING:
+            if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
+                there = self._held if allocation.state is AllocationState.RUNNING else self._left
                 for node in allocation.nodes:
-                    self._held.setdefault(node, []).append(allocation)
+                    there.setdefault(node, []).append(allocation)
         self._tokens = {*former, *(a.token for a in harvest)}
         self._room = Room(cluster, self._tokens, self._held)
         newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
@@ -201,20 +206,24 @@ class _View:
         spoken_for = {
             name: frozenset(takers.keys() & set(p.nodes)) for name, p in self._partitions.items() if not p.preempts
         }
-        give_back: dict[str, tuple[float, GiveBack]] = {}
+        give_back: dict[str, GiveBack] = {}
+        leaving: dict[str, GiveBack] = {}
+        newest = {a.token: (-(a.start_at or 0.0), a.token) for some in self._held.values() for a in some}
         delayed: dict[str, set[str]] = {}
         for node, jobs in takers.items():
             held = self._held.get(node, [])
-            tokens = {a.token for a in held} or {self._token(self._room.leaving.get(node))} - {""}
+            left = self._left.get(node, []) if held or node in self._room.leaving else []
+            tokens = {a.token for a in (*held, *left)} or {self._token(self._room.leaving.get(node))} - {""}
             for job in jobs if tokens else ():
                 delayed.setdefault(job.job_id, set()).update(tokens)
-            for allocation in held:
-                if not self._preempted(allocation.partition):
-                    reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
-                    wish = GiveBack(allocation.token, reason, urgent=True)
-                    give_back[allocation.token] = (-(allocation.start_at or 0.0), wish)
+            reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
+            for wishes, allocations in ((give_back, held), (leaving, left)):
+                for allocation in allocations:
+                    if not self._preempted(allocation.partition):
+                        wishes[allocation.token] = GiveBack(allocation.token, reason, urgent=True)
         return Standing(
-            give_back=tuple(wish for _, wish in sorted(give_back.values(), key=lambda each: (each[0], each[1].token))),
+            give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
+            leaving=tuple(leaving.values()),
             spoken_for={name: nodes for name, nodes in spoken_for.items() if nodes},
             compete=frozenset(a.token for a in self._pending if self._competes(a, spoken_for, others)),
             wanted=frozenset(name for job in others for name in job.partitions),

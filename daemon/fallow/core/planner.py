@@ -61,7 +61,7 @@ def plan(
     known = known or Known()
     harvest = [a for a in allocations if a.harvested and a.live]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
-    out: list[Wish] = list(standing.give_back)
+    out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}

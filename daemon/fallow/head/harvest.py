@@ -75,8 +75,8 @@ class Harvest:
         accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)
-        orphans.sweep(turn, cluster)
         standing = self.neighbours.polled(turn, cluster, site)
+        orphans.sweep(turn, cluster, frozenset().union(*standing.delayed.values()))
         rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
         self._learning.polled(turn, cluster, rules)
         self.asking.plan(turn, cluster, rules, standing)

@@ -34,6 +34,8 @@ class Neighbours:
         self._visibility = courtesy.Visibility()
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
+        self._awaited = False
+        "somebody waits for a node there whose job is over for us, and not for Slurm"
         self.refused: dict[str, str] = {}
         "partition -> why it is not harvested"
         self.nice = config.harvest.nice
@@ -50,13 +52,15 @@ class Neighbours:
         self._be_allowed(turn, cluster, config)
         runs = [run for run in turn.book.runs.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
-        former = [a.token for run in runs for a in run.record.allocations.values() if not a.live]
+        over = [a for run in runs for a in run.record.allocations.values() if not a.live]
         standing = assess(
             cluster,
             live,
-            former=former,
+            former=[a.token for a in over],
             whole_nodes=config is not None and config.select_type == "select/linear",
         )
+        tokens = frozenset[str]().union(*standing.delayed.values())
+        self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
         waiting = bool(self.delays.jobs) or bool(standing.delayed)
         for job in self.delays.note(cluster, standing.delayed):
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
@@ -74,9 +78,9 @@ class Neighbours:
         return min(usual, WATCHFUL_S) if self.watchful(book) else usual
 
     def watchful(self, book: Book) -> bool:
-        """Do we hold nodes that nobody but us would give back?"""
+        """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
         live = (allocation for run in book.runs.values() for allocation in run.live_allocations())
-        return any(allocation.harvested and allocation.partition in self._watchful for allocation in live)
+        return self._awaited or any(a.harvested and a.partition in self._watchful for a in live)
 
     def _be_allowed(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> None:
         unseen = self._visibility.look(cluster, config)
@@ -105,10 +109,13 @@ class Neighbours:
 
 def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None:
     """Release a node for somebody who waits: its members leave at the next boundary, and soon in any case."""
-    if allocation.state is AllocationState.RELEASING:
+    if allocation.wanted_at is not None:
         return
+    if allocation.state is AllocationState.RELEASING:
+        turn.record(run, "release", f"{allocation.token} has to hurry: {reason}")
     turn.release_allocation(run, allocation, reason)
-    allocation.gone_by = turn.now + LEAVE_S
+    allocation.wanted_at, allocation.gone_by = turn.now, turn.now + LEAVE_S
+    turn.dirty.add(run.id)
     if not allocation.agents:
         # Its script has not come to `fallow run` yet.
         turn.cancel(run, allocation, reason)
@@ -119,7 +126,7 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
     if allocation.gone_by is None or turn.now < allocation.gone_by or not allocation.live:
         return
     turn.dirty.add(run.id)
-    last_at = (allocation.asked_at or 0.0) + LEAVE_S + END_S
+    last_at = (allocation.wanted_at or 0.0) + LEAVE_S + END_S
     if set(allocation.agents) - set(allocation.agents_gone) and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fallow.head.jobs import CANCEL_AGAIN_S
+from fallow.head.neighbours import END_S, LEAVE_S
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
 
 
-def sweep(turn: Turn, cluster: ClusterState) -> None:
-    """Cancel jobs that carry a token of ours which is no longer live (I9, I15: own name and own user only)."""
+def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> None:
+    """Cancel jobs that carry a token of ours which is no longer live (I9, I15: own name and own user only).
+
+    They are given time to end by themselves: little, where somebody waits for their nodes (`wanted`: their tokens).
+    """
     there: dict[str, list[str]] = {}
     for job in cluster.jobs:
         if job.state in ("PENDING", "RUNNING"):
             there.setdefault(job.name, []).append(job.job_id)
     for run in turn.book.runs.values():
         for allocation in run.record.allocations.values():
-            ending = allocation.asked_at is not None and turn.now - allocation.asked_at < CANCEL_AGAIN_S
+            time_s = LEAVE_S + END_S if allocation.token in wanted else CANCEL_AGAIN_S
+            ending = allocation.asked_at is not None and turn.now - allocation.asked_at < time_s
             # The end of a user's batch script runs on in a base job; one that was lost never came to its beginning.
             kept = allocation.kind is AllocationKind.BASE and allocation.state is not AllocationState.LOST
             if allocation.live or ending or kept:

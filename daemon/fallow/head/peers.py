@@ -322,6 +322,7 @@ class Peers:
     def _end_stragglers(self, turn: Turn, run: Run) -> None:
         """Forget the agents of an ended run that fell silent."""
         for allocation in run.live_allocations():
+            neighbours.hurry(turn, run, allocation)
             for node in set(allocation.agents) - set(allocation.agents_gone):
                 silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
                 if silent > self._config.lease_s:
