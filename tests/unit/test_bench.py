@@ -11,6 +11,7 @@ from fallow.bench import checkpoint, pause, planner, recovery, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
+from fallow.core.neighbour import GiveBack
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, HarvestRules
 from fallow.core.schedule import Action
@@ -54,6 +55,8 @@ def test_a_plan_of_a_made_up_cluster_is_a_plan() -> None:
     assert sum(isinstance(wish, Ask) for wish in wishes) == HarvestRules().max_pending
     row = planner.measure(400, 8, 2)
     assert (row.unit, row.ours.n, row.peer) == ("s", 2, None)
+    crowded = plan(planner.beside(cluster, 100), demands, allocations, HarvestRules(allow_without_preemption=True))
+    assert {type(wish) for wish in crowded} == {GiveBack}, "others need every node"
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])

@@ -164,6 +164,16 @@ def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, r
     assert now.cancels == [(run.id, allocation.token, "7")]
 
 
+def test_a_job_of_ours_is_found_by_its_name_or_its_comment(book: Book, run: Run) -> None:
+    named, base = held(book, run), book.new_allocation(run, AllocationKind.BASE, NOW)
+    jobs = [
+        JobInfo(job_id="7", name=named.token, user="me", state="RUNNING", partition="p", nodes=["n1"], end_at=NOW + 9),
+        JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", comment=f"note {base.token}"),
+    ]
+    take_in(turn(book), ClusterState(at=NOW, nodes=[], jobs=jobs, partitions=[]), 30.0)
+    assert (named.end_at, base.job_id, base.state) == (NOW + 9, "8", AllocationState.PENDING)
+
+
 def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     neighbours, allocation = Neighbours(CONFIG), held(book, run)
     seen = turn(book)

@@ -1,6 +1,7 @@
 """How long is one plan? Curves of all runs, targets, requests, withdrawals and give-backs, over a made-up cluster.
 
-A quarter of the nodes is idle, another quarter is ours, and others' jobs are planned on some of the idle ones.
+A quarter of the nodes is idle, another quarter is ours, and others' jobs are planned on some of the idle ones. In one
+of the rows nothing preempts and others' jobs wait, for more nodes than there are: what they need of us is worked out.
 Processor time of this process, so that what else runs on the machine does not count.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+
+import msgspec
 
 from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.core.allocations import Allocation
@@ -21,6 +24,9 @@ from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo,
 SIZES = ((1_000, 20), (10_000, 200), (40_000, 800))
 """(nodes, runs)."""
 
+BESIDE = (10_000, 200, 500)
+"""(nodes, runs, jobs of others that wait)."""
+
 TIMES = 5
 PENDING = 100
 """Requests that may wait at once: far more than a site would like."""
@@ -28,6 +34,7 @@ PENDING = 100
 PARTITIONS = 8
 NOW = 1_000_000.0
 SHARDS = (8, 64, 256, 1024)
+WIDE = (1, 2, 1, 16, 1, 4, 64)
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -35,12 +42,17 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     for nodes, runs in SIZES:
         progress(f"planner: {nodes} nodes, {runs} runs")
         yield measure(nodes, runs, settings.n or TIMES)
+    nodes, runs, waiting = BESIDE
+    progress(f"planner: {nodes} nodes, {runs} runs, {waiting} jobs of others wait")
+    yield measure(nodes, runs, settings.n or TIMES, waiting)
 
 
-def measure(nodes: int, runs: int, times: int) -> Row:
+def measure(nodes: int, runs: int, times: int, waiting: int = 0) -> Row:
     """Plan the same situation several times, the fitting of the curves included."""
     cluster, demands, allocations, curves = situation(nodes, runs)
-    rules = HarvestRules(max_pending=PENDING)
+    if waiting:
+        cluster = beside(cluster, waiting)
+    rules = HarvestRules(max_pending=PENDING, allow_without_preemption=bool(waiting))
     took, wishes = [], []
     for _ in range(times):
         began = time.process_time()
@@ -53,7 +65,9 @@ def measure(nodes: int, runs: int, times: int) -> Row:
         params=None,
         unit="s",
         ours=ours(took),
-        note=f"{nodes} nodes, {runs} runs, {len(allocations)} of the nodes ours: {len(wishes)} wishes",
+        note=f"{nodes} nodes, {runs} runs, {len(allocations)} of the nodes ours"
+        + (f", {waiting} jobs of others wait and nothing preempts" if waiting else "")
+        + f": {len(wishes)} wishes",
     )
 
 
@@ -61,6 +75,26 @@ def worth(known: tuple[Curve, int, float]) -> Worth:
     curve, shards, weight = known
     speeds = with_losses(fit(curve, shards, NOW).speeds(4, 1000), 0.01, shards // 4)
     return Worth(tuple(speeds), weight=weight, base=1)
+
+
+def beside(cluster: ClusterState, waiting: int) -> ClusterState:
+    """The same without preemption, and with jobs that wait for whole nodes, parts of nodes, and many nodes at once."""
+    partitions = [msgspec.structs.replace(partition, preempt_mode="OFF") for partition in cluster.partitions]
+    jobs = [
+        _job(
+            f"w{w}",
+            f"p{w % PARTITIONS}",
+            "PENDING",
+            reason="Resources" if w < PARTITIONS else "Priority",
+            num_nodes=WIDE[w // PARTITIONS % len(WIDE)],
+            gpus_per_node=1 + w % 4,
+            exclusive=w % 3 > 0,
+            priority=2 * waiting - w,
+            time_limit_s=600.0 * (1 + w % 12),
+        )
+        for w in range(waiting)
+    ]
+    return msgspec.structs.replace(cluster, partitions=partitions, jobs=[*cluster.jobs, *jobs])
 
 
 def situation(

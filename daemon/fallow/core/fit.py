@@ -4,14 +4,17 @@ Nodes have a rank: cheap ones (idle) come before dear ones (ours, newest first).
 job that does not fit as a whole leaves no trace. What is taken is then the cheapest set of nodes on which all placed
 jobs fit at once: each slot takes the cheapest node that an augmenting path reaches, which is the greedy algorithm on a
 transversal matroid (Edmonds and Fulkerson 1965), so exact as long as every slot takes a whole node. Jobs that share
-nodes are packed: into a slot that is there or a new one, whichever costs less.
+nodes are packed: into a slot that is there or a new one, whichever costs less. Paths are looked for from group to group
+of slots that may have the same nodes, since there are few of these, and never again where none can be found any more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 FEW_NODES = 16
 """Jobs of more nodes than this are not packed together with others; they hardly ever share nodes."""
@@ -75,13 +78,55 @@ class Part:
     "nodes that it must have, all of them"
 
 
+class _Group:
+    """Slots that may have the same nodes: what one of them can reach, all can."""
+
+    def __init__(self, fits: frozenset[str], rank: Mapping[str, int], others: Iterable[_Group]) -> None:
+        self.fits = fits
+        self.held: dict[str, int] = {}
+        "node -> slots of this group that have it"
+        self.near: set[_Group] = set()
+        "groups with some node in common"
+        self.kin = [self]
+        "those, theirs and so on: one list for all of them"
+        self._ranks = sorted(rank[node] for node in fits)
+        self._from = 0
+        "none before is free"
+        for other in others:
+            if not fits.isdisjoint(other.fits):
+                self.near.add(other)
+                other.near.add(self)
+                if other.kin is not self.kin:
+                    self.kin += other.kin
+                    for each in self.kin:
+                        each.kin = self.kin
+
+    def cheapest(self, free: bytearray) -> int | None:
+        """Rank of the cheapest free node that its slots may have."""
+        while self._from < len(self._ranks):
+            if free[self._ranks[self._from]]:
+                return self._ranks[self._from]
+            self._from += 1
+        return None
+
+    def freed(self, node: str, rank: int) -> None:
+        if node in self.fits:
+            self._from = min(self._from, bisect_left(self._ranks, rank))
+
+    def held_by(self, other: _Group) -> str | None:
+        """A node that slots of another group have, and these may have."""
+        if other not in self.near or self.fits.isdisjoint(other.held.keys()):
+            return None
+        return next(node for node in other.held if node in self.fits)
+
+
 @dataclass(slots=True)
 class _Slots:
     """Places that are alike: each takes one node."""
 
     count: int
     shares: list[Share]
-    fits: frozenset[str]
+    group: _Group
     owners: frozenset[int]
     "jobs in it; no job takes the same node twice"
     taken: set[str] = field(default_factory=set)
@@ -105,10 +150,18 @@ class Packing:
             key = (place.cpus, place.memory_mb, tuple(sorted(place.gpus.items())), place.empty)
             self._alike.setdefault(key, []).append(place.node)
         self._slots: list[_Slots] = []
+        self._groups: dict[frozenset[str], _Group] = {}
+        "by the nodes that they may have"
+        self._wide: dict[object, frozenset[str]] = {}
+        "shares -> nodes with room for them side by side"
         self._holder: dict[str, int] = {}
         "node -> its slots"
-        self._free = list(range(len(places)))
-        "ranks of the nodes that nobody has"
+        self._open: dict[int, int] = {}
+        "slots that share their node -> CPUs that are left there, if any"
+        self._free = bytearray(b"\1" * len(places))
+        "by rank: does nobody have it?"
+        self._dead: set[str] = set()
+        "nodes that those who have them can never spare: no path leads from them to a free one"
         self._cost = 0
         self._undo: list[Callable[[], object]] = []
         self._jobs = 0
@@ -157,21 +210,18 @@ class Packing:
         """One node more for a job: in a slot that others have begun, or in one of its own."""
         if share.whole:
             return self._new(1, share, may, job)
-        open_slots = [
-            index
-            for index, slots in enumerate(self._slots)
-            if slots.count == 1 and job not in slots.owners and not slots.shares[0].whole
-        ]
-        for index in open_slots:
+        for index in sorted(i for i, cpus in self._open.items() if cpus >= share.cpus):
             (node,) = self._slots[index].taken
-            if node in may and self._places[node].holds([*self._slots[index].shares, share]):
+            crowded = job in self._slots[index].owners or node not in may
+            if not crowded and self._places[node].holds([*self._slots[index].shares, share]):
                 # It costs nothing, and nobody has to move.
                 self._narrow(index, share, may, job)
                 return True
         start, cost = len(self._undo), self._cost
         ways: list[int | None] = [None]
         if len(self._places) <= SMALL:
-            ways += open_slots[:OPEN_SLOTS]
+            shared = (i for i, slots in enumerate(self._slots) if slots.count == 1 and not slots.shares[0].whole)
+            ways += islice((i for i in shared if job not in self._slots[i].owners), OPEN_SLOTS)
         best: tuple[int, int] | None = None
         for number, way in enumerate(ways):
             if self._try(way, share, may, job) and (best is None or self._cost < best[0]):
@@ -197,50 +247,102 @@ class Packing:
         """A slot takes one share more; its node stays."""
         old = self._slots[index]
         shares = [*old.shares, share]
-        new = _Slots(1, shares, self._fitting(shares) & old.fits & may, old.owners | {job}, old.taken)
-        self._slots[index] = new
-        self._undo.append(lambda: self._slots.__setitem__(index, old))
+        group = self._group(self._fitting(shares) & old.group.fits & may)
+        new = _Slots(1, shares, group, old.owners | {job}, old.taken)
+        self._replace(index, old, new)
+        self._undo.append(lambda: self._replace(index, new, old))
 
     def _new(self, count: int, share: Share, may: frozenset[str], job: int) -> bool:
-        fits = self._fitting([share]) & may
+        fits = (self._fitting([share]) & may) - self._dead
         if len(fits) < count:
             return False
-        self._slots.append(_Slots(count, [share], fits, frozenset((job,))))
+        index, group = len(self._slots), self._group(fits)
+        self._slots.append(_Slots(count, [share], group, frozenset((job,))))
         self._undo.append(self._slots.pop)
-        return all(self._fill(len(self._slots) - 1) for _ in range(count))
+        if count > 1 and self._within_reach(group) < count:
+            return False
+        if all(self._fill(index) for _ in range(count)):
+            return True
+        self._bury(index, job)
+        return False
+
+    def _group(self, fits: frozenset[str]) -> _Group:
+        if fits not in self._groups:
+            self._groups[fits] = _Group(fits, self._rank, self._groups.values())
+        return self._groups[fits]
 
     def _fitting(self, shares: list[Share]) -> frozenset[str]:
         """Nodes with room for all these side by side."""
-        return frozenset(n for nodes in self._alike.values() if self._places[nodes[0]].holds(shares) for n in nodes)
+        key = tuple((s.cpus, s.memory_mb, tuple(sorted(s.gpus.items())), s.whole) for s in shares)
+        if key not in self._wide:
+            alike = (nodes for nodes in self._alike.values() if self._places[nodes[0]].holds(shares))
+            self._wide[key] = frozenset(node for nodes in alike for node in nodes)
+        return self._wide[key]
 
     def _fill(self, index: int) -> bool:
         """Give these slots one node more: the cheapest one that can be had, moving others where that helps."""
-        if not self._free:
+        start = self._slots[index].group
+        ranks = (each.cheapest(self._free) for each in start.kin if each.held or each is start)
+        goal = min((rank for rank in ranks if rank is not None), default=None)
+        if goal is None:
             return False
-        came_from: dict[int, tuple[int, str] | None] = {index: None}
-        best: tuple[int, int] | None = None
-        queue = [index]
-        while queue and (best is None or best[0] > self._free[0]):
-            here = queue.pop(0)
-            fits = self._slots[here].fits
-            rank = next((rank for rank in self._free if self._order[rank] in fits), None)
+        best: tuple[int, _Group] | None = None
+        came_from: dict[_Group, tuple[_Group, str]] = {}
+        for here in self._reach(start, came_from):
+            rank = here.cheapest(self._free)
             if rank is not None and (best is None or rank < best[0]):
                 best = (rank, here)
-            for node, there in self._holder.items():
-                if there not in came_from and node in fits:
-                    came_from[there] = (here, node)
-                    queue.append(there)
+                if rank == goal:
+                    break
         if best is None:
             return False
         node, at = self._order[best[0]], best[1]
-        while (step := came_from[at]) is not None:
+        while at is not start:
             # Whoever led here takes over a node of these slots, which get another one.
-            before, given = step
-            self._leave(at, given)
-            self._take(at, node)
+            before, given = came_from[at]
+            holder = self._holder[given]
+            self._leave(holder, given)
+            self._take(holder, node)
             at, node = before, given
-        self._take(at, node)
+        self._take(index, node)
         return True
+
+    def _reach(self, start: _Group, came_from: dict[_Group, tuple[_Group, str]]) -> Iterator[_Group]:
+        """Groups that could spare a node for these slots if they got another one, nearest first.
+
+        Args:
+            start: that of the slots.
+            came_from: filled: group -> the one that led to it, and the node that it would give to it.
+        """
+        queue, unseen = deque((start,)), [each for each in start.kin if each.held and each is not start]
+        while queue:
+            here = queue.popleft()
+            yield here
+            rest: list[_Group] = []
+            for there in unseen:
+                node = here.held_by(there)
+                if node is None:
+                    rest.append(there)
+                else:
+                    came_from[there] = here, node
+                    queue.append(there)
+            unseen = rest
+
+    def _within_reach(self, start: _Group) -> int:
+        """At most so many nodes could be had by slots of a group."""
+        nodes = frozenset[str]().union(*(each.fits for each in self._reach(start, {})))
+        return sum(self._free[self._rank[node]] for node in nodes)
+
+    def _bury(self, index: int, job: int) -> None:
+        """Slots of a job got no node: all that they could reach is taken for good.
+
+        Whoever is within reach has nothing but nodes within reach, and all of them. So no later path leads out from
+        there, unless a slot goes away, as those of the job itself do.
+        """
+        reached = list(self._reach(self._slots[index].group, {}))
+        holders = (slots for each in reached for slots in each.held.values())
+        if not any(job in self._slots[slots].owners for slots in holders):
+            self._dead.update(*(each.fits for each in reached))
 
     # -- changes that can be taken back -----------------------------------------------------------------------------
 
@@ -253,18 +355,41 @@ class Packing:
         self._undo.append(lambda: self._set(index, node))
 
     def _set(self, index: int, node: str) -> None:
-        rank = self._rank[node]
-        self._slots[index].taken.add(node)
+        rank, slots = self._rank[node], self._slots[index]
+        slots.taken.add(node)
+        slots.group.held[node] = index
         self._holder[node] = index
-        del self._free[bisect_left(self._free, rank)]
+        self._free[rank] = 0
         self._cost += rank >= self._first_dear
+        self._look(index)
 
     def _unset(self, index: int, node: str) -> None:
-        rank = self._rank[node]
-        self._slots[index].taken.discard(node)
+        rank, slots = self._rank[node], self._slots[index]
+        slots.taken.discard(node)
+        del slots.group.held[node]
         del self._holder[node]
-        insort(self._free, rank)
+        self._free[rank] = 1
+        for each in slots.group.kin:
+            each.freed(node, rank)
         self._cost -= rank >= self._first_dear
+        self._look(index)
+
+    def _replace(self, index: int, old: _Slots, new: _Slots) -> None:
+        for node in old.taken:
+            del old.group.held[node]
+            new.group.held[node] = index
+        self._slots[index] = new
+        self._look(index)
+
+    def _look(self, index: int) -> None:
+        """Keep note of what slots leave to others."""
+        self._open.pop(index, None)
+        slots = self._slots[index]
+        if slots.count == 1 and slots.taken and not slots.shares[0].whole:
+            (node,) = slots.taken
+            left = self._places[node].cpus - sum(share.cpus for share in slots.shares)
+            if left > 0:
+                self._open[index] = left
 
     def _back_to(self, length: int) -> None:
         while len(self._undo) > length:

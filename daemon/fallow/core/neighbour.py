@@ -17,7 +17,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
 from fallow.core.fit import Packing, Part, Share
 from fallow.core.room import Room
-from fallow.core.waiting import Waiting, is_ours, others_waiting
+from fallow.core.waiting import Waiting, others_waiting
 from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16
@@ -97,7 +97,10 @@ class _View:
         self._whole_nodes = whole_nodes
         self._partitions = {p.partition: p for p in cluster.partitions}
         self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
+        self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner}
+        self._others: dict[str, frozenset[str]] = {}
+        "user -> nodes that only somebody else's jobs may use"
         harvest = [a for a in allocations if a.harvested]
         self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
         self._held: dict[str, list[Allocation]] = {}
@@ -160,7 +163,7 @@ class _View:
         end = None if job.time_limit_s is None else self._cluster.at + job.time_limit_s
         taboo = frozenset(job.excluded_nodes).union(*(nodes for at, nodes in self._shadows if end is None or end > at))
         reserved, inside = self._reserved(job, end)
-        taboo |= reserved | {node for node, owner in self._owned.items() if owner != job.user}
+        taboo |= reserved | self._kept_from(job.user)
         must = frozenset(job.required_nodes)
         parts: list[Part] = []
         for index, wanted in enumerate(alternatives(job.constraint)):
@@ -170,6 +173,11 @@ class _View:
             may = self._fits[key] if inside is None else self._fits[key] & inside
             parts.append(Part(max(job.num_nodes, len(must)), share, may - taboo, must))
         return parts
+
+    def _kept_from(self, user: str) -> frozenset[str]:
+        if user not in self._others:
+            self._others[user] = frozenset(node for node, owner in self._owned.items() if owner != user)
+        return self._others[user]
 
     def _reserved(self, job: JobInfo, end: float | None) -> tuple[frozenset[str], frozenset[str] | None]:
         """Nodes that reservations keep from it, and those that its own reservation keeps it to (None: it has none)."""
@@ -204,7 +212,7 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(takers.keys() & set(p.nodes)) for name, p in self._partitions.items() if not p.preempts
+            name: self._nodes[name].intersection(takers) for name, p in self._partitions.items() if not p.preempts
         }
         give_back: dict[str, GiveBack] = {}
         leaving: dict[str, GiveBack] = {}
@@ -225,7 +233,7 @@ class _View:
             give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
             leaving=tuple(leaving.values()),
             spoken_for={name: nodes for name, nodes in spoken_for.items() if nodes},
-            compete=frozenset(a.token for a in self._pending if self._competes(a, spoken_for, others)),
+            compete=self._competing(spoken_for, others),
             wanted=frozenset(name for job in others for name in job.partitions),
             delayed={job: frozenset(tokens) for job, tokens in delayed.items()},
         )
@@ -238,25 +246,36 @@ class _View:
         """Does Slurm take nodes from jobs of ours in this partition for others?"""
         return partition in self._partitions and self._partitions[partition].preempts
 
-    def _competes(
-        self, request: Allocation, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]
-    ) -> bool:
-        if self._preempted(request.partition):
-            return False
-        wanted = spoken_for.get(request.partition, frozenset())
-        node = request.pinned or (request.part.node if request.part is not None else "")
-        if node in wanted if node else wanted:
-            return True
-        mine = max((job.priority for job in self._cluster.jobs if is_ours(job, (request.token,))), default=0)
-        return any(
-            0 < min(j.priority for j in job.jobs) <= mine
-            and any(self._share_nodes(request.partition, name) for name in job.partitions)
-            for job in others
-        )
+    def _competing(self, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]) -> frozenset[str]:
+        """Requests of ours that could take a node that is spoken for, or that come before others' jobs."""
+        tokens = {request.token for request in self._pending}
+        mine: dict[str, int] = {}
+        for job in self._cluster.jobs if tokens else ():
+            for token in tokens.intersection((job.name, *job.comment.split())):
+                mine[token] = max(mine.get(token, 0), job.priority)
+        least: dict[str, float] = {}
+        found: set[str] = set()
+        for request in self._pending:
+            name = request.partition
+            if self._preempted(name):
+                continue
+            if name not in least:
+                least[name] = self._least_priority(name, others)
+            wanted = spoken_for.get(name, frozenset())
+            node = request.pinned or (request.part.node if request.part is not None else "")
+            if (node in wanted if node else wanted) or least[name] <= mine.get(request.token, 0):
+                found.add(request.token)
+        return frozenset(found)
 
-    def _share_nodes(self, one: str, other: str) -> bool:
-        nodes = [self._partitions[name].nodes for name in (one, other) if name in self._partitions]
-        return one == other or (len(nodes) == 2 and not set(nodes[0]).isdisjoint(nodes[1]))
+    def _least_priority(self, partition: str, others: Sequence[Waiting]) -> float:
+        """Of the jobs that wait for nodes of a partition; those without any priority are held."""
+        beside = {
+            name
+            for name, nodes in self._nodes.items()
+            if name == partition or not nodes.isdisjoint(self._nodes.get(partition, frozenset()))
+        }
+        found = (min(j.priority for j in job.jobs) for job in others if not beside.isdisjoint(job.partitions))
+        return min((priority for priority in found if priority > 0), default=float("inf"))
 
 
 def _allows(partition: PartitionInfo, job: JobInfo) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.spans import by_token
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterState, RunStatus
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
 
 DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 """Ends of a job that are the script's own doing."""
@@ -17,19 +20,23 @@ CANCEL_AGAIN_S = 30.0
 
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
+    jobs = by_token(cluster.jobs)
     for run in list(turn.book.runs.values()):
         for allocation in run.live_allocations():
             if not run.spec.local:
-                _observe(turn, run, allocation, cluster, horizon_s)
+                _observe(turn, run, allocation, jobs.get(allocation.token, ()), cluster.at, horizon_s)
 
 
-def _observe(turn: Turn, run: Run, allocation: Allocation, cluster: ClusterState, horizon_s: float) -> None:
+def _observe(
+    turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float, horizon_s: float
+) -> None:
+    """Bring one up to date. Args: jobs: those of the poll that carry its token; at: Unix time of the poll."""
     unseen = allocation.job_id is None
-    changed = observe(allocation, cluster.jobs, cluster.at, horizon_s)
+    changed = observe(allocation, jobs, at, horizon_s)
     if changed is not None:
         turn.dirty.add(run.id)
         turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): {changed}")
-    grace_end = preempted_until(allocation, cluster.jobs)
+    grace_end = preempted_until(allocation, jobs)
     if grace_end is not None and allocation.state is AllocationState.RUNNING:
         allocation.end_at = grace_end
         turn.release_allocation(run, allocation, "preempted")
@@ -39,7 +46,7 @@ def _observe(turn: Turn, run: Run, allocation: Allocation, cluster: ClusterState
         allocation.asked_at is not None
         and not allocation.agents
         and allocation.job_id is not None
-        and (unseen or cluster.at - allocation.asked_at > CANCEL_AGAIN_S)
+        and (unseen or at - allocation.asked_at > CANCEL_AGAIN_S)
     ):
         turn.cancel(run, allocation, allocation.reason)
         allocation.asked_at = turn.now
