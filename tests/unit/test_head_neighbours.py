@@ -157,6 +157,15 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
+def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) -> None:
+    base = book.new_allocation(run, AllocationKind.BASE, NOW - 60)
+    base.state, base.job_id, base.nodes = AllocationState.RUNNING, "7", ["n1"]
+    shown = cluster(run, True)
+    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed == {}
+    book.end_allocation(run, base, "its agents are gone")
+    assert Neighbours(CONFIG).polled(turn(book), shown, SITE).delayed == {}
+
+
 def test_a_node_whose_script_has_not_come_far_is_cancelled_at_once(book: Book, run: Run) -> None:
     allocation = held(book, run, agents=False)
     now = turn(book)

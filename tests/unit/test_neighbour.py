@@ -205,6 +205,31 @@ def test_requests_of_ours_that_stand_in_the_way_are_named() -> None:
     assert standing(nodes, [waits("1", 3, priority=6), ours], [request]).compete == frozenset()
 
 
+def test_jobs_of_ours_with_normal_priority_that_wait_are_others_to_what_was_picked_up_idle() -> None:
+    """A user's second run starves behind the harvest of the first one otherwise, where nothing preempts."""
+    base = Allocation(
+        token="ours-base",
+        run="second",
+        kind=AllocationKind.BASE,
+        public_key="k",
+        state=AllocationState.PENDING,
+    )
+    job = waits("1", 2, name="train.sh", comment="its ours-base", user="me")
+    for base.run in ("second", "r"):
+        found = standing(FOUR, [job], [*THREE, base])
+        assert (given_back(found), found.spoken_for) == (["n3"], {"p": {"n3", "n4"}}), "what it needs and no more"
+    base.asked_at = NOW - 1
+    assert standing(FOUR, [job], [*THREE, base]) == Standing(), "it is being cancelled"
+
+
+def test_a_hurried_job_takes_no_node_of_its_own_run() -> None:
+    hurried = held("fast", 0, AllocationState.PENDING, hurried=True)
+    job = waits("1", name=hurried.token, user="me")
+    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == [], "the run would have no more than before"
+    hurried.run = "other"
+    assert given_back(standing(FOUR[:3], [job], [*THREE, hurried])) == ["n3"]
+
+
 def test_requests_for_one_node_stand_in_the_way_there_only() -> None:
     nodes = [node("n1"), node("n2"), node("n3", "ALLOCATED")]
     for pinned, competes in (("n3", False), ("n1", True)):

@@ -66,10 +66,13 @@ def assess(
     Args:
         cluster: one poll.
         allocations: every live allocation of every run.
-        former: tokens of allocations that are over; Slurm may still show their jobs.
+        former: tokens of harvest allocations that are over; Slurm may still show their jobs.
         whole_nodes: the site never shares nodes between jobs (select/linear).
     """
-    others = others_waiting(cluster, {*former, *(a.token for a in allocations)})
+    # Base jobs that wait, and whatever else has normal priority, are others' jobs to what was picked up idle, as they
+    # are to Slurm where it preempts.
+    ours = {a.token for a in allocations if a.harvested or a.asked_at is not None}
+    others = others_waiting(cluster, ours.union(former))
     if not others:
         return Standing()
     view = _View(cluster, allocations, former, whole_nodes)
@@ -102,6 +105,7 @@ class _View:
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
         harvest = [a for a in allocations if a.harvested]
+        self._hurried = {a.token: a.run for a in allocations if a.hurried}
         self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
         self._held: dict[str, list[Allocation]] = {}
         "node -> allocations of ours on it; several where nodes are shared"
@@ -163,7 +167,7 @@ class _View:
         end = None if job.time_limit_s is None else self._cluster.at + job.time_limit_s
         taboo = frozenset(job.excluded_nodes).union(*(nodes for at, nodes in self._shadows if end is None or end > at))
         reserved, inside = self._reserved(job, end)
-        taboo |= reserved | self._kept_from(job.user)
+        taboo |= reserved | self._kept_from(job.user) | self._same_run(job)
         must = frozenset(job.required_nodes)
         parts: list[Part] = []
         for index, wanted in enumerate(alternatives(job.constraint)):
@@ -173,6 +177,13 @@ class _View:
             may = self._fits[key] if inside is None else self._fits[key] & inside
             parts.append(Part(max(job.num_nodes, len(must)), share, may - taboo, must))
         return parts
+
+    def _same_run(self, job: JobInfo) -> frozenset[str]:
+        """Nodes that a hurried job does not take, since they are its own run's: that would have no more than before."""
+        runs = {self._hurried[word] for word in (job.name, *job.comment.split()) if word in self._hurried}
+        if not runs:
+            return frozenset()
+        return frozenset(node for node, held in self._held.items() if any(a.run in runs for a in held))
 
     def _kept_from(self, user: str) -> frozenset[str]:
         if user not in self._others:

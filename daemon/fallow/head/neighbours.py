@@ -11,7 +11,7 @@ from fallow.core.delays import Delays
 from fallow.core.neighbour import Standing, assess
 from fallow.head.book import Book, Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
 
 WATCHFUL_S = 5.0
 """Polls are at most so far apart while we hold nodes that nobody but us would give back."""
@@ -53,6 +53,8 @@ class Neighbours:
         runs = [run for run in turn.book.runs.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.record.allocations.values() if not a.live]
+        # The end of a user's batch script may run on in a base job; one that was lost is cancelled when it appears.
+        over = [a for a in over if a.kind is AllocationKind.HARVEST or a.state is AllocationState.LOST]
         standing = assess(
             cluster,
             live,
