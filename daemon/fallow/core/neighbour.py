@@ -8,8 +8,8 @@ start yet but has a planned start keeps its nodes free of jobs that would run in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -52,6 +52,8 @@ class Standing:
     "partitions in which others' jobs wait, whether they could start or not"
     delayed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     "job of somebody else -> tokens of ours whose nodes it needs to start"
+    offered: tuple[tuple[Waiting, frozenset[str]], ...] = ()
+    "jobs that need nothing of us, and the nodes on which they could start now"
 
 
 def assess(
@@ -60,6 +62,7 @@ def assess(
     *,
     former: Collection[str] = (),
     whole_nodes: bool = False,
+    declined: Callable[[Waiting], frozenset[str]] = lambda _: frozenset(),
 ) -> Standing:
     """What the jobs that wait need of us.
 
@@ -68,6 +71,7 @@ def assess(
         allocations: every live allocation of every run.
         former: tokens of harvest allocations that are over; Slurm may still show their jobs.
         whole_nodes: the site never shares nodes between jobs (select/linear).
+        declined: nodes on which Slurm does not start a job, for reasons that a poll does not show.
     """
     # Base jobs that wait, and whatever else has normal priority, are others' jobs to what was picked up idle, as they
     # are to Slurm where it preempts.
@@ -75,7 +79,7 @@ def assess(
     others = others_waiting(cluster, ours.union(former))
     if not others:
         return Standing()
-    view = _View(cluster, allocations, former, whole_nodes)
+    view = _View(cluster, allocations, former, whole_nodes, declined)
     # All of them first: a later one may move an earlier one to another node.
     placed = [(job, number) for job in others for number in view.place(job)]
     nodes = view.packing.nodes()
@@ -83,7 +87,9 @@ def assess(
     for job, number in placed:
         for node in nodes[number]:
             takers.setdefault(node, []).append(job)
-    return view.standing(takers, others)
+    found = view.standing(takers, others)
+    now = view.free_now
+    return replace(found, offered=tuple((job, frozenset(nodes[n])) for job, n in placed if nodes[n] <= now))
 
 
 class _View:
@@ -95,9 +101,11 @@ class _View:
         allocations: Sequence[Allocation],
         former: Collection[str],
         whole_nodes: bool,
+        declined: Callable[[Waiting], frozenset[str]],
     ) -> None:
         self._cluster = cluster
         self._whole_nodes = whole_nodes
+        self._declined = declined
         self._partitions = {p.partition: p for p in cluster.partitions}
         self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
         self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
@@ -126,6 +134,11 @@ class _View:
         "(Unix time, nodes that are kept for a planned job from then on)"
         self._fits: dict[object, frozenset[str]] = {}
 
+    @property
+    def free_now(self) -> frozenset[str]:
+        """Nodes with room that nobody has to leave first."""
+        return frozenset(self._room.now)
+
     # -- placing ------------------------------------------------------------------------------------------------
 
     def place(self, waiting: Waiting) -> list[int]:
@@ -150,24 +163,27 @@ class _View:
     def _variants(self, waiting: Waiting, among: frozenset[str]) -> list[list[Part]]:
         """All ways to place a job: one partition and one alternative of its constraint for each component."""
         found: list[list[Part]] = [[]]
+        declined = self._declined(waiting)
         for job in waiting.jobs:
             parts = [
                 part
                 for name in job.partition.split(",")
                 if (partition := self._partitions.get(name)) is not None and _allows(partition, job)
-                for part in self._parts(job, partition, among)
+                for part in self._parts(job, partition, among, declined)
             ]
             found = [[*before, part] for before in found for part in parts][:VARIANTS]
         return found
 
-    def _parts(self, job: JobInfo, partition: PartitionInfo, among: frozenset[str]) -> list[Part]:
+    def _parts(
+        self, job: JobInfo, partition: PartitionInfo, among: frozenset[str], declined: frozenset[str]
+    ) -> list[Part]:
         gpus = {job.gpu_type: job.gpus_per_node} if job.gpus_per_node else {}
         whole = job.exclusive or partition.exclusive or self._whole_nodes
         share = Share(job.cpus_per_node, job.memory_mb_per_node, gpus, whole)
         end = None if job.time_limit_s is None else self._cluster.at + job.time_limit_s
         taboo = frozenset(job.excluded_nodes).union(*(nodes for at, nodes in self._shadows if end is None or end > at))
         reserved, inside = self._reserved(job, end)
-        taboo |= reserved | self._kept_from(job.user) | self._same_run(job)
+        taboo |= declined | reserved | self._kept_from(job.user) | self._same_run(job)
         must = frozenset(job.required_nodes)
         parts: list[Part] = []
         for index, wanted in enumerate(alternatives(job.constraint)):

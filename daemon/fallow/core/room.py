@@ -43,6 +43,8 @@ class Room:
         self._nodes = {n.node: n for n in cluster.nodes if _usable(n, n.node in known)}
         self.leaving: dict[str, JobInfo] = {}
         "node -> job of ours that is about to leave it"
+        self.now: set[str] = set()
+        "nodes with room that nobody has to leave first"
 
     @property
     def usable(self) -> frozenset[str]:
@@ -67,6 +69,8 @@ class Room:
             if place is None:
                 continue
             (soon if going or "COMPLETING" in node.flags else now).append(place)
+            if not going and "COMPLETING" not in node.flags:
+                self.now.add(name)
             for job in going:
                 if is_ours(job, self._ours):
                     self.leaving[name] = job

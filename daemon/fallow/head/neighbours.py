@@ -7,6 +7,7 @@ import msgspec
 from fallow.config import Config
 from fallow.core import courtesy
 from fallow.core.allocations import Allocation
+from fallow.core.declined import Declined
 from fallow.core.delays import Delays
 from fallow.core.neighbour import Standing, assess
 from fallow.head.book import Book, Run
@@ -32,6 +33,7 @@ class Neighbours:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._visibility = courtesy.Visibility()
+        self._declined = Declined()
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
         self._awaited = False
@@ -60,7 +62,9 @@ class Neighbours:
             live,
             former=[a.token for a in over],
             whole_nodes=config is not None and config.select_type == "select/linear",
+            declined=self._declined.nodes,
         )
+        self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
         tokens = frozenset[str]().union(*standing.delayed.values())
         self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
         waiting = bool(self.delays.jobs) or bool(standing.delayed)
