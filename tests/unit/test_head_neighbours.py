@@ -10,6 +10,7 @@ import pytest
 from fallow.config import Config, Slurm
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
+from fallow.core.room import whole_nodes
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Run
@@ -216,6 +217,15 @@ def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_ag
         take_in(turn(book, NOW + 60), empty, 30.0)
     assert trained.record.base_wanted
     assert not trained.roster.status.ended
+
+
+@pytest.mark.parametrize(
+    ("select_type", "whole"),
+    [("select/linear", True), ("select/cons_tres", False), ("select/cons_res", False), ("", True)],
+)
+def test_nodes_are_shared_or_not_for_us_as_for_others(select_type: str, whole: bool) -> None:
+    site = msgspec.structs.replace(SITE, select_type=select_type)
+    assert (whole_nodes(site), whole_nodes(None)) == (whole, True)
 
 
 def test_refusals_are_told_once(book: Book, run: Run) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fallow.core.fit import Place
 from fallow.core.holes import UNUSABLE
 from fallow.core.waiting import is_ours
-from fallow.model import ClusterState, JobInfo, NodeInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
 COMPLETING_S = 15.0
 """A job that takes longer to end than this is stuck, and its node is not coming."""
@@ -19,6 +19,11 @@ _GONE = frozenset(("DOWN", "ERROR", "FUTURE", "UNKNOWN"))
 _RESERVED = frozenset(("MAINT", "MAINTENANCE", "RES", "RESERVED"))
 ON_NODES = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
 """States of jobs that have nodes."""
+
+
+def whole_nodes(config: ClusterConfig | None) -> bool:
+    """Does every job get whole nodes? Only cons_tres and cons_res share them; None: not known yet, so it may be."""
+    return config is None or "cons_" not in config.select_type
 
 
 class Room:

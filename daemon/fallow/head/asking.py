@@ -11,6 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, HarvestRules, Known
+from fallow.core.room import whole_nodes
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand
@@ -58,7 +59,7 @@ class Asking:
             margin_s=margin_s,
             # Two polls may pass before a wish is a job, and then it has to start.
             lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
-            whole_nodes=site is None or "cons_" not in site.select_type,
+            whole_nodes=whole_nodes(site),
         )
 
     def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing) -> None:

@@ -10,6 +10,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.declined import Declined
 from fallow.core.delays import Delays
 from fallow.core.neighbour import Standing, assess
+from fallow.core.room import whole_nodes
 from fallow.head.book import Book, Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
@@ -61,7 +62,7 @@ class Neighbours:
             cluster,
             live,
             former=[a.token for a in over],
-            whole_nodes=config is not None and config.select_type == "select/linear",
+            whole_nodes=whole_nodes(config),
             declined=self._declined.nodes,
         )
         self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
