@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fallow.config import Config, Slurm
+from fallow.config import Checkpoint, Config, Membership, Slurm
 from fallow.config import Harvest as HarvestSection
+from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.room import whole_nodes
 from fallow.core.timing import Timing
@@ -18,6 +19,7 @@ from fallow.head.harvest import Harvest
 from fallow.head.jobs import take_in
 from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back, hurry
 from fallow.head.orphans import sweep
+from fallow.head.peers import Peers
 from fallow.head.slurm_calls import poll_interval_s
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -138,6 +140,18 @@ def test_a_node_that_was_being_left_anyway_has_to_hurry_once_somebody_waits(book
     assert not ended.cancels
     hurry(last, run, allocation)
     assert last.cancels == [(run.id, allocation.token, "7")]
+
+
+def test_the_nodes_of_a_run_that_is_over_have_to_hurry_too(book: Book, run: Run) -> None:
+    allocation = held(book, run)
+    over = turn(book, NOW + 1)
+    over.apply(run, ev.Cancelled(at=over.at, reason="by hand"))
+    assert (run.roster.status, allocation.state) == (RunStatus.CANCELLED, AllocationState.RELEASING)
+    give_back(turn(book, NOW + 2), run, allocation, "somebody waits")
+    early, last = turn(book, NOW + 2), turn(book, NOW + 2 + LEAVE_S + END_S)
+    for each in (early, last):
+        Peers(Membership(), Checkpoint()).tick(each)
+    assert (early.cancels, last.cancels) == ([], [(run.id, allocation.token, "7")])
 
 
 def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_waits(book: Book, run: Run) -> None:

@@ -366,7 +366,7 @@ def test_as_few_and_as_new_nodes_as_can_be_for_every_job_that_can_start(
     found = assess(state, ours)
     assert given_back(found) == best(state, accepted, free, newest)
     hurried = {wish.token for wish in (*found.give_back, *found.leaving)}
-    assert frozenset().union(*found.delayed.values()) == hurried, "whatever somebody waits for goes soon"
+    assert frozenset[str]().union(*found.delayed.values()) == hurried, "whatever somebody waits for goes soon"
 
 
 @settings(max_examples=200, deadline=None)

@@ -76,7 +76,7 @@ class Harvest:
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)
         standing = self.neighbours.polled(turn, cluster, site)
-        orphans.sweep(turn, cluster, frozenset().union(*standing.delayed.values()))
+        orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
         rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
         self._learning.polled(turn, cluster, rules)
         self.asking.plan(turn, cluster, rules, standing)
