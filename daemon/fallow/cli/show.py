@@ -276,6 +276,8 @@ def show_report(found: RunReport) -> None:
     samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
     click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")
+    if samples.unknown:
+        click.echo(f"the audit is incomplete: {samples.unknown} samples are unknown, the disk was full")
     click.echo(clean(f"final loss {number(found.final_loss)}, digest {found.final_digest or '-'}"))
     click.echo(
         f"pauses: planned p50 {number(planned.p50)} s, p95 {number(planned.p95)} s; "

@@ -41,10 +41,23 @@ class Done(Message, frozen=True):
     step: int
 
 
-Record = Start | Fed | Done
+class Gap(Message, frozen=True, kw_only=True):
+    """Records of these steps (global, 0-based, both included) are missing: they could not be written."""
+
+    first_step: int
+    last_step: int
 
 
-def audit(records: Iterable[Record], first_steps: Mapping[int, int], steps: int, per_step: int) -> SampleReport:
+Record = Start | Fed | Done | Gap
+
+
+def audit(
+    records: Iterable[Record],
+    first_steps: Mapping[int, int],
+    steps: int,
+    per_step: int,
+    gaps: Iterable[Gap] = (),
+) -> SampleReport:
     """Count consumed, lost and duplicated samples.
 
     Args:
@@ -52,8 +65,13 @@ def audit(records: Iterable[Record], first_steps: Mapping[int, int], steps: int,
         first_steps: generation -> the first step (0-based) that it computed.
         steps: finished steps of the run.
         per_step: samples in a full step; stands in for a step of which no record exists at all.
+        gaps: further ones than those among the records.
+
+    Returns:
+        What is missing in a step of a gap is neither consumed nor lost but unknown.
     """
     records = list(records)
+    gaps = [*gaps, *(record for record in records if isinstance(record, Gap))]
     # A generation that was broken off before all its members had said so is known from their own records only.
     begun = {record.generation: record.first_step for record in records if isinstance(record, Start)}
     owner = _owners({**begun, **first_steps}, steps)
@@ -70,7 +88,12 @@ def audit(records: Iterable[Record], first_steps: Mapping[int, int], steps: int,
     consumed = sum(size[key] for key in seen)
     duplicated = sum(size[key] * (times - 1) for key, times in seen.items())
     wanted = sum(expected.get(step, per_step) for step in range(steps))
-    return SampleReport(consumed=consumed, lost=wanted - consumed, duplicated=duplicated)
+    found: Counter[int] = Counter()
+    for step, shard in seen:
+        found[step] += size[step, shard]
+    doubtful = {step for gap in gaps for step in range(gap.first_step, min(gap.last_step + 1, steps))}
+    unknown = sum(max(0, expected.get(step, per_step) - found[step]) for step in doubtful)
+    return SampleReport(consumed=consumed, lost=wanted - consumed - unknown, duplicated=duplicated, unknown=unknown)
 
 
 def _owners(first_steps: Mapping[int, int], steps: int) -> dict[int, int]:

@@ -203,6 +203,7 @@ class Membership:
             self._effects.tell(beat.worker, Dismiss(term=term, code=code, reason="it is no longer in the run"))
             return
         self._watch.beat(beat, at)
+        self._note_unrecorded(worker, beat)
         if not r.rolling_back:
             worker.step = max(worker.step, beat.step)
         change = r.change
@@ -228,6 +229,16 @@ class Membership:
             else:
                 # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
                 self._watch.suspect(at, number, f"{beat.worker} missed its commit")
+
+    def _note_unrecorded(self, worker: Worker, beat: Beat) -> None:
+        """Records of samples wait for room on the disk. They count as unknown should their worker be lost."""
+        r, where = self.roster, f"{beat.worker} on {worker.node}"
+        if beat.unrecorded is not None and beat.worker not in r.unrecorded:
+            r.unrecorded[beat.worker] = beat.unrecorded
+            text = f"{where} cannot write down which samples it uses: make room on the file system of the run's folder"
+            self._effects.record("ledger", text, worker=beat.worker, step=beat.unrecorded)
+        elif beat.unrecorded is None and r.unrecorded.pop(beat.worker, None) is not None:
+            self._effects.record("ledger", f"{where} writes down again which samples it uses", worker=beat.worker)
 
     def _active(self, active: Active, at: float) -> None:
         worker = self.roster.workers.get(active.worker)

@@ -151,6 +151,8 @@ class Roster(msgspec.Struct, kw_only=True):
     rollbacks: list[RollbackReport] = []
     rolling_back: bool = False
     "the generation being made drops what its members hold and loads the newest checkpoint"
+    unrecorded: dict[str, int] = {}
+    "worker -> the step from which on its ledger may lack records (`model.Beat.unrecorded`)"
     history: list[GenerationReport] = []
     steps_discarded: int = 0
     final: Finished | None = None

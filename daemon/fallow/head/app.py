@@ -215,7 +215,10 @@ class Head:
             self._calls.cancel([job for _, _, job in turn.cancels])
         for run_id in turn.ended:
             run = self._book.runs[run_id]
-            write_struct(self.paths.run(run_id).report, self._window.report(run))
+            try:
+                write_struct(self.paths.run(run_id).report, self._window.report(run))
+            except OSError as error:  # `fallow report` has it all the same
+                log.warning("report.unwritten", run=run_id, error=error.strerror)
         if turn.removals:
             saved.remove(turn.removals)
         for key in self._book.take_revoked():

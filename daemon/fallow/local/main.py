@@ -92,7 +92,8 @@ def summary(report: RunReport) -> str:
     planned = report.pause_s.planned
     lines = [
         f"run {report.run}: {report.status}, {report.steps} steps, {len(report.generations)} generations",
-        f"samples: {report.samples.consumed} used, {report.samples.lost} lost, {report.samples.duplicated} repeated",
+        f"samples: {report.samples.consumed} used, {report.samples.lost} lost, {report.samples.duplicated} repeated"
+        + (f", {report.samples.unknown} unknown (the disk was full)" if report.samples.unknown else ""),
         f"final loss {report.final_loss}, state {(report.final_digest or '-')[:16]}",
     ]
     if planned.p50 is not None:

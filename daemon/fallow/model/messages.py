@@ -89,6 +89,8 @@ class Beat(Message, frozen=True, kw_only=True):
     doing: Doing = Doing.WORKING
     stalled_s: float = 0.0
     "seconds since its training thread last got on: began a body or a wait, or ended one"
+    unrecorded: int | None = None
+    "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
 
 
 class Parts(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,8 @@ class SampleReport(Struct, frozen=True, kw_only=True):
     consumed: int
     lost: int
     duplicated: int
+    unknown: int = 0
+    "of steps whose records a disk without room has kept out of the ledgers: the audit is incomplete"
 
 
 class GenerationReport(Struct, frozen=True, kw_only=True):

@@ -68,7 +68,7 @@ class Member:
         "steps that were begun and thrown away since the last change of the membership was reported"
         self._reducer: Reducer | None = None
         path = Path(welcome.folder) / "ledger" / f"{session.worker}.ledger" if session and welcome else None
-        self.ledger = Ledger(path)
+        self.ledger = Ledger(path, self._unrecorded)
 
     @property
     def reducer(self) -> Reducer:
@@ -89,6 +89,12 @@ class Member:
         if self.session is None or self.saver is None:
             return False, 0.0
         return self.session.switch_committed, self.saver.wish(self.group.size)
+
+    def _unrecorded(self, step: int | None) -> None:
+        """Tell the head, before it may have to count, that the ledger lacks records from this step on (None: none)."""
+        if self.session is not None:
+            self.session.progress.unrecorded = step
+            self.session.beat()
 
     def move(self, *, in_loop: bool = True) -> None:
         """The script gets on: what the head takes for progress."""

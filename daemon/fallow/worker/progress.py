@@ -24,6 +24,7 @@ class Progress:
     pace_s: float = 0.0
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
+    unrecorded: int | None = None
     in_loop: bool = False
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
@@ -65,4 +66,5 @@ class Progress:
             scalars=self.scalars,
             doing=doing,
             stalled_s=stalled_s,
+            unrecorded=self.unrecorded,
         )

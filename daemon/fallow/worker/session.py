@@ -143,7 +143,7 @@ class Session:
             seen = self._acks
         while (left := end - time.monotonic()) > 0:
             self.send(message)
-            self._beat()
+            self.beat()
             with self._changed:
                 if self._changed.wait_for(
                     lambda: self._acks > seen or self._end is not None, min(left, _DELIVER_AGAIN_S)
@@ -161,7 +161,7 @@ class Session:
             if welcome is None:
                 self.send(self._hello())
             else:
-                self._beat()
+                self.beat()
             self._closed.wait(_HELLO_S if welcome is None else welcome.beat_s)
 
     def _hello(self) -> WorkerHello:
@@ -176,7 +176,8 @@ class Session:
             step=self.progress.step,
         )
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Tell the head how the training gets on, and whatever it has not reacted to; thread-safe."""
         upcoming = self._next
         standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
         doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)

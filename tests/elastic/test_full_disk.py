@@ -1,0 +1,86 @@
+"""A disk without room, a real one: the run's folder is a small file system of its own (which needs root)."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_rig import until
+
+from conftest import MakeRig, Undisturbed
+from fallow.model import RunStatus
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Inside, what is in the folder lies on a disk of one megabyte."""
+    before = folder.with_name(f"{folder.name}-before")
+    shutil.copytree(folder, before)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "fallow-test", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {getattr(error, 'stderr', '') or error}")
+    try:
+        shutil.copytree(before, folder, dirs_exist_ok=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on it, until the file is gone."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Ledgers are written on when there is room again; what a member could not write before it died is unknown."""
+    async with make_rig() as rig:
+        run = await rig.run()
+        with small_disk(run.folder):
+            await run.begin(3)
+            await run.reaches(3)
+            filler = fill(run.folder)
+            await rig.call("checkpoint", run=run.id)
+
+            async def told(words: str) -> set[str]:
+                return {event.data["worker"] for event in await run.events("ledger") if words in event.text}
+
+            view = await run.view()
+            while await told("cannot write down") != {"w0", "w1", "w2"}:
+                view = await run.reaches(view.step + 1)
+                assert view.step < 100, "nobody misses room"
+            (failed,) = await run.events("checkpoint")
+            assert failed.data["failed"]
+            assert "No space left on device; make room on the file system of" in failed.text
+            await run.goes_on(2)
+            run.kill("w2")
+            await run.becomes(["w0", "w1"])
+            await run.goes_on(2)
+            assert {event.kind for event in await run.events()}.isdisjoint({"failed", "lost"})
+            filler.unlink()
+            while await told("writes down again") != {"w0", "w1"}:
+                view = await run.reaches(view.step + 1)
+            await rig.call("checkpoint", run=run.id)
+            await run.until(lambda view: bool(view.checkpoints), "with room there is no checkpoint either")
+            await until(lambda: not list((run.folder / "checkpoints").glob("*.tmp")), "a rest is left behind")
+            report = await run.ends()
+    whole = await undisturbed()
+    assert (report.status, report.message) == (RunStatus.FINISHED, "")
+    assert (report.steps, report.final_digest) == (whole.steps, whole.final_digest)
+    assert [generation.kind for generation in report.generations] == ["start", "eject"]
+    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
+    assert report.samples.unknown > 0
+    assert report.samples.consumed + report.samples.unknown == whole.samples.consumed
