@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fallow.model import Checkpointed, Welcome  # noqa: E402
+from fallow.core.saving import RETRY_S, Saving  # noqa: E402
+from fallow.model import Checkpointed, CheckpointFailed, Welcome  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402
@@ -27,6 +29,8 @@ class Session:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.checkpoint_wanted = False
+        self.checkpoint_due_at: float | None = None
+        self.checkpoint_given_up = 0, 0
         self.deadline_in_s: float | None = None
         self.progress = Progress()
         self.written: list[Checkpointed] = []
@@ -42,10 +46,22 @@ class Session:
         self.sent.append(message)
 
 
+class Clock:
+    """Time as the test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Member:
     """One of `size` members of generation 3."""
 
-    def __init__(self, folder: Path, rank: int, size: int, every_s: float) -> None:
+    def __init__(
+        self, folder: Path, rank: int, size: int, every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.session = Session(f"w{rank}")
         self.prepared = Prepared(Gate())
         torch.manual_seed(0)
@@ -62,7 +78,7 @@ class Member:
             folder=str(folder),
             checkpoint_s=every_s,
         )
-        self.saver = Saver(self.session, welcome)  # type: ignore[arg-type]
+        self.saver = Saver(self.session, welcome, clock)  # type: ignore[arg-type]
 
     def save(self, step: int) -> None:
         self.saver.save(self.group, self.prepared, Position(step=step))
@@ -139,3 +155,131 @@ def test_nobody_waits_longer_than_the_node_has(tmp_path: Path, gate: threading.E
     member.session.deadline_in_s = None
     member.saver.finish()
     assert len(member.session.written) == 1
+
+
+def test_the_interval_holds_where_no_member_lives_as_long(tmp_path: Path) -> None:
+    """Nodes that come every four minutes and go after eight, with an interval of ten."""
+    clock, saving, every_s, step_s = Clock(), Saving(), 600.0, 20.0
+    members: list[tuple[float, Member]] = []
+    written: list[float] = []
+    oldest = 0.0
+    saving.began(clock.now)
+    for step in range(300):
+        clock.now += step_s
+        members = [(came, member) for came, member in members if clock.now - came < 480]
+        if step % 12 == 0:
+            members.append((clock.now, Member(tmp_path, 0, 1, every_s, clock)))
+        here = [member for _, member in members]
+        for rank, member in enumerate(here):
+            member.group = Group(step // 12, rank, len(here), None)
+            member.session.checkpoint_due_at = clock.now + saving.due_in_s(every_s, clock.now)
+        if sum(member.saver.wish(len(here)) for member in here) > 0:
+            for member in here:
+                member.save(step)
+            for member in here:
+                member.saver.finish()
+            (done,) = [one for member in here for one in member.session.written if one.step == step]
+            saving.written(clock.now, done.took_s)
+            written.append(clock.now)
+        oldest = max(oldest, clock.now - saving.safe_at)
+    assert len(here) == 2
+    assert oldest <= every_s
+    assert len(written) == 300 * step_s // every_s
+
+
+def test_one_that_was_broken_off_is_due_again_at_once(tmp_path: Path) -> None:
+    """A member is killed while it writes its part; nobody can tell the head."""
+    clock = Clock()
+    member = Member(tmp_path, 1, 2, 600.0, clock)  # rank 0 writes nothing
+    clock.now += 600
+    member.session.checkpoint_due_at = clock.now
+    assert member.saver.wish(2) == 1.0
+    member.save(10)
+    member.saver.finish()
+    assert member.saver.wish(2) == 0.0, "it may be complete in a moment"
+    member.saver.lost()
+    assert member.saver.wish(1) == 0.0
+    clock.now += RETRY_S
+    assert member.saver.wish(1) == 1.0
+    member.session.checkpoint_due_at = clock.now + 595
+    assert member.saver.wish(1) == 0.0, "it was complete after all"
+
+
+def test_one_that_another_member_gave_up_is_due_when_the_head_says(tmp_path: Path) -> None:
+    clock = Clock()
+    member = Member(tmp_path, 1, 2, 600.0, clock)
+    member.save(10)
+    member.saver.finish()
+    member.session.checkpoint_due_at = clock.now + 10
+    clock.now += 11
+    assert member.saver.wish(2) == 0.0
+    member.session.checkpoint_given_up = 3, 10
+    assert member.saver.wish(2) == 1.0
+    member.save(12)
+    member.saver.finish()
+    assert member.saver.wish(2) == 0.0, "that was the one before"
+
+
+def test_without_a_head_the_interval_runs_from_the_last_one(tmp_path: Path) -> None:
+    clock = Clock()
+    member = Member(tmp_path, 0, 1, 600.0, clock)
+    for step in (1, 2):
+        clock.now += 599
+        assert member.saver.wish(1) == 0.0
+        clock.now += 1
+        assert member.saver.wish(1) == 1.0
+        member.save(step)
+        member.saver.finish()
+
+
+def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    clock = Clock()
+    member = Member(tmp_path, 0, 1, 0.0, clock)
+    member.save(10)
+    clock.now += writing.STUCK_S - 1
+    assert member.saver.wish(4) == -4.0
+    assert member.session.sent == []
+    clock.now += 2
+    assert member.saver.wish(4) == 0.0
+    (told,) = member.session.sent
+    assert isinstance(told, CheckpointFailed)
+    assert (told.generation, told.step) == (3, 10)
+    assert told.reason == (
+        f"the checkpoint of step 10 was not written: the file system of {tmp_path / 'checkpoints'} has not answered "
+        "for 1200 s"
+    )
+    member.save(11)
+    assert [one.step for one in member.session.sent] == [10, 11], "nothing else is begun there"
+    member.suspend(12)
+    assert member.saver.wish(4) == 0.0
+    gate.set()
+    deadline = time.monotonic() + 30
+    while not member.session.written:
+        assert time.monotonic() < deadline, "it answers again"
+        time.sleep(0.01)
+    while member.saver._writer.blocked:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    member.save(13)
+    member.saver.finish()
+    assert [one.step for one in member.session.written] == [10, 13]
+
+
+def test_what_fails_is_tried_again_ever_later_but_within_the_interval() -> None:
+    saving = Saving()
+    saving.began(1000.0)
+    assert saving.due_in_s(600.0, 1000.0) == 600.0
+    now, waits = 1600.0, []
+    for _ in range(9):
+        saving.failed(now)
+        waits.append(saving.due_in_s(600.0, now))
+        now += waits[-1]
+    assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0]
+    saving.written(now, took_s=30.0)
+    assert saving.due_in_s(600.0, now) == 570.0, "complete when the interval is over"
+    saving.written(now - 50, took_s=30.0)
+    assert saving.due_in_s(600.0, now) == 570.0, "an older one that was heard of later"
+    saving.written(now, took_s=1000.0)
+    assert saving.due_in_s(600.0, now) == 300.0

@@ -19,6 +19,10 @@ from fallow.model import (
     AgentHello,
     AgentPlan,
     AllocationKind,
+    Beat,
+    BeatAck,
+    Checkpointed,
+    CheckpointFailed,
     Exit,
     FromPeer,
     Refused,
@@ -89,3 +93,45 @@ def test_a_worker_of_another_protocol_is_refused(turn: Turn, run: Run, allocatio
     assert [type(message) for _, message in turn.messages] == [Welcome]
     assert run.roster.workers["w0"].pid == 5
     assert isinstance(run.machine.story[-1], ev.Said)
+
+
+def test_members_are_told_when_the_run_has_to_be_saved(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Counted from what is on disk, whoever wrote it; a failure that several saw counts once."""
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    run.record.worker_keys["w0"] = "key"
+    turn.book.principals["key"] = Principal(run.id, allocation.token, "w0")
+
+    def due_in(now: float) -> float | None:
+        turn.now = now
+        turn.messages.clear()
+        hear(turn, "key", Beat(worker="w0", generation=1, prepared=1, step=5, held=False))
+        (ack,) = [message for _, message in turn.messages if isinstance(message, BeatAck)]
+        return ack.checkpoint_in_s
+
+    assert due_in(1000.0) == 600.0, "nothing can be lost yet"
+    run.record.saving.began(1000.0)
+    run.roster.members = ["w0"]
+    assert due_in(1400.0) == 200.0
+    for _ in range(2):
+        hear(turn, "key", CheckpointFailed(worker="w0", generation=1, step=5, reason="disk full"))
+    assert run.record.saving.failures == 1
+    turn.now = 1500.0
+    for _ in range(2):
+        hear(turn, "key", checkpointed(took_s=20.0))
+        turn.now += 30.0
+    assert run.record.saving.failures == 0
+    assert due_in(1700.0) == 1480.0 + 600.0 - 20.0 - 1700.0
+
+
+def checkpointed(took_s: float) -> Checkpointed:
+    return Checkpointed(
+        worker="w0",
+        generation=1,
+        step=6,
+        epoch=0,
+        path="/c",
+        digest="",
+        nbytes=1,
+        written_at=5.0,
+        took_s=took_s,
+    )

@@ -14,6 +14,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.gain import Curve
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
+from fallow.core.saving import Saving
 from fallow.core.timing import Timing
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
@@ -52,6 +53,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "the newest whose pause is in the allocations' uses"
     accounted_discarded: int = 0
     "steps of `roster.steps_discarded` that are"
+    saving: Saving = msgspec.field(default_factory=Saving)
     ended_at: float | None = None
 
     @property

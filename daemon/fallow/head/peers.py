@@ -11,7 +11,7 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
-from fallow.head import again, gauge, neighbours, views
+from fallow.head import again, gauge, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.turn import Turn
 from fallow.model import (
@@ -89,7 +89,8 @@ class Peers:
                 self._take(turn, run, message)
                 turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
             case Checkpointed():
-                turn.apply(run, ev.CheckpointWritten(at=turn.at, written=message, keep=self._checkpoint.keep))
+                # By this host's clock: it is told at once, and again only while no head is there.
+                saved.take(turn, run, message, turn.now - message.took_s, self._checkpoint.keep)
                 turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
             case Failed():
                 clean = clean_block(message.traceback, TRACEBACK)
@@ -98,7 +99,9 @@ class Peers:
                 allocation = run.allocation_of(worker)
                 allocation.active_at = allocation.active_at or turn.now
                 self._take(turn, run, message)
-            case Vote() | Held() | Left() | CheckpointFailed() | CheckpointDamaged():
+            case CheckpointFailed():
+                saved.give_up(turn, run, message)
+            case Vote() | Held() | Left() | CheckpointDamaged():
                 self._take(turn, run, message)
 
     @staticmethod
@@ -126,6 +129,7 @@ class Peers:
             head_patience_s=self._config.head_patience_s,
             folder=str(turn.book.paths.run(run.id).root),
             checkpoint_s=self._checkpoint.interval_s,
+            checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
             reached=_reached(run),
         )
@@ -144,6 +148,8 @@ class Peers:
             ready=known.phase is not WorkerPhase.STARTING,
             deadline_in_s=None if end is None else end - turn.now,
             reached=_reached(run),
+            checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
+            checkpoint_given_up=run.roster.checkpoint_given_up,
         )
         turn.tell(run, worker, ack)
 

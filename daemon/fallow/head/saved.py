@@ -9,8 +9,9 @@ from pathlib import Path
 import structlog
 
 from fallow.core import events as ev
+from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import FallowError
+from fallow.model import ChangeKind, Checkpointed, CheckpointFailed, FallowError
 from fallow.worker.checkpoint.manifest import REMOVED, announcement, complete_ones, read_manifest
 
 log = structlog.get_logger("fallow.head")
@@ -34,7 +35,32 @@ def adopt(turn: Turn, keep: int) -> None:
                 turn.record(run, "damaged", error.message, path=str(folder))
                 continue
             written = announcement("", folder, manifest, digest)
-            turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
+            take(turn, run, written, min(turn.now, written.written_at), keep)
+
+
+def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int) -> None:
+    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock."""
+    known = {saved.written.path for saved in run.roster.checkpoints}
+    turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
+    if written.path not in known and written in run.roster.usable_checkpoints():
+        run.record.saving.written(taken_at, written.took_s)
+
+
+def give_up(turn: Turn, run: Run, failed: CheckpointFailed) -> None:
+    """Note one that could not be written; several members may say so."""
+    if run.roster.checkpoint_given_up != (failed.generation, failed.step):
+        run.record.saving.failed(turn.now)
+    turn.apply(run, ev.Said(at=turn.at, message=failed))
+
+
+def due_in_s(run: Run, every_s: float, now: float) -> float | None:
+    """Seconds until the members have to begin the next periodic checkpoint; None: there are none."""
+    if not every_s:
+        return None
+    r = run.roster
+    if not r.members or (r.change is not None and r.change.kind is ChangeKind.START):
+        return every_s  # it is about to begin, with nothing to lose
+    return run.record.saving.due_in_s(every_s, now)
 
 
 def remove(folders: list[str]) -> None:

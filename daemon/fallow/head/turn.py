@@ -15,6 +15,7 @@ from fallow.model import (
     AllocationKind,
     AllocationState,
     Beat,
+    ChangeKind,
     Exit,
     KvReply,
     RunStatus,
@@ -92,6 +93,8 @@ class Turn:
         history = run.roster.history
         if history and not history[-1].at:
             history[-1] = msgspec.structs.replace(history[-1], at=self.now)
+            if history[-1].kind is ChangeKind.START:
+                run.record.saving.began(self.now)
 
     def tell(self, run: Run, worker: str, message: ToWorker) -> None:
         key = run.record.worker_keys.get(worker)

@@ -269,6 +269,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "the run's folder on the shared file system (0700)"
     checkpoint_s: float = 0.0
     "seconds between durable checkpoints; 0: only those that somebody asks for"
+    checkpoint_in_s: float | None = None
+    "seconds until the next periodic one is due, whoever wrote the last; None: unknown, or there are none"
     epoch: int = 0
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
     reached: tuple[int, int] = (0, 0)
@@ -334,6 +336,10 @@ class BeatAck(Message, frozen=True, kw_only=True):
     "seconds until this worker's node goes away; None: unknown"
     reached: tuple[int, int] = (0, 0)
     "see `Welcome.reached`"
+    checkpoint_in_s: float | None = None
+    "see `Welcome.checkpoint_in_s`"
+    checkpoint_given_up: tuple[int, int] = (0, 0)
+    "(generation, step) of the last one that was not written"
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):

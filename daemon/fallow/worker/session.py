@@ -95,6 +95,10 @@ class Session:
         self._end: FallowError | Dismiss | None = None
         self._deadline: float | None = None
         self._checkpoint_wanted = False
+        self.checkpoint_due_at: float | None = None
+        "when the next periodic one is due, on the monotonic clock, as the head has last told; None: it has not"
+        self.checkpoint_given_up = 0, 0
+        "(generation, step) of the last one that was not written, likewise"
         self._unnoted: dict[str, Checkpointed] = {}
         self._questions = Questions(self.send)
         self._acks = 0
@@ -203,6 +207,7 @@ class Session:
                 case Welcome():
                     self._welcome = message
                     self.members_reached = message.reached
+                    self._date_checkpoint(message.checkpoint_in_s)
                 case Prepare():
                     self._on_prepare(message)
                 case Commit():
@@ -218,6 +223,8 @@ class Session:
                     self.members_reached = message.reached
                     if message.deadline_in_s is not None:
                         self._deadline = time.monotonic() + message.deadline_in_s
+                    self._date_checkpoint(message.checkpoint_in_s)
+                    self.checkpoint_given_up = message.checkpoint_given_up
                 case SaveCheckpoint():
                     self._checkpoint_wanted = True
                 case CheckpointNoted():
@@ -231,6 +238,10 @@ class Session:
                 case KvReply():
                     self._questions.answer(message)
             self._changed.notify_all()
+
+    def _date_checkpoint(self, in_s: float | None) -> None:
+        if in_s is not None:
+            self.checkpoint_due_at = time.monotonic() + in_s
 
     def _on_prepare(self, prepare: Prepare) -> None:
         known = self._next

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from fallow.core.saving import RETRY_S
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
@@ -22,12 +24,26 @@ _RESERVE_S = 1.0
 
 
 class Saver:
-    """Checkpoints of one member. All members write the same ones: their wishes ride with the step's exchange."""
+    """Checkpoints of one member. All members write the same ones: their wishes ride with the step's exchange.
 
-    def __init__(self, session: Session, welcome: Welcome) -> None:
+    When the next periodic one is due is the head's to know: members may all be younger than the interval.
+
+    Args:
+        session: the conversation with the head.
+        welcome: what the head said.
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, session: Session, welcome: Welcome, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._every_s = welcome.checkpoint_s
-        self._writer = Writer(session.worker, Path(welcome.folder) / "checkpoints", self._report)
+        self._clock = clock
+        self._came = clock()
+        self._writer = Writer(session.worker, Path(welcome.folder) / "checkpoints", self._report, clock)
+        self._held_until = 0.0
+        "this member wishes no periodic one before then: what became of the last one is not known"
+        self._dropped: tuple[int, int] | None = None
+        "(generation, step) of the last one of which it is known that it was given up"
         self.asked = False
         "the script called run.checkpoint()"
 
@@ -37,18 +53,33 @@ class Saver:
         Busy members veto: at most size - 1 others can want one at the same time.
         """
         writer = self._writer
+        if writer.stuck:
+            writer.abandon()
         if writer.busy:
             return -float(size)
-        # Early enough to be complete when the interval is over: so much and no more can be lost.
-        due_s = self._every_s - min(writer.took_s, self._every_s / 2)
-        due = self._every_s > 0 and time.monotonic() - writer.taken_at >= due_s
-        return float(due or self.asked or self._session.checkpoint_wanted)
+        return float(self._due() or self.asked or self._session.checkpoint_wanted)
+
+    def _due(self) -> bool:
+        if not self._every_s:
+            return False
+        given_up = self._session.checkpoint_given_up
+        if given_up == self._writer.newest != self._dropped:
+            self._dropped, self._held_until = given_up, 0.0  # by another member; the head says when to try again
+        due_at = self._session.checkpoint_due_at
+        if due_at is None:
+            due_at = self._came + self._every_s
+        return self._clock() >= max(due_at, self._held_until)
 
     def save(self, group: Group, prepared: Prepared, position: Position) -> None:
         """Copy this member's part of the state now; it is written in the background."""
         by_hand = self._session.checkpoint_wanted
         self._session.checkpoint_done()
         self.asked = False
+        # Without a word from the head, as early as to be complete when the interval is over.
+        self._held_until = self._clock() + self._every_s - min(self._writer.took_s, self._every_s / 2)
+        if self._writer.blocked:
+            self._writer.refuse(group.generation, position.step)
+            return
         snapshot = take(
             export_state(prepared, position),
             group.rank,
@@ -83,11 +114,13 @@ class Saver:
         self.finish()
 
     def lost(self) -> None:
-        """A member was lost, and with it perhaps its part."""
+        """A member was lost, and with it perhaps its part: then the next one is due, as soon as that is known."""
         self._writer.hurry()
+        self._held_until = min(self._held_until, self._clock() + RETRY_S)
 
     def _report(self, message: Checkpointed | CheckpointFailed) -> None:
         if isinstance(message, Checkpointed):
             self._session.announce_checkpoint(message)
         else:
+            self._held_until = self._clock() + RETRY_S  # until the head says more
             self._session.send(message)

@@ -44,6 +44,9 @@ PATIENCE_S = 600.0
 HURRY_S = 10.0
 """The same, once it is known that a member was lost."""
 
+STUCK_S = 1200.0
+"""Longer than this neither a part takes nor the wait for the others': the file system does not answer."""
+
 LOOK_S = 0.1
 
 
@@ -57,19 +60,28 @@ class Writer:
     Args:
         worker: name of this worker, for reports.
         folder: where the run's checkpoints are.
-        report: takes what the head should hear; called on the writer's thread.
+        report: takes what the head should hear; called on the writer's thread as a rule.
+        clock: seconds, as `time.monotonic`.
     """
 
-    def __init__(self, worker: str, folder: Path, report: Callable[[Checkpointed | CheckpointFailed], None]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        folder: Path,
+        report: Callable[[Checkpointed | CheckpointFailed], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._worker = worker
         self._folder = folder
         self._report = report
+        self._clock = clock
         self._thread: threading.Thread | None = None
+        self._abandoned: threading.Thread | None = None
         self._hurry = threading.Event()
+        self._moved_at = 0.0
+        "when the snapshot's last part of work began"
         self.newest: tuple[int, int] | None = None
         "(generation, step) of the last snapshot"
-        self.taken_at = time.monotonic()
-        "when that was; at first, when this worker came"
         self.took_s = 0.0
         "from the last snapshot that was finished here until it was complete"
 
@@ -78,13 +90,34 @@ class Writer:
         """A snapshot is being written, or waits for the others' parts."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def stuck(self) -> bool:
+        """It is busy with one thing for so long that its file system does not seem to answer."""
+        return self.busy and self._clock() - self._moved_at > STUCK_S
+
+    @property
+    def blocked(self) -> bool:
+        """What was abandoned still waits for its file system: nothing else can be written."""
+        return self._abandoned is not None and self._abandoned.is_alive()
+
+    def abandon(self) -> None:
+        """Give the snapshot that is being written up, and say so. Its thread cannot be ended: it ends by itself."""
+        assert self.newest is not None
+        self._abandoned, self._thread = self._thread, None
+        self._give_up(*self.newest, f"the file system of {self._folder} has not answered for {STUCK_S:.0f} s")
+
+    def refuse(self, generation: int, step: int) -> None:
+        """Write nothing while `blocked`, and say so."""
+        self.newest = generation, step
+        self._give_up(generation, step, f"the file system of {self._folder} does not answer")
+
     def begin(self, snapshot: Snapshot) -> None:
         """Write a snapshot in the background. The one before must be done."""
         assert not self.busy
         self.newest = snapshot.generation, snapshot.step
-        self.taken_at = time.monotonic()
+        self._moved_at = self._clock()
         self._hurry.clear()
-        self._thread = threading.Thread(target=self._run, args=(snapshot, self.taken_at), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(snapshot, time.monotonic()), name="checkpoint")
         self._thread.daemon = True
         self._thread.start()
 
@@ -112,10 +145,11 @@ class Writer:
             return
         except (OSError, RuntimeError, FallowError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            reason = f"the checkpoint of step {snapshot.step} was not written: {_explain(error, self._folder)}"
-            self._report(
-                CheckpointFailed(worker=self._worker, generation=snapshot.generation, step=snapshot.step, reason=reason)
-            )
+            self._give_up(snapshot.generation, snapshot.step, _explain(error, self._folder))
+
+    def _give_up(self, generation: int, step: int, why: str) -> None:
+        reason = f"the checkpoint of step {step} was not written: {why}"
+        self._report(CheckpointFailed(worker=self._worker, generation=generation, step=step, reason=reason))
 
     def _write(self, snapshot: Snapshot, temporary: Path, final: Path) -> Checkpointed | None:
         """This member's part and, if it was the last, the whole; the first member stays until it is whole."""
@@ -128,11 +162,13 @@ class Writer:
             part = _write_part(temporary, snapshot)
             write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))
             snapshot.copies.clear()
+        self._moved_at = self._clock()
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             with _vanishing(temporary):
                 missing = [rank for rank in range(snapshot.world) if not (temporary / _part_name(rank)).exists()]
                 if not missing and _claim(temporary):
+                    self._moved_at = self._clock()
                     done = self._finish(snapshot, temporary, final)
                     self._sweep(snapshot)
                     return done
