@@ -24,13 +24,13 @@ SHARDS = 3
 
 
 class Stream(IterableDataset[Any]):
-    """The first `length` samples of a data set, without numbers."""
+    """The first `length` samples of a data set, without numbers; the first `turned` of them come last."""
 
-    def __init__(self, data: TensorDataset, length: int) -> None:
-        self.data, self.length = data, length
+    def __init__(self, data: TensorDataset, length: int, turned: int) -> None:
+        self.data, self.length, self.turned = data, length, turned
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.data[number] for number in range(self.length))
+        return (self.data[(number + self.turned) % self.length] for number in range(self.length))
 
 
 class Case:
@@ -51,11 +51,12 @@ class Case:
         odd: Callable[[Case], Any] = lambda case: None,
         skip: Callable[[Case, torch.Tensor], bool] | None = None,
         stream: int | None = None,
+        turned: int = 0,
     ) -> Any:
-        """`stream`: the samples come as a stream of that length."""
+        """`stream`: the samples come as a stream of that length; the first `turned` of them come last."""
         x = torch.randn(8 * SHARDS, 4, generator=torch.Generator().manual_seed(1)).double()
         data = TensorDataset(torch.arange(len(x)), x)
-        loader: DataLoader[Any] = DataLoader(data if stream is None else Stream(data, stream), 2)
+        loader: DataLoader[Any] = DataLoader(data if stream is None else Stream(data, stream, turned), 2)
         run = self.run
         _, _, _, _, loader = run.prepare(
             self.model, self.optimizer, self.schedule, self.average, loader, global_batch=2 * SHARDS
@@ -122,6 +123,7 @@ def main() -> None:
             f"{name} on rank 1": case().train(Case.step, stream=6 * SHARDS + more * (rank == 1))
             for name, more in [("one sample more", 1), ("two steps more", 4 * SHARDS), ("one batch less", -2)]
         },
+        "another order on rank 1": case().train(Case.step, stream=6 * SHARDS, turned=int(rank == 1)),
     }
     # What one is told, all are told.
     told = torch.tensor([float(isinstance(result, str)) for result in found.values()])

@@ -283,7 +283,7 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
         assert done.result[wrong].startswith(f"at step {step}: the members' weights"), wrong
     assert "changes with each body" in alone["own rate"]
     assert done.result["stream"] == pytest.approx(done.result["usual"], abs=1e-12)
-    for longer in ("one sample more", "two steps more", "one batch less"):
+    for longer in ("one sample more", "two steps more", "one batch less", "another order"):
         assert "checksum of the samples" in done.result[f"{longer} on rank 1"], longer
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -14,7 +16,7 @@ from fallow.model import FallowError
 from fallow.worker.group import Group
 from fallow.worker.run import Run
 from fallow.worker.source import Key, Reached
-from fallow.worker.stream_loader import StreamLoader
+from fallow.worker.stream_loader import StreamLoader, content_crc
 
 
 class Numbers(IterableDataset[tuple[int, float]]):
@@ -190,3 +192,66 @@ def test_a_loop_over_a_stream() -> None:
         iter(loader)
     with pytest.raises(FallowError, match="multiple"):
         StreamLoader(DataLoader(Numbers(), 4), 0, 10)
+
+
+class Other(IterableDataset[Any]):
+    """As many samples on every member, but other ones: in an order of its own, or its own part of all."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        self.how, self.rank = how, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(range(48))
+        if self.how == "own entropy":
+            random.Random(f"entropy {self.rank}").shuffle(numbers)
+        elif self.how == "divided by rank":
+            numbers = [2 * number + self.rank for number in range(48)]
+        return (self.sample(number) for number in numbers)
+
+    def sample(self, number: int) -> Any:
+        return torch.full((3,), float(number))
+
+
+class Texts(Other):
+    def sample(self, number: int) -> Any:
+        return {"text": f"sample {number}", "list": [1, 2]}
+
+
+class Arrays(Other):
+    def sample(self, number: int) -> Any:
+        return numpy.full(3, number, dtype=numpy.int16)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("kind", [Other, Texts, Arrays])
+@pytest.mark.parametrize("how", ["alike", "own entropy", "divided by rank"])
+def test_each_crc_knows_the_contents_of_the_whole_step(processes: int, kind: type[Other], how: str) -> None:
+    if processes and kind is not Other:
+        return
+    one, other = (
+        StreamLoader(DataLoader(kind(how, rank), 4, num_workers=processes, collate_fn=list), 7, 12) for rank in range(2)
+    )
+    a, b = one.cut(0, 1), other.cut(0, 1)
+    assert a.sizes == b.sizes
+    if how == "alike":
+        assert a == b
+    else:
+        assert not set(a.crcs) & set(b.crcs)
+
+
+def test_the_content_of_anything_has_a_crc() -> None:
+    same = [
+        {"a": torch.tensor([1.0, 2.0]).bfloat16(), "b": [b"x", None, 1.5, True, {1, 2}]},
+        torch.arange(6).reshape(2, 3).T,
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.eye(3).to_sparse(),
+        torch.tensor([1 + 2j]).conj(),
+        numpy.array(["a", None], dtype=object),
+        numpy.arange(6).reshape(2, 3).T,
+    ]
+    crcs = [content_crc(batch) for batch in same]
+    assert crcs == [content_crc(batch) for batch in copy.deepcopy(same)]
+    assert len(set(crcs)) == len(crcs)
+    assert content_crc(torch.zeros(2)) != content_crc(torch.zeros(2, dtype=torch.int32))
+    assert content_crc("sample 1") != content_crc("sample 2")

@@ -122,5 +122,7 @@ def check(got: Head, plan: StepPlan, size: int, rounds: int, agreement: int) -> 
             raise FallowError(
                 f"step {plan.step}: the members' sum of {what} is {seen:.0f}, the plan says {planned}: they did "
                 "not do the same work; every member's final body must make the same number of backward calls, "
-                "and the dataset must be the same on every node",
+                "and the dataset must be the same on every node. An IterableDataset gives every process the same "
+                "samples in the same order: it is not divided by rank, and draws from the generators of torch, NumPy "
+                "and `random`, which are seeded, or from its own with a fixed seed",
             )

@@ -6,12 +6,14 @@ much beyond it as tells whether another one comes. They are kept until the step 
 again and divided in another way. A newcomer reads its way to the members' place before it joins.
 
 Everything random is seeded from (seed, epoch), so the same stream comes on every member, provided that the data set
-gives the same on every node and does not divide itself by rank.
+gives the same on every node and does not divide itself by rank. The beginning of each sample's content goes into the
+CRCs that members compare in every step, so one that does otherwise is found in its first step.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,18 +22,23 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from fallow.core.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.source import Duties, Key, Reached, Source
+from fallow.worker.state import as_bytes
+
+_COMPARED = 1024
+"""Bytes of each tensor, array or text of a batch that its CRC is made of."""
 
 
 class _Batch(NamedTuple):
     samples: int
     data: Any
+    crc: int
 
 
 class StreamLoader(Source):
@@ -69,8 +76,9 @@ class StreamLoader(Source):
             if len(self._kept) >= full:
                 sizes = tuple(batch.samples for batch in islice(self._kept, self.shards))
                 last = len(self._kept) < self.shards + full
-                # The whole step is in each CRC: members whose streams differ in length are all told so.
-                known = array("q", [*sizes, last]).tobytes()
+                # The whole step is in each CRC: members whose streams differ are all told so.
+                contents = (batch.crc for batch in islice(self._kept, self.shards))
+                known = array("q", [*sizes, last, *contents]).tobytes()
                 crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
         batches = self._first + len(self._kept)
@@ -92,7 +100,7 @@ class StreamLoader(Source):
         number = key.step * self.shards + key.shard - self._first
         batch = self._kept[number]
         # A body may change its batch, and the step may have to be done again.
-        self._kept[number] = _Batch(batch.samples, copied(batch.data))
+        self._kept[number] = batch._replace(data=copied(batch.data))
         return batch.data
 
     def example(self, members: Callable[[], Reached]) -> Any:
@@ -173,7 +181,31 @@ class StreamLoader(Source):
 
 
 def _counted(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
-    return _Batch(len(samples), user(samples))
+    batch = user(samples)
+    return _Batch(len(samples), batch, content_crc(batch))
+
+
+def content_crc(batch: Any) -> int:
+    """CRC-32 of the beginning of every tensor, array, text and number of a batch, whatever it is made of."""
+    total = 0
+    for leaf in tree_leaves(batch):
+        total = zlib.crc32(_beginning(leaf), total)
+    return total
+
+
+def _beginning(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        shape = repr((leaf.dtype, *leaf.shape)).encode()
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            return shape
+        flat = leaf.detach().flatten()[: max(1, _COMPARED // leaf.element_size())]
+        return shape + as_bytes(flat.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+    if isinstance(leaf, str | int | float | complex | None):
+        return repr(leaf)[:_COMPARED].encode()
+    try:
+        return bytes(memoryview(leaf).cast("B")[:_COMPARED])  # a NumPy array, bytes
+    except (TypeError, ValueError):
+        return type(leaf).__qualname__.encode()
 
 
 def copied(batch: Any) -> Any:
