@@ -1,4 +1,4 @@
-"""What a head notes besides its runs is there for the next one."""
+"""What a head notes besides its runs' newest state is there for the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book
 from fallow.head.durable import Durable
+from fallow.head.forgetting import KEPT_REPORTS, reports
 from fallow.head.turn import Turn
+from fallow.model import ChangeKind, GenerationReport, Parts, RunSpec
 
 
 async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
@@ -25,3 +27,38 @@ async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
             turn.notes["experience"] = text
             await durable.write(turn)
         await durable.close()
+
+
+async def test_reports_of_old_generations_are_written_once_and_found_again(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+    count = 0
+    for number in range(3):
+        durable = Durable(paths, None)
+        await durable.open()
+        await durable.begin_term()
+        book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        await durable.load(book, 0.0)
+        if not number:
+            book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), 0.0, 0.0)
+        (run,) = book.runs.values()
+        assert [report.generation for report in reports(run)] == list(range(count))
+        for _ in range(47):
+            report = GenerationReport(
+                generation=count,
+                kind=ChangeKind.ABSORB,
+                members=["w0"],
+                first_step=count,
+                pause_s=None,
+                parts=Parts(),
+                at=1.0,
+            )
+            run.roster.history.append(report)
+            count += 1
+            turn = Turn(book, 0.0, 0.0, dirty={run.id})
+            await durable.write(turn)
+        assert len(run.roster.history) < KEPT_REPORTS + 10
+        assert [report.generation for report in reports(run)] == list(range(count))
+        kept = await durable.store.load("past/")
+        assert {revision for revision, _ in kept.values()} <= {1}, "written once"
+        await durable.close()
+    assert len(kept) == (3 * 47 - KEPT_REPORTS) // 10

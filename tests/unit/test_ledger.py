@@ -114,5 +114,5 @@ def test_what_a_lost_worker_could_not_write_is_unknown_as_long_as_it_was_a_membe
     roster.history = [generation(1, ["w0", "w1"], 0), generation(2, ["w0"], 7)]
     roster.unrecorded = {"w1": 3}
     roster.workers["w0"] = Worker(worker="w0", index=0, token="t", node="n0", step=10)
-    report = count_samples(tmp_path, roster)
+    report = count_samples(tmp_path, roster, roster.history)
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)

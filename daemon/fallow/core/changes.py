@@ -118,6 +118,7 @@ class Changes:
             began_at=at,
             deadline_at=at + self._patience_s(interrupt or probe),
         )
+        self._effects.forget_sent()
         for name in r.change.participants:
             self._effects.note_sent(name, r.high, Prepare, at)
             self._effects.tell(name, self.prepare(r.change, at))

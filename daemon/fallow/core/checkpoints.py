@@ -71,13 +71,14 @@ class Checkpoints:
         r, step = self._roster, event.step
         # The last words of those who left may have been of an earlier step than the checkpoint that they left behind.
         reached = [saved.written.step for saved in r.checkpoints if not saved.aside]
-        front = max([worker.step for worker in r.workers.values()] + reached, default=0)
+        front = max([r.front, *reached])
         for saved in r.checkpoints:
             saved.aside = saved.aside or saved.written.step > step
         r.rollbacks.append(RollbackReport(generation=r.high + 1, from_step=max(front, step), to_step=step))
         for worker in r.workers.values():
             worker.has_state = False
             worker.step = min(worker.step, step)
+        r.forgotten_step = min(r.forgotten_step, step)
         reason = f"rolled back to step {step}"
         self._effects.record("rollback", f"{reason}, from step {front}", step=step, from_step=front)
         if r.members:

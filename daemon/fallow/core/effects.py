@@ -40,6 +40,10 @@ class Effects:
         self.tell(worker, Dismiss(term=self.term, code=code, reason=reason))
         self.record("dismiss", f"{worker} on {known.node} is not needed: {reason}")
 
+    def forget_sent(self) -> None:
+        """A generation begins: nothing is repeated that was said of earlier ones."""
+        self._sent.clear()
+
     def note_sent(self, worker: str, generation: int, kind: type[Message], at: float) -> None:
         self._sent[worker, generation, kind] = at
 

@@ -117,6 +117,12 @@ class Membership:
         """When the worker was last heard of, on the events' clock."""
         return self._watch.heard(worker)
 
+    def forget(self, worker: str) -> None:
+        """A worker that is gone will never be heard of again, and no generation needs to know of it."""
+        gone = self.roster.workers.pop(worker)
+        self.roster.forgotten_step = max(self.roster.forgotten_step, gone.step)
+        self._watch.forget(worker)
+
     def _take(self, event: ev.Said) -> None:
         self._said[type(event.message)](event.message, event.at)
 

@@ -133,6 +133,8 @@ class Roster(msgspec.Struct, kw_only=True):
     members: list[str] = []
     "workers of `generation` in rank order"
     workers: dict[str, Worker] = {}
+    forgotten_step: int = 0
+    "the highest of workers that are not in `workers` any more"
     next_index: int = 0
     change: Change | None = None
     signature: str | None = None
@@ -154,6 +156,7 @@ class Roster(msgspec.Struct, kw_only=True):
     unrecorded: dict[str, int] = {}
     "worker -> the step from which on its ledger may lack records (`model.Beat.unrecorded`)"
     history: list[GenerationReport] = []
+    "the newest; the head keeps older ones elsewhere"
     steps_discarded: int = 0
     final: Finished | None = None
     "what the first member said whose script ended"
@@ -190,6 +193,11 @@ class Roster(msgspec.Struct, kw_only=True):
         """Ready workers that are not members, oldest first."""
         ready = [w for w in self.workers.values() if w.phase is WorkerPhase.READY]
         return [w.worker for w in sorted(ready, key=lambda w: w.index)]
+
+    @property
+    def front(self) -> int:
+        """Finished steps of the worker that got furthest."""
+        return max([self.forgotten_step, *(worker.step for worker in self.workers.values())])
 
     @property
     def useful_members(self) -> int:

@@ -73,6 +73,7 @@ class Watch:
         return self._heard.get(worker)
 
     def forget(self, worker: str) -> None:
+        self._heard.pop(worker, None)
         self._beats.pop(worker, None)
         self._stopped.pop(worker, None)
 

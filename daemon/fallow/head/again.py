@@ -41,6 +41,7 @@ def due(turn: Turn, run: Run, allocation: Allocation, beat_s: float) -> None:
         names, name = allocation.agents[node], f"w{run.roster.next_index}"
         # The same place in the list is the same share of the node.
         names[names.index(worker)] = name
+        allocation.exited.remove(worker)
         turn.apply(run, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=node))
         turn.messages.append((agent_peer(allocation, node), plan_of(turn, run, allocation, node, beat_s)))
 

@@ -93,6 +93,8 @@ class Run:
         self.machine = machine
         self.revision = revision
         self.rendezvous = Rendezvous()
+        self.past: list[bytes] = []
+        "reports of old generations, encoded, as they are in the store (`head.forgetting`)"
         self.beats: dict[str, Beat] = {}
         self.agent_seen: dict[tuple[str, str], float] = {}
         self.stretch: Stretch | None = None

@@ -12,6 +12,7 @@ import structlog
 
 from fallow.files import Paths, read_private, write_private
 from fallow.head.book import Book, RunRecord
+from fallow.head.forgetting import old_reports
 from fallow.head.turn import Turn
 from fallow.model import EventRecord, Exit, FallowError, RunSpec
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
@@ -81,6 +82,8 @@ class Durable:
             spec = msgspec.msgpack.decode(specs[f"spec/{run_id}"][1], type=RunSpec)
             record = msgspec.msgpack.decode(value, type=RunRecord)
             book.add(spec, record, revision, at)
+        for key, (_, value) in (await self.store.load("past/")).items():
+            book.runs[key.split("/")[1]].past.append(value)
         for key, (revision, value) in (await self.store.load("note/")).items():
             self.notes[key.removeprefix("note/")] = value
             self._note_revisions[key.removeprefix("note/")] = revision
@@ -99,6 +102,9 @@ class Durable:
             run = turn.book.runs[run_id]
             if run.revision == 0:
                 writes.append(Write(f"spec/{run_id}", 0, msgspec.msgpack.encode(run.spec)))
+            chunk = old_reports(run)
+            if chunk is not None:
+                writes.append(Write(f"past/{run_id}/{len(run.past):06d}", 0, chunk))
             writes.append(Write(f"run/{run_id}", run.revision, msgspec.msgpack.encode(run.record)))
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))

@@ -61,12 +61,12 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     cancelled = allocation.reason == "CANCELLED" or vanished
     if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
-        if run.roster.generation == 0 and not run.roster.workers and allocation.asked_at is None:
+        if run.roster.generation == 0 and not run.roster.next_index and allocation.asked_at is None:
             text = "Slurm never had its job, as its answers show; submit it again"
             turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
         run.record.base_wanted = False
-        if run.roster.generation == 0 and not run.roster.workers:
+        if run.roster.generation == 0 and not run.roster.next_index:
             # Cancelled before anything of it ran: the user does not want the run.
             turn.apply(run, ev.Cancelled(at=turn.at, reason=f"job {allocation.job_id} was cancelled"))
     elif not allocation.agents and allocation.asked_at is None and allocation.reason in DUD:
@@ -83,5 +83,5 @@ def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before its script reached `fallow run`; see {where}"
     turn.record(run, "failed", text)
-    if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.workers:
+    if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.next_index:
         turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))

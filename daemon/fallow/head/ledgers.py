@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from fallow.core.audit import Gap, audit
 from fallow.core.roster import Roster
-from fallow.model import SampleReport
+from fallow.model import GenerationReport, SampleReport
 from fallow.worker.ledger import read_ledger
 
 
-def count_samples(folder: Path, roster: Roster) -> SampleReport:
+def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> SampleReport:
     """Audit one run: consumed, lost and duplicated samples of its finished steps.
 
     Args:
         folder: the run's ledgers, one file per worker.
-        roster: says which generation computed which steps.
+        roster: how far it is.
+        history: of all generations: says which one computed which steps.
     """
-    first_steps = {g.generation: g.first_step for g in roster.history if g.first_step is not None}
-    finished = max((w.step for w in roster.workers.values()), default=0)
-    steps = roster.final.steps if roster.final is not None else finished
+    first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
+    steps = roster.final.steps if roster.final is not None else roster.front
     records = (record for path in sorted(folder.glob("*.ledger")) for record in read_ledger(path))
-    gaps = [Gap(first_step=first, last_step=_last_step(roster, name)) for name, first in roster.unrecorded.items()]
+    gaps = [Gap(first_step=first, last_step=_last_step(history, name)) for name, first in roster.unrecorded.items()]
     return audit(records, first_steps, steps, roster.global_batch or 0, gaps)
 
 
-def _last_step(roster: Roster, name: str) -> int:
+def _last_step(history: Sequence[GenerationReport], name: str) -> int:
     """The last of which that worker's records can count: another generation took over from there."""
-    last = max((g.generation for g in roster.history if name in g.members), default=0)
-    after = (g.first_step for g in roster.history if g.generation > last and g.first_step is not None)
+    last = max((g.generation for g in history if name in g.members), default=0)
+    after = (g.first_step for g in history if g.generation > last and g.first_step is not None)
     return next(after, sys.maxsize) - 1

@@ -52,8 +52,9 @@ class Metrics:
         for state in AllocationState:
             self._allocations.labels(state=state.value).set(sum(1 for a in live if a.state is state))
         for run in runs:
-            history = run.roster.history
-            for generation in history[self._seen.get(run.id, 0) :]:
-                if generation.pause_s is not None:
+            seen = self._seen.get(run.id, 0)
+            for generation in run.roster.history:
+                if generation.generation > seen and generation.pause_s is not None:
                     self._pause.labels(kind=generation.kind.value).observe(generation.pause_s)
-            self._seen[run.id] = len(history)
+                seen = max(seen, generation.generation)
+            self._seen[run.id] = seen

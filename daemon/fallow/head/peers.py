@@ -13,6 +13,7 @@ from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.head import again, gauge, neighbours, saved, views
 from fallow.head.book import Principal, Run
+from fallow.head.forgetting import forget
 from fallow.head.turn import Turn
 from fallow.model import (
     PROTOCOL,
@@ -309,6 +310,7 @@ class Peers:
             for allocation in run.live_allocations():
                 self._watch(turn, run, allocation)
                 again.due(turn, run, allocation, self._config.beat_s)
+            forget(turn, run)
 
     def _watch(self, turn: Turn, run: Run, allocation: Allocation) -> None:
         """Release before the end; take agents that fell silent for gone."""

@@ -48,7 +48,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
     r = run.roster
     beats = [run.beats[w] for w in r.members if w in run.beats]
     front = max(beats, key=lambda beat: beat.step, default=None)
-    step = max((beat.step for beat in beats), default=max((w.step for w in r.workers.values()), default=0))
+    step = max((beat.step for beat in beats), default=r.front)
     return RunView(
         run=run.id,
         name=run.spec.name,
@@ -193,18 +193,18 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
     )
 
 
-def run_report(run: Run, samples: SampleReport) -> RunReport:
-    """The JSON report of DESIGN section 6 for one run, ended or not."""
+def run_report(run: Run, history: list[GenerationReport], samples: SampleReport) -> RunReport:
+    """The JSON report of DESIGN section 6 for one run, ended or not; `history`: of all its generations."""
     r = run.roster
     return RunReport(
         run=run.id,
         status=r.status,
-        steps=r.final.steps if r.final is not None else max((w.step for w in r.workers.values()), default=0),
+        steps=r.final.steps if r.final is not None else r.front,
         samples=samples,
         final_digest=None if r.final is None else r.final.digest,
         final_loss=None if r.final is None else r.final.loss,
-        generations=list(r.history),
-        pause_s=PauseReport(planned=_pauses(r.history, False), unplanned=_pauses(r.history, True)),
+        generations=history,
+        pause_s=PauseReport(planned=_pauses(history, False), unplanned=_pauses(history, True)),
         steps_discarded=r.steps_discarded,
         rolled_back=list(r.rollbacks),
         message=r.message,

@@ -17,6 +17,7 @@ from fallow.control.protocol import LastPoll
 from fallow.head import accounts, views
 from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
+from fallow.head.forgetting import reports
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
 from fallow.head.ledgers import count_samples
@@ -137,7 +138,8 @@ class Window:
         return self._harvest.prospect(self._book, msgspec.convert(spec, RunSpec))
 
     def report(self, run: Run) -> RunReport:
-        return views.run_report(run, count_samples(self._book.paths.run(run.id).ledger, run.roster))
+        history = reports(run)
+        return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
 
     def snapshot(self, only: str | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
