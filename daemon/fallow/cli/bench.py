@@ -66,18 +66,24 @@ def _harvest(seconds: float, profile: str, seed: int, as_json: bool) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fallow.demo import harvest
+    from fallow.demo import figures, harvest
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("harvest", total=seconds)
-        plan = harvest.Plan(profile=profile, seconds=seconds, seed=seed)
-        report = harvest.run(plan, lambda passed, words: bar.update(task, completed=passed, description=words))
+
+        def progress(passed: float, words: str) -> None:
+            bar.update(task, completed=passed, description=words)
+
+        def tell(line: str) -> None:
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        report = harvest.run(figures.Plan(profile=profile, seconds=seconds, seed=seed), progress, tell)
     if as_json:
         print_json(report)
     else:
-        harvest.show(report)
-    return Exit.OK
+        figures.show(report)
+    return Exit.TEMPFAIL if report.stopped else Exit.OK
 
 
 def _numbers(text: str, option: str, least: float) -> list[float]:

@@ -1,14 +1,12 @@
-"""The same jobs of others on two clusters, Fallow on one of them: what came of jobs and of idle nodes. Pure."""
+"""The same jobs of others on two clusters, Fallow on one of them: what came of the jobs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fallow.core.quantile import quantile
-from fallow.demo.measure import Harvested, Sample, members_at
-from fallow.model import GenerationReport, Struct
+from fallow.model import Struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +16,24 @@ class JobTimes:
     submit_at: float
     start_at: float | None
 
-    @property
-    def wait_s(self) -> float | None:
-        return None if self.start_at is None else max(0.0, self.start_at - self.submit_at)
+    def wait_s(self, until: float) -> float:
+        """Until it started; of one that did not, as long as it was watched: a lower bound."""
+        return max(0.0, (until if self.start_at is None else min(self.start_at, until)) - self.submit_at)
+
+    def started(self, until: float) -> bool:
+        return self.start_at is not None and self.start_at <= until
 
 
 class Comparison(Struct, frozen=True):
-    """Waiting times of the same jobs, with Fallow minus without."""
+    """Waiting times of the same jobs, with Fallow minus without.
+
+    A job that started without Fallow and was still waiting with it at the end counts with its wait up to then, which
+    is a lower bound of how much later it is; the other way round its wait without Fallow is a lower bound, so that it
+    counts as later than it is. One that started on neither cluster says nothing.
+    """
 
     compared: int
-    "jobs that started on both clusters"
+    "jobs that started on at least one of the clusters"
     waited_s: float
     "all together, with Fallow"
     waited_without_s: float
@@ -41,82 +47,43 @@ class Comparison(Struct, frozen=True):
     rule_s: float
     worst: tuple[str, ...] = ()
     "the jobs that waited longer by most, with by how much"
+    never_with: int = 0
+    "jobs that started without Fallow only"
+    never_without: int = 0
+    "jobs that started with Fallow only"
+    never: int = 0
+    "jobs that started on neither cluster; not compared"
+    unmatched: int = 0
+    "jobs that were seen on one cluster only; not compared"
 
 
-def compare(ours: Mapping[str, JobTimes], theirs: Mapping[str, JobTimes], rule_s: float) -> Comparison:
-    """Args: ours: job name -> times with Fallow; theirs: without; rule_s: by how much a job may start later."""
-    both = [
-        (name, a, b)
-        for name, times in ours.items()
-        if name in theirs and (a := times.wait_s) is not None and (b := theirs[name].wait_s) is not None
-    ]
-    later = sorted(((a - b, name) for name, a, b in both), reverse=True)
-    gaps = [gap for gap, _ in later]
+def compare(ours: Mapping[str, JobTimes], theirs: Mapping[str, JobTimes], rule_s: float, until: float) -> Comparison:
+    """Args: ours: job name -> times with Fallow; theirs: without; rule_s: by how much a job may start later;
+    until: Unix time at which the looking ended on both."""
+    both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
+    started = {name: (a.started(until), b.started(until)) for name, (a, b) in both.items()}
+    pairs = {name: pair for name, pair in both.items() if any(started[name])}
+    gaps = {name: a.wait_s(until) - b.wait_s(until) for name, (a, b) in pairs.items()}
+    kinds = list(started.values())
     return Comparison(
-        compared=len(both),
-        waited_s=sum(a for _, a, _ in both),
-        waited_without_s=sum(b for _, _, b in both),
-        later=sum(1 for gap in gaps if gap > 0),
-        p50_s=quantile(gaps, 0.5) or 0.0,
-        p95_s=quantile(gaps, 0.95) or 0.0,
-        max_s=max(gaps, default=0.0),
-        beyond_rule=sum(1 for gap in gaps if gap > rule_s),
+        compared=len(pairs),
+        waited_s=sum(a.wait_s(until) for a, _ in pairs.values()),
+        waited_without_s=sum(b.wait_s(until) for _, b in pairs.values()),
+        later=sum(1 for gap in gaps.values() if gap > 0),
+        p50_s=quantile(gaps.values(), 0.5) or 0.0,
+        p95_s=quantile(gaps.values(), 0.95) or 0.0,
+        max_s=max(gaps.values(), default=0.0),
+        beyond_rule=sum(1 for gap in gaps.values() if gap > rule_s),
         rule_s=rule_s,
-        worst=tuple(f"{name} {gap:+.0f} s" for gap, name in later[:5] if gap > 0),
+        worst=tuple(_worst(gaps, started)),
+        never_with=kinds.count((False, True)),
+        never_without=kinds.count((True, False)),
+        never=kinds.count((False, False)),
+        unmatched=len(ours.keys() ^ theirs.keys()),
     )
 
 
-def usable(
-    samples: Sequence[Sample],
-    generations: list[GenerationReport],
-    nodes: Mapping[str, str],
-    start_up_s: float,
-    start_at: float,
-    end_at: float,
-) -> Harvested:
-    """Idle node time in holes that are longer than a start-up, and how much of it was used.
-
-    A hole is a time without interruption in which a node was neither others' nor the base allocation's, between
-    `start_at` and `end_at` (Unix times).
-    """
-    open_: dict[str, list[float]] = {}
-    total = Harvested(0.0, 0.0)
-
-    def close(node: str) -> None:
-        nonlocal total
-        length, used = open_.pop(node)
-        if length > start_up_s:
-            total = Harvested(total.idle_node_s + length, total.harvested_node_s + used)
-
-    for now, later in pairwise(samples):
-        span = min(later.at, end_at) - max(now.at, start_at)
-        if span <= 0:
-            continue
-        spare = now.idle | now.ours
-        for node in set(open_) - spare:
-            close(node)
-        members = members_at(generations, dict(nodes), now.at)
-        for node in spare:
-            hole = open_.setdefault(node, [0.0, 0.0])
-            hole[0] += span
-            hole[1] += span if node in members else 0.0
-    for node in list(open_):
-        close(node)
-    return total
-
-
-def start_ups(samples: Sequence[Sample], generations: list[GenerationReport], nodes: Mapping[str, str]) -> list[float]:
-    """From a job of ours getting a node until the node's worker is a member, for every time that this came about."""
-    found: list[float] = []
-    since: dict[str, float] = {}
-    for sample in samples:
-        members = members_at(generations, dict(nodes), sample.at)
-        for node in sample.ours - since.keys():
-            since[node] = sample.at
-        for node in list(since):
-            if node not in sample.ours:
-                del since[node]
-            elif node in members and since[node] >= 0:
-                found.append(sample.at - since[node])
-                since[node] = -1.0
-    return found
+def _worst(gaps: Mapping[str, float], started: Mapping[str, tuple[bool, bool]]) -> Iterator[str]:
+    for gap, name in sorted(((gap, name) for name, gap in gaps.items()), reverse=True)[:5]:
+        if gap > 0:
+            yield f"{name} {gap:+.0f} s" + ("" if started[name][0] else " or more")

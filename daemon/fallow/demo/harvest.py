@@ -2,6 +2,7 @@
 
 Both see the same jobs at the same times, a job in place of the base allocation included; nothing else differs. What
 Slurm says about jobs and nodes is all that the figures are made of, so they do not depend on what the head believes.
+A measurement is long: a look or an answer that fails ends nothing, and one that is interrupted tells what it has.
 """
 
 from __future__ import annotations
@@ -11,45 +12,42 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from typing import Any, TypeVar
 
 import msgspec
 
 from fallow.control.client import ControlClient
-from fallow.demo.compare import Comparison, JobTimes, compare, start_ups, usable
-from fallow.demo.measure import hole_to_step, others_delayed
+from fallow.demo.figures import HarvestReport, Plan, Seen, figures, in_short
+from fallow.demo.holes import memberships
 from fallow.demo.observer import Observer
 from fallow.files import Paths
 from fallow.local.headprocess import HeadProcess
-from fallow.model import (
-    DelayReport,
-    EventRecord,
-    Exit,
-    FallowError,
-    Quantiles,
-    RunReport,
-    SampleReport,
-    Snapshot,
-    Struct,
-)
+from fallow.model import EventRecord, Exit, FallowError, RunReport, Snapshot
 from fallow.slurm.cli import CliClient
 from fallow.testbed.api import up
 from fallow.testbed.cluster import Testbed
 
+T = TypeVar("T")
+
 NODES = 8
 POLL_S = 10.0
 PACE_S = 0.25
-RELEASE_S = 6.0
-"""What we may take from seeing that somebody waits until the node is idle."""
 
-ROUNDING_S = 2.0
-"""Slurm's times are whole seconds, two of them in every waiting time."""
+TELL_S = 60.0
+"""So often it is told what is known so far."""
+
+LEAST_S = 60.0
+"""A measurement that ended earlier than that has nothing to report."""
+
+PATIENCE_S = 60.0
+"""A head that does not answer for so long ends the measurement."""
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=training --partition=normal --exclusive --time={minutes}
@@ -58,65 +56,48 @@ export OMP_NUM_THREADS=1
 fallow run -- {command}
 """
 
-
-class Plan(Struct, frozen=True):
-    profile: str = "plain"
-    seconds: float = 300.0
-    seed: int = 0
-    utilisation: float = 0.6
-    mean_s: float = 60.0
-    "of the others' jobs. A start-up is to it about what 30 s are to the holes of a large site (median 475 s, Summit)"
-    bf_interval: int = 1
-
-
-class HarvestReport(Struct, frozen=True, kw_only=True):
-    plan: Plan
-    slurm_version: str
-    nodes: int
-    usable_idle_node_s: float
-    "in holes longer than a start-up"
-    harvested_node_s: float
-    "of these, the part in which the node trained"
-    ratio: float | None
-    start_up_s: float | None
-    "median, from our job's start to the node's membership"
-    hole_to_step_s: Quantiles
-    jobs: Comparison
-    others_delayed: DelayReport
-    "as the head measured it"
-    others_delayed_seen: DelayReport
-    "as an observer saw it who counts nodes only"
-    slurmctld_rpcs_per_min: float
-    "all that the cluster with Fallow had more"
-    polls: int
-    steps: int
-    samples: SampleReport
-    changes: int
-
-
 Progress = Callable[[float, str], None]
-"""Called with the seconds that have passed and a few words."""
+"""Called with the seconds that have passed and a few words, every second."""
 
 
-def run(plan: Plan, progress: Progress) -> HarvestReport:
-    """Measure once; takes about `plan.seconds` and half a minute.
+def run(plan: Plan, progress: Progress, tell: Callable[[str], None]) -> HarvestReport:
+    """Measure once; takes about `plan.seconds` and half a minute. SIGINT and SIGTERM end it early.
+
+    Args:
+        plan: what to measure.
+        progress: told how far it is.
+        tell: told once a minute, in a line, what is known so far.
 
     Raises:
-        FallowError: it could not be set up, or the training failed.
+        FallowError: it could not be set up, or it ended before there was anything to report.
     """
     folder = Path(tempfile.mkdtemp(prefix="fallow-harvest-"))
-    report = asyncio.run(_Both(folder, plan, progress).play())
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        report = asyncio.run(_Both(folder, plan, progress, tell).play())
+    except asyncio.CancelledError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise FallowError("bench harvest: interrupted before there was anything to report", Exit.TEMPFAIL) from None
+    if report.stopped:
+        tell(f"logs are kept in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
 class _Both:
-    def __init__(self, folder: Path, plan: Plan, progress: Progress) -> None:
-        self._folder, self._plan, self._progress = folder, plan, progress
+    def __init__(self, folder: Path, plan: Plan, progress: Progress, tell: Callable[[str], None]) -> None:
+        self._folder, self._plan, self._progress, self._tell = folder, plan, progress, tell
+        self._stop = asyncio.Event()
+        self._measuring = False
+        self._events: list[EventRecord] = []
 
     async def play(self) -> HarvestReport:
         self._progress(0.0, "starting two private Slurms")
         plan = self._plan
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
         beds: list[Testbed] = []
         try:
             for name in ("with", "without"):
@@ -126,80 +107,119 @@ class _Both:
             return await self._measure(*beds)
         finally:
             for bed in beds:
-                await asyncio.to_thread(bed.down)
+                try:
+                    await asyncio.to_thread(bed.down)
+                except (FallowError, OSError) as error:  # the figures are worth more than tidiness
+                    self._tell(f"{bed.folder} is not down: {error}; fallow testbed down {bed.folder}")
+
+    def _interrupt(self, task: asyncio.Task[Any]) -> None:
+        self._stop.set()
+        if not self._measuring:
+            task.cancel()
 
     async def _measure(self, ours: Testbed, theirs: Testbed) -> HarvestReport:
-        plan = self._plan
         environ = self._environment(ours)
         head = HeadProcess(Paths.default(environ).create(), environ, self._folder / "head.log")
-        control = await head.start()
+        await (await head.start()).aclose()
         watched = [Observer(CliClient(bed.conf)) for bed in (ours, theirs)]
         loads: list[subprocess.Popen[bytes]] = []
         watching = [asyncio.create_task(observer.watch()) for observer in watched]
         try:
-            name = await self._base(control, environ, theirs, watched)
+            run = await self._base(head, environ, theirs, watched)
             calls = [_calls(bed) for bed in (ours, theirs)]
+            self._measuring = True
             loads = [self._load(bed) for bed in (ours, theirs)]
-            began, start_at = time.monotonic(), time.time()
-            while (passed := time.monotonic() - began) < plan.seconds:
-                view = msgspec.convert(await control.call("status", run=name), Snapshot).runs[0]
-                if view.status.ended:
-                    raise FallowError(f"the training ended early: {view.message}; see {self._folder}", Exit.SOFTWARE)
-                members = sum(1 for member in view.members if member.rank is not None)
-                self._progress(passed, f"step {view.step}, {members} members")
-                await asyncio.sleep(1.0)
-            end_at, minutes = time.time(), (time.monotonic() - began) / 60
-            asked = [_calls(bed) - before for bed, before in zip((ours, theirs), calls, strict=True)]
-            snapshot = msgspec.convert(await control.call("status", run=name), Snapshot)
-            report = msgspec.convert(await control.call("report", run=name), RunReport)
-            events = msgspec.convert(await control.call("events", limit=1_000_000), list[EventRecord])
-            await control.call("cancel", run=name)
+            start_at = time.time()
+            why = await self._follow(head, run, watched, loads, start_at)
+            end_at = time.time()
+            if end_at - start_at < LEAST_S and why:
+                raise FallowError(f"bench harvest: {why}; logs are in {self._folder}", Exit.SOFTWARE)
+            more = [_calls(bed) for bed in (ours, theirs)]
+            return await self._report(
+                head, run, watched, start_at, end_at, why, _per_minute(calls, more, end_at - start_at)
+            )
         finally:
             for task in watching:
                 task.cancel()
             for load in loads:
                 load.terminate()
-            await control.aclose()
             for load in loads:
-                await asyncio.to_thread(load.wait, 60)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(load.wait, 60)
             await head.stop()
-        return self._report(watched, snapshot, report, events, start_at, end_at, (asked[0] - asked[1]) / minutes)
 
-    def _report(
+    async def _follow(
         self,
+        head: HeadProcess,
+        run: str,
         watched: list[Observer],
-        snapshot: Snapshot,
-        run: RunReport,
-        events: list[EventRecord],
+        loads: list[subprocess.Popen[bytes]],
+        start_at: float,
+    ) -> str:
+        """Until the time is over; returns why it ended earlier."""
+        began = answered = told = time.monotonic()
+        while (now := time.monotonic()) - began < self._plan.seconds:
+            try:
+                view = (await _ask(head, "status", Snapshot, run=run)).runs[0]
+            except (FallowError, OSError) as error:
+                if now - answered > PATIENCE_S:
+                    return f"the head does not answer: {error}"
+                self._progress(now - began, "the head does not answer")
+            else:
+                answered = now
+                if view.status.ended:
+                    return f"the training ended: {view.message}"
+                members = sum(1 for member in view.members if member.rank is not None)
+                self._progress(now - began, f"step {view.step}, {members} members")
+            if any(load.poll() is not None for load in loads):
+                return "the load of others' jobs ended"
+            if now - told >= TELL_S:
+                told = now
+                await self._follow_members(head)
+                seen = Seen(watched[0], watched[1], memberships(self._events, run), start_at, time.time())
+                self._tell(in_short(figures(self._plan, seen)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stop.wait()
+                return "it was interrupted"
+        return ""
+
+    async def _follow_members(self, head: HeadProcess) -> None:
+        """Take in what is new in the head's event log."""
+        since = self._events[-1].seq if self._events else 0
+        with contextlib.suppress(FallowError, OSError):
+            self._events += await _ask(head, "events", list[EventRecord], since=since, limit=1_000_000)
+
+    async def _report(
+        self,
+        head: HeadProcess,
+        run: str,
+        watched: list[Observer],
         start_at: float,
         end_at: float,
-        rpcs_per_min: float,
+        stopped: str,
+        rpcs_per_min: float | None,
     ) -> HarvestReport:
-        nodes = {w: n for e in events for w, n in zip(e.data.get("members", []), e.data.get("nodes", []), strict=False)}
-        samples = [sample for sample in watched[0].samples if start_at <= sample.at <= end_at]
-        starts = start_ups(watched[0].samples, run.generations, nodes)
-        used = usable(samples, run.generations, nodes, median(starts) if starts else 0.0, start_at, end_at)
-        seen = others_delayed(samples)
-        plain = self._plan.profile == "plain"
-        # Without preemption: our poll, our leaving, one cycle. With it, Slurm sees to all but the grace and KillWait.
-        rule_s = (5.0 + RELEASE_S if plain else 10.0 + RELEASE_S) + self._plan.bf_interval + ROUNDING_S
+        await self._follow_members(head)
+        snapshot: Snapshot | None = None
+        report: RunReport | None = None
+        with contextlib.suppress(FallowError, OSError):
+            snapshot = await _ask(head, "status", Snapshot, run=run)
+            report = await _ask(head, "report", RunReport, run=run)
+            await _ask(head, "cancel", object, run=run)
+        members = memberships(self._events, run)
         return HarvestReport(
             plan=self._plan,
-            slurm_version=snapshot.head.slurm_version or "unknown",
+            stopped=stopped,
+            slurm_version=(snapshot and snapshot.head.slurm_version) or "unknown",
             nodes=NODES,
-            usable_idle_node_s=used.idle_node_s,
-            harvested_node_s=used.harvested_node_s,
-            ratio=used.harvested_node_s / used.idle_node_s if used.idle_node_s else None,
-            start_up_s=median(starts) if starts else None,
-            hole_to_step_s=hole_to_step(samples, run.generations, nodes, start_at),
-            jobs=compare(_users(watched[0].jobs), _users(watched[1].jobs), rule_s),
-            others_delayed=snapshot.head.others_delayed,
-            others_delayed_seen=DelayReport(jobs=seen.jobs, p95_s=seen.p95_s, max_s=seen.max_s),
+            **msgspec.structs.asdict(figures(self._plan, Seen(watched[0], watched[1], members, start_at, end_at))),
+            others_delayed=None if snapshot is None else snapshot.head.others_delayed,
             slurmctld_rpcs_per_min=rpcs_per_min,
-            polls=snapshot.head.polls,
-            steps=run.steps,
-            samples=run.samples,
-            changes=len(run.generations),
+            polls=None if snapshot is None else snapshot.head.polls,
+            steps=None if report is None else report.steps,
+            samples=None if report is None else report.samples,
+            changes=len(members),
         )
 
     def _environment(self, bed: Testbed) -> dict[str, str]:
@@ -219,9 +239,7 @@ class _Both:
             "FALLOW_HEAD__ADDRESS": "127.0.0.1",
         }
 
-    async def _base(
-        self, control: ControlClient, environ: dict[str, str], theirs: Testbed, watched: list[Observer]
-    ) -> str:
+    async def _base(self, head: HeadProcess, environ: dict[str, str], theirs: Testbed, watched: list[Observer]) -> str:
         """The run's base job here, one that sleeps there; returns the run once it trains."""
         minutes = int(self._plan.seconds / 60) + 30
         steps = int(10 * (self._plan.seconds + 600) / PACE_S)
@@ -249,7 +267,7 @@ class _Both:
         watched[1].base_jobs.add(there.strip())
         async with asyncio.timeout(120):
             while True:
-                run = msgspec.convert(await control.call("status"), Snapshot).runs[0]
+                run = (await _ask(head, "status", Snapshot)).runs[0]
                 if run.generation:
                     return run.run
                 await asyncio.sleep(0.2)
@@ -257,54 +275,37 @@ class _Both:
     def _load(self, bed: Testbed) -> subprocess.Popen[bytes]:
         plan = self._plan
         argv = [sys.executable, "-m", "fallow", "testbed", "load", str(bed.folder), "--seed", str(plan.seed)]
-        argv += ["--seconds", str(plan.seconds), "--utilisation", str(plan.utilisation), "--mean", str(plan.mean_s)]
+        # Longer than is looked: at its end it cancels its jobs. The seed gives the same jobs however long it is.
+        argv += [
+            "--seconds",
+            str(plan.seconds + 600),
+            "--utilisation",
+            str(plan.utilisation),
+            "--mean",
+            str(plan.mean_s),
+        ]
         with (self._folder / f"load-{bed.folder.name}.log").open("wb") as log:
-            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # Not of our session: a signal to all of us is for us to take in order.
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def _users(jobs: dict[str, JobTimes]) -> dict[str, JobTimes]:
-    return {name: times for name, times in jobs.items() if name.startswith("user-")}
+async def _ask(head: HeadProcess, method: str, type_: type[T], **params: Any) -> T:
+    """Over a connection of its own: after an answer that did not come nothing else could be asked over the same."""
+    async with await ControlClient.connect(head.paths.head_file) as control:
+        return await control.call(method, type_, **params)
 
 
-def _calls(bed: Testbed) -> int:
-    """Requests that slurmctld has had, as it counts them itself."""
-    with contextlib.suppress(FallowError):
-        text = bed.slurm("sdiag").partition("statistics by message type")[2].partition("statistics by user")[0]
-        return sum(int(number) for number in re.findall(r"count:(\d+)", text))
-    return 0
+def _calls(bed: Testbed) -> int | None:
+    """Requests that slurmctld has had, as it counts them itself; None: it did not say."""
+    try:
+        text = bed.slurm("sdiag")
+    except FallowError:
+        return None
+    counts = text.partition("statistics by message type")[2].partition("statistics by user")[0]
+    return sum(int(number) for number in re.findall(r"count:(\d+)", counts))
 
 
-def show(report: HarvestReport) -> None:
-    """A table for people."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    plan, jobs, hole = report.plan, report.jobs, report.hole_to_step_s
-    table = Table(title=f"{plan.profile}, {plan.seconds:.0f} s, Slurm {report.slurm_version}", show_header=False)
-    table.add_column(justify="right", style="bold")
-    table.add_column()
-
-    def row(name: str, value: str) -> None:
-        table.add_row(Text(name), Text(value))
-
-    def delay(found: DelayReport) -> str:
-        return f"{found.jobs} jobs, p95 {found.p95_s:.1f} s, at most {found.max_s:.1f} s"
-
-    share = "-" if report.ratio is None else f"{report.ratio:.3f}"
-    start_up = "-" if report.start_up_s is None else f"{report.start_up_s:.1f} s"
-    row("harvested / idle", f"{share} ({report.harvested_node_s:.0f} of {report.usable_idle_node_s:.0f} node-seconds)")
-    row("", f"in holes longer than a start-up ({start_up})")
-    step = "none happened" if hole.p50 is None or hole.p95 is None else f"p50 {hole.p50:.1f}, p95 {hole.p95:.1f} s"
-    row("hole to first useful step", step)
-    row(
-        "others' jobs compared",
-        f"{jobs.compared}; waited {jobs.waited_s:.0f} s (without {jobs.waited_without_s:.0f} s)",
-    )
-    row("later than without", f"{jobs.later}; p50 {jobs.p50_s:+.1f}, p95 {jobs.p95_s:+.1f}, max {jobs.max_s:+.1f} s")
-    row(f"later by more than {jobs.rule_s:.0f} s", f"{jobs.beyond_rule} {', '.join(jobs.worst)}")
-    row("others delayed, head", delay(report.others_delayed))
-    row("others delayed, observer", delay(report.others_delayed_seen))
-    row("slurmctld requests more", f"{report.slurmctld_rpcs_per_min:.1f} per minute ({report.polls} polls)")
-    row("training", f"{report.steps} steps, {report.changes} generations, {report.samples.lost} samples lost")
-    Console().print(table)
+def _per_minute(before: list[int | None], after: list[int | None], seconds: float) -> float | None:
+    """What the first cluster's slurmctld was asked more than the second's."""
+    more = [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
+    return 60.0 * (more[0] - more[1]) / seconds if len(more) == 2 and seconds > 0 else None

@@ -17,8 +17,9 @@ from rich.console import Console
 
 import fallow
 from fallow.control.client import ControlClient
+from fallow.demo.holes import find_holes, harvested, hole_to_step, memberships
 from fallow.demo.live import LiveView
-from fallow.demo.measure import harvested, hole_to_step, others_delayed
+from fallow.demo.measure import others_delayed
 from fallow.demo.observer import Observer
 from fallow.demo.report import DemoReport, SlurmFacts, to_json, to_table
 from fallow.files import Paths
@@ -131,16 +132,17 @@ class Demo:
             await asyncio.to_thread(testbed.down)
         self.live.say("the same training undisturbed on one node, to compare with")
         static = await self._static(script, steps)
-        nodes = self._nodes()
+        members = memberships(self._events)
         end_at = max((e.at for e in self._events if e.kind in ("finished", "failed")), default=time.time())
-        used = harvested(observer.samples, elastic.generations, nodes, end_at)
-        start_at = self._first_step_at or 0.0
+        used = harvested(find_holes(observer.samples, members, end_at=end_at))
+        # A hole from before the training is one from its first step on.
+        open_to_us = find_holes(observer.samples, members, self._first_step_at or 0.0, end_at)
         return DemoReport(
             run=elastic,
             slurm=facts,
             static_digest=None if static is None else static.final_digest,
             static_loss=None if static is None else static.final_loss,
-            hole_to_step_s=hole_to_step(observer.samples, elastic.generations, nodes, start_at),
+            hole_to_step_s=hole_to_step(open_to_us),
             idle_node_s=used.idle_node_s,
             harvested_node_s=used.harvested_node_s,
             others_delayed=others_delayed(observer.samples),
@@ -284,10 +286,3 @@ class Demo:
             self._first_step_at = event.at
         if event.kind in ("submit", "withdraw", "orphan"):
             self._requests += 1
-
-    def _nodes(self) -> dict[str, str]:
-        """Worker -> node, from the generations' events."""
-        found: dict[str, str] = {}
-        for event in self._events:
-            found.update(zip(event.data.get("members", []), event.data.get("nodes", []), strict=False))
-        return found

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 
 from fallow.demo.compare import JobTimes
 from fallow.demo.measure import Sample, sample_of
-from fallow.model import FallowError
+from fallow.model import ClusterState
 from fallow.slurm.client import SlurmClient
 
 
 class Observer:
-    """Takes a sample every `interval_s` until it is cancelled."""
+    """Takes a sample every `interval_s` until it is cancelled; a look that fails ends nothing."""
 
     def __init__(self, slurm: SlurmClient, interval_s: float = 1.0) -> None:
         self.samples: list[Sample] = []
@@ -21,6 +22,9 @@ class Observer:
         self.jobs: dict[str, JobTimes] = {}
         "by name"
         self.missed = 0
+        "looks that came to nothing"
+        self.problem = ""
+        "why the last one of them did"
         self._slurm = slurm
         self._interval_s = interval_s
 
@@ -29,11 +33,21 @@ class Observer:
             began = time.monotonic()
             try:
                 cluster = await self._slurm.poll("fallow-")
-            except FallowError:
+            except Exception as error:  # whatever it was, the next look may be good: this is half an hour's evidence
                 self.missed += 1
+                self.problem = str(error)
             else:
-                self.samples.append(sample_of(cluster, frozenset(self.base_jobs)))
-                for job in cluster.jobs:
-                    started = job.start_at if job.state != "PENDING" else None
-                    self.jobs[job.name] = JobTimes(job.submit_at or cluster.at, started)
+                self._note(cluster)
             await asyncio.sleep(max(0.05, began + self._interval_s - time.monotonic()))
+
+    @property
+    def longest_gap_s(self) -> float:
+        """From one look to the next, at most."""
+        return max((b.at - a.at for a, b in pairwise(self.samples)), default=0.0)
+
+    def _note(self, cluster: ClusterState) -> None:
+        self.samples.append(sample_of(cluster, frozenset(self.base_jobs)))
+        for job in cluster.jobs:
+            # One that was cancelled while it waited has a start in Slurm's books, but no nodes.
+            waited = job.state == "PENDING" or (job.state == "CANCELLED" and not job.nodes)
+            self.jobs[job.name] = JobTimes(job.submit_at or cluster.at, None if waited else job.start_at)
