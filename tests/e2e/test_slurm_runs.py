@@ -317,7 +317,9 @@ def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
     rig.command("fallow", "drain", training.run, members[1].node)
     training.wait_for("released", lambda: training.changes("release"))
     training.wait_for("absorbed", lambda: len(training.changes("absorb")) > 1)
-    training.wait_members(2)
+    # The drained one is idle, but of no use to the run until it is resumed.
+    assert members[1].node not in [m.node for m in training.wait_members(2)]
+    assert training.view().drained == [members[1].node]
     training.finish()
     assert not training.events("eject", "failed", "lost", "orphan")
     trace = training.trace("w0")

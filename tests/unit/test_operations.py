@@ -195,6 +195,48 @@ def test_what_was_withdrawn_while_nobody_knew_of_it_is_cancelled_as_soon_as_it_s
     assert desk.poll(desk.job(unknown, "PENDING"), after_s=1.0).cancels == [], "once, and again after a while"
 
 
+def excluded(desk: Desk, turn: Turn) -> list[set[str]]:
+    """Nodes that each of a turn's submissions leaves out."""
+    found = []
+    for run, token in turn.submissions:
+        allocation = desk.book.runs[run].record.allocations[token]
+        options = desk.harvest.request("/s", desk.book.runs[run], allocation, "/dev/null").options
+        lists = [option.partition("=")[2] for option in options if option.startswith("--exclude=")]
+        found.append({node for nodes in lists for node in nodes.split(",")})
+    return found
+
+
+def test_a_drained_node_is_not_asked_for_again_until_the_run_is_resumed(desk: Desk) -> None:
+    held, waiting = desk.hold(), desk.hold(state=AllocationState.PENDING)
+    unknown = desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)
+    elsewhere = desk.hold(state=AllocationState.PENDING)
+    elsewhere.pinned = "n2"
+    turn = desk.do("drain", nodes=["n1"])
+    assert held.state is AllocationState.RELEASING
+    assert waiting.job_id in [job for _, _, job in turn.cancels], "Slurm could start it on the drained node"
+    assert unknown.asked_at is not None
+    assert elsewhere.asked_at is None
+    assert run_view(desk.run, 0.0, NOW).drained == ["n1"]
+    for allocation in (held, waiting, unknown, elsewhere):
+        desk.book.end_allocation(desk.run, allocation, "over")
+    # The head comes back; n1 is as idle as the others.
+    desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)
+    turn = desk.poll()
+    assert excluded(desk, turn) == [{"n1"}] * 3
+    for _, token in turn.submissions:
+        desk.book.end_allocation(desk.run, desk.run.record.allocations[token], "over")
+    desk.do("resume")
+    assert run_view(desk.run, 0.0, NOW).drained == []
+    assert excluded(desk, desk.poll()) == [set()] * 4
+
+
+def test_nothing_is_drained_when_a_node_is_not_the_runs(desk: Desk) -> None:
+    held = desk.hold()
+    with pytest.raises(FallowError, match="holds no node n3"):
+        desk.do("drain", nodes=["n1", "n3"])
+    assert (held.state, desk.run.record.drained) == (AllocationState.RUNNING, [])
+
+
 def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
     desk.do("pause")
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)

@@ -46,10 +46,18 @@ def shrink(run: str, by: int, workers: tuple[str, ...], as_json: bool) -> None:
 @click.argument("nodes", nargs=-1, required=True)
 @json_option
 def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
-    """Give NODES of RUN back; node lists may be folded, e.g. n[01-04]."""
+    """Give NODES of RUN back, and do without them until `fallow resume RUN`.
+
+    Node lists may be folded, e.g. n[01-04].
+    """
     names = unfold(nodes)
     ask("drain", run=run, nodes=names)
-    _done(as_json, f"run {run}: giving back {', '.join(names)}", run=run, nodes=names)
+    _done(
+        as_json,
+        f"run {run}: giving back {', '.join(names)}; not asked for again until: fallow resume {run}",
+        run=run,
+        nodes=names,
+    )
 
 
 @click.command(short_help="Harvest nothing for a run until it is resumed.")
@@ -69,7 +77,7 @@ def pause(run: str, as_json: bool) -> None:
 @click.argument("run")
 @json_option
 def resume(run: str, as_json: bool) -> None:
-    """Ask for nodes for RUN again after `fallow pause`, or after Slurm's refusals or failing jobs had stopped it."""
+    """Ask for nodes for RUN again: after `fallow pause` or `drain`, or where refusals or failing jobs stopped it."""
     ask("resume", run=run)
     _done(as_json, f"run {run}: resumed; nodes are asked for from the next poll on", run=run, paused=False)
 

@@ -185,6 +185,8 @@ def show_run(run: RunView) -> None:
     )
     for node, reason in sorted(run.barred.items()):
         click.echo(clean(f"node {node} is barred: {reason}"))
+    if run.drained:
+        click.echo(clean(f"drained: {', '.join(run.drained)}; to use them again: fallow resume {run.run}"))
     if run.members:
         click.echo()
         show_table(

@@ -21,7 +21,7 @@ from fallow.head.learning import asker_of
 from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, ClusterConfig, ClusterState
+from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
 
 DUDS = 3
@@ -116,9 +116,20 @@ class Asking:
             else:
                 turn.cancel(run, allocation, "the run is paused")
 
+    def drain(self, turn: Turn, run: Run, nodes: list[str]) -> None:
+        """Do without these nodes from now on. Requests that could still get one of them are made anew without."""
+        run.record.drained = sorted({*run.record.drained, *nodes})
+        turn.dirty.add(run.id)
+        for allocation in run.live_allocations():
+            where = allocation.part.node if allocation.part is not None else allocation.pinned
+            waits = allocation.state in (AllocationState.PENDING, AllocationState.UNKNOWN) and not allocation.agents
+            waits = waits and allocation.kind is AllocationKind.HARVEST and allocation.asked_at is None
+            if waits and (not where or where in nodes):
+                turn.cancel(run, allocation, f"{', '.join(nodes)} drained by hand")
+
     def resume(self, turn: Turn, run: Run) -> None:
         """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
-        run.record.paused_by_hand, run.record.harvest_paused = False, ""
+        run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         run.record.refusals, run.record.duds = {}, 0
         self._not_before.pop(run.id, None)
         self._known.backoff.forget(asker_of(run.spec))

@@ -43,6 +43,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     harvest_paused: str = ""
     "why nothing is asked for: Slurm refused too often, everywhere"
     paused_by_hand: bool = False
+    drained: list[str] = []
+    "nodes that somebody drained: the run does without them until it is resumed"
     spent_node_s: float = 0.0
     "of the budget, by allocations that are no longer kept"
     curve: Curve = msgspec.field(default_factory=Curve)
@@ -60,6 +62,11 @@ class RunRecord(msgspec.Struct, kw_only=True):
     def paused(self) -> str:
         """Why nothing is asked for; empty: it is."""
         return "paused by hand" if self.paused_by_hand else self.harvest_paused
+
+    @property
+    def shunned(self) -> list[str]:
+        """Nodes that the run does without, barred or drained."""
+        return sorted({*self.roster.barred, *self.drained})
 
 
 @dataclass(frozen=True, slots=True)

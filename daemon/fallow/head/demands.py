@@ -38,7 +38,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         nodes=wanted if asks else min(wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
         min_minutes=run.spec.min_harvest_minutes,
-        barred=frozenset((*run.roster.barred, *unfolded(run.spec.harvest_given.get("exclude", "")))),
+        barred=frozenset((*run.record.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=left_s(run, now),
         kind=kind_of(
             run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=bool(run.roster.arithmetic)

@@ -134,16 +134,19 @@ class Operations:
         turn.apply(found, ev.ReleaseWanted(at=turn.at, workers=workers, reason="released by hand", limit=limit))
 
     def drain(self, turn: Turn, run: str, nodes: list[str]) -> None:
-        """Give these nodes of the run back."""
+        """Give these nodes of the run back; it does without them until it is resumed."""
         found = self._active(run)
-        for node in nodes:
-            held = [a for a in found.live_allocations() if node in a.agents or node in a.nodes]
-            if not held:
+        held = {node: [a for a in found.live_allocations() if node in a.agents or node in a.nodes] for node in nodes}
+        for node, there in held.items():
+            if not there:
                 raise FallowError(
                     f"run {found.id}: holds no node {node}; `fallow status {found.id}` lists them", Exit.NOINPUT
                 )
-            for allocation in held:
+        for there in held.values():
+            for allocation in there:
                 turn.release_allocation(found, allocation, "drained by hand")
+        if not found.spec.local:  # there the schedule says who comes
+            self._harvest.asking.drain(turn, found, nodes)
 
     def pause(self, turn: Turn, run: str) -> None:
         """Give the harvest nodes back and ask for none until it is resumed; the base job goes on."""
@@ -155,10 +158,12 @@ class Operations:
         self._harvest.asking.pause(turn, found)
 
     def resume(self, turn: Turn, run: str) -> None:
-        """Ask for nodes again, whether a hand or Slurm's refusals had paused it."""
+        """Ask for nodes again, whether a hand or Slurm's refusals had paused it, and for drained ones too."""
         found = self._active(run)
-        if not found.record.paused and not self._harvest.asking.waits_after_failures(turn, found):
-            raise FallowError(f"run {found.id}: it is not paused", Exit.USAGE)
+        if not (found.record.paused or found.record.drained) and not self._harvest.asking.waits_after_failures(
+            turn, found
+        ):
+            raise FallowError(f"run {found.id}: it is not paused, and none of its nodes is drained", Exit.USAGE)
         self._harvest.asking.resume(turn, found)
 
     def cancel(self, turn: Turn, run: str) -> None:

@@ -35,7 +35,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             minutes=allocation.minutes or config.harvest.min_minutes,
             output=log,
             nice=0 if allocation.hurried else nice,
-            barred=[*sorted(run.roster.barred), *filter(None, [allocation.exclude])],
+            barred=[*run.record.shunned, *filter(None, [allocation.exclude])],
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,
             part=allocation.part,
@@ -43,7 +43,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
         script = harvest_copy(spec.script)
     else:
         options = base_options(
-            spec.sbatch_options, token=allocation.token, exported=exported, barred=sorted(run.roster.barred)
+            spec.sbatch_options, token=allocation.token, exported=exported, barred=run.record.shunned
         )
         script = spec.script
     return JobRequest(

@@ -58,6 +58,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         limit=r.limit,
         useful=r.useful_members,
         barred=r.barred,
+        drained=run.record.drained,
         generation=r.generation,
         step=r.final.steps if r.final is not None else step,
         total_steps=r.total_steps or (front.total_steps if front is not None else None),

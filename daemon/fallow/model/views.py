@@ -178,6 +178,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     "members that would have something to do: the limit, or the shards in a step if they are fewer"
     barred: dict[str, str] = {}
     "node -> why the run does without it"
+    drained: list[str] = []
+    "nodes that it does without until it is resumed"
     checkpoints: list[CheckpointView] = []
     "newest first"
     speeds: list[SpeedView] = []
