@@ -1,15 +1,27 @@
 """Failures: when one is the script's own and ends the run, and when a node has had too many. Pure, over the roster.
 
 An exception, and a crash likewise, is told apart from a node's trouble by repetition: the same one, at the same step,
-on two nodes has nothing to do with either node.
+on two nodes has nothing to do with either node. Trouble that comes now and then over weeks is no node's: failures count
+against it for an hour. A barred node may have been mended, so it is tried again, ever later.
 """
 
 from __future__ import annotations
 
-from fallow.core.roster import Failure, FailureKind, Roster
+import msgspec
+
+from fallow.core.roster import Bar, Failure, FailureKind, Roster
 
 KEPT = 100
 """Failures that are remembered, the newest."""
+
+COUNT_S = 3600.0
+"""A failure counts against its node for so long."""
+
+BAR_S, LONGEST_BAR_S = 3600.0, 24 * 3600.0
+"""A node is barred for so long, for twice as long each further time, and so long at most."""
+
+MENDED_S = 24 * 3600.0
+"""A node that was not barred for this long begins anew."""
 
 
 def verdict(roster: Roster, failure: Failure) -> str | None:
@@ -47,9 +59,34 @@ def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
     del roster.failures[:-KEPT]
     if roster.scripted or failure.node in roster.barred:
         return None
-    kinds = [f.kind.value for f in roster.failures if f.node == failure.node]
+    since = failure.at - COUNT_S
+    kinds = [f.kind.value for f in roster.failures if f.node == failure.node and f.at > since]
     if len(kinds) < bar_after:
         return None
+    times = roster.bars.get(failure.node, Bar()).times + 1
+    roster.bars[failure.node] = Bar(times=times, until=failure.at + _length_s(times))
     reason = f"{len(kinds)} failures on it ({', '.join(sorted(set(kinds)))}), the last: {failure.text}"
     roster.barred[failure.node] = reason
     return reason
+
+
+def expire(roster: Roster, at: float) -> list[str]:
+    """Forget what is too old to count; returns the nodes that are barred no longer."""
+    free = [node for node in roster.barred if at >= roster.bars.get(node, Bar()).until]
+    for node in free:
+        del roster.barred[node]
+    for node, bar in list(roster.bars.items()):
+        if at >= bar.until + MENDED_S:
+            del roster.bars[node]
+    return free
+
+
+def begin_clock(roster: Roster, at: float) -> None:
+    """A head begins whose clock may be another host's: nothing lies in the future, no bar is longer than it was."""
+    roster.failures = [f if f.at <= at else msgspec.structs.replace(f, at=at) for f in roster.failures]
+    for bar in roster.bars.values():
+        bar.until = min(bar.until, at + _length_s(bar.times))
+
+
+def _length_s(times: int) -> float:
+    return min(LONGEST_BAR_S, BAR_S * 2.0 ** min(times - 1, 20))

@@ -72,6 +72,8 @@ class Membership:
         self._watch = Watch(roster, timing, at)
         self._changes = Changes(roster, self._effects, self._watch, timing, at)
         self._checkpoints = Checkpoints(roster, self._effects, self._changes)
+        self._at = at
+        failures.begin_clock(roster, at)
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.WorkerExpected: self._expected,
             ev.Said: self._take,
@@ -100,6 +102,7 @@ class Membership:
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event; returns what to do, in order."""
+        self._at = event.at
         beat = isinstance(event, ev.Said) and isinstance(event.message, Beat)
         if not beat and not isinstance(event, ev.Ticked | ev.WorkerStopped):
             self.story.append(event)
@@ -388,8 +391,7 @@ class Membership:
             self._effects.record("bar", f"node {failure.node} is barred from this run: {reason}", node=failure.node)
             self._effects.add(ev.NodeBarred(failure.node, reason))
 
-    @staticmethod
-    def _failure(worker: Worker, kind: FailureKind, signature: str, text: str) -> Failure:
+    def _failure(self, worker: Worker, kind: FailureKind, signature: str, text: str) -> Failure:
         return Failure(
             worker=worker.worker,
             node=worker.node,
@@ -398,6 +400,7 @@ class Membership:
             signature=signature,
             step=worker.step,
             text=text,
+            at=self._at,
         )
 
     def _ended_before_ready(self, worker: Worker, reason: str, code: int | None) -> None:
@@ -469,6 +472,8 @@ class Membership:
         self._changes.end(event.status, event.reason)
 
     def _tick(self, event: ev.Ticked) -> None:
+        for node in failures.expire(self.roster, event.at):
+            self._effects.record("bar", f"node {node} is barred no longer: it may be tried again", node=node)
         self._eject(event.at, self._watch.overdue(event.at))
         change = self.roster.change
         if change is None or change.committed or event.at < change.deadline_at:

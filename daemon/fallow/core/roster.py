@@ -61,10 +61,21 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     "finished steps of the worker at that time"
     text: str
+    at: float = 0.0
+    "on the events' clock"
 
     @property
     def place(self) -> tuple[str, str]:
         return self.token, self.node
+
+
+class Bar(msgspec.Struct, kw_only=True):
+    """A node that the run does, or did, without."""
+
+    times: int = 0
+    "how often in a row"
+    until: float = 0.0
+    "on the events' clock"
 
 
 class Change(msgspec.Struct, kw_only=True):
@@ -166,6 +177,8 @@ class Roster(msgspec.Struct, kw_only=True):
     "of the life of the run, the newest last"
     barred: dict[str, str] = {}
     "node -> why the run does without it"
+    bars: dict[str, Bar] = {}
+    "of these nodes, and of some that are not barred any more"
     traceback: str = ""
     "of the failure that ended the run"
     message: str = ""

@@ -57,7 +57,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         max_nodes=run.spec.max_nodes,
         limit=r.limit,
         useful=r.useful_members,
-        barred=r.barred,
+        barred={node: _why_barred(run, node, at) for node in r.barred},
         drained=run.record.drained,
         generation=r.generation,
         step=r.final.steps if r.final is not None else step,
@@ -69,7 +69,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
         scalars=front.scalars if front is not None else {},
-        message=r.message or run.record.paused or run.held_back or r.checkpoint_problem,
+        message=_only_barred(run, at) or r.message or run.record.paused or run.held_back or r.checkpoint_problem,
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
@@ -79,6 +79,21 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         deadline_at=run.spec.deadline_at,
         ahead_s=None if run.gain is None or run.gain.schedule is None else run.gain.schedule.ahead_s,
     )
+
+
+def _why_barred(run: Run, node: str, at: float) -> str:
+    left_s = max(0.0, run.roster.bars[node].until - at) if node in run.roster.bars else 0.0
+    return f"for another {left_s / 60:.0f} min: {run.roster.barred[node]}"
+
+
+def _only_barred(run: Run, at: float) -> str:
+    """What a run without members waits for if nodes that it had are barred."""
+    r = run.roster
+    if r.members or r.status.ended or not r.barred:
+        return ""
+    first = min(r.barred, key=lambda node: r.bars[node].until if node in r.bars else 0.0)
+    many = f"{len(r.barred)} nodes are barred, the first" if len(r.barred) > 1 else "a node is barred"
+    return f"waits for nodes; {many}: {first} {_why_barred(run, first, at)}"
 
 
 def _speed_views(run: Run) -> list[SpeedView]:
