@@ -8,6 +8,7 @@ Commands and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -172,25 +173,50 @@ class CliClient:
     async def _sbatch(self, request: JobRequest, options: list[str]) -> Done:
         # The token first: for a heterogeneous job (`A : B`) the first component's name reaches all of them.
         kept = [option for option in request.options if not option.startswith(("--job-name", "-J"))]
-        # A file and not standard input: only a file can be given arguments. NamedTemporaryFile makes it 0600.
-        with tempfile.NamedTemporaryFile(prefix="fallow-", suffix=".sh") as script:
-            script.write(request.script.encode(errors="surrogateescape"))
-            script.flush()
-            argv = ["sbatch", *options, f"--job-name={request.token}", *kept, script.name, *request.args]
-            self.commands += 1
-            try:
-                return await run(
-                    argv,
-                    environment=job_environment(request.environment, self.conf),
-                    timeout_s=self._submit_timeout_s,
-                    cwd=Path(request.cwd),
-                    umask=request.umask,
-                )
-            except OSError as error:
-                if str(error.filename) == request.cwd:
-                    reason = f"its working folder {request.cwd} cannot be used here: {error.strerror}"
-                    raise SubmitRejected(request.token, reason) from error
-                raise SlurmUnavailable(_not_started("sbatch", error)) from error
+        script = _script_file(request.script.encode(errors="surrogateescape"))
+        argv = ["sbatch", *options, f"--job-name={request.token}", *kept, str(script), *request.args]
+        self.commands += 1
+        try:
+            return await run(
+                argv,
+                environment=job_environment(request.environment, self.conf),
+                timeout_s=self._submit_timeout_s,
+                cwd=Path(request.cwd),
+                umask=request.umask,
+            )
+        except OSError as error:
+            if str(error.filename) == request.cwd:
+                reason = f"its working folder {request.cwd} cannot be used here: {error.strerror}"
+                raise SubmitRejected(request.token, reason) from error
+            raise SlurmUnavailable(_not_started("sbatch", error)) from error
+        finally:
+            # One that somebody has cleaned away is gone, and says nothing about the job.
+            with contextlib.suppress(OSError):
+                script.unlink()
+
+
+def _script_file(text: bytes) -> Path:
+    """A batch script in a file that only we can read. A file and not standard input: only it can be given arguments.
+
+    Raises:
+        SlurmUnavailable: it cannot be written; nothing was submitted.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix="fallow-", suffix=".sh")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(text)
+        except OSError:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        # gettempdir() itself raises where no folder can be written to.
+        folder = Path(error.filename).parent if error.filename else tempfile.tempdir or "the temporary folder"
+        raise SlurmUnavailable(
+            f"sbatch: its script cannot be written to {folder} ({error.strerror or error}); "
+            "make room there, or start the head with TMPDIR set to another folder"
+        ) from error
+    return Path(name)
 
 
 def _answer(result: str | BaseException) -> str:

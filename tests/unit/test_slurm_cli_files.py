@@ -1,0 +1,83 @@
+"""The file that sbatch is given: what becomes of a submission when it cannot be written, or is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fallow.model import JobRequest
+from fallow.slurm.cli import CliClient
+from fallow.slurm.client import SlurmUnavailable
+
+REQUEST = JobRequest(token="fallow-r-h1", options=["--time=5"], script="#!/bin/sh\nexit 0\n", cwd="/")
+
+SBATCH = """#!/bin/sh
+for word; do case $word in */fallow-*.sh) script=$word;; esac; done
+[ -n "$KEEP" ] && cp -p "$script" "$KEEP"
+rm -f "$script"
+echo 7
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files of its own, beside a sbatch that says yes."""
+    commands, folder = tmp_path / "bin", tmp_path / "scripts"
+    commands.mkdir()
+    folder.mkdir()
+    (commands / "sbatch").write_text(SBATCH)
+    (commands / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+async def test_a_script_that_was_cleaned_away_meanwhile_does_not_undo_the_submission(scripts: Path) -> None:
+    assert await CliClient().submit(REQUEST) == "7"
+    assert os.listdir(scripts) == []
+
+
+async def test_only_we_can_read_the_script(scripts: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    request = JobRequest(token="t", options=[], script=REQUEST.script, environment={"KEEP": str(kept)}, cwd="/")
+    await CliClient().submit(request)
+    assert kept.read_text() == REQUEST.script
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+async def test_a_full_temporary_folder_is_told_and_nothing_is_submitted(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __init__(self, fd: int, mode: str) -> None:
+            os.close(fd)
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def write(self, text: bytes) -> None:
+            """Buffered: what there is no room for shows when it is closed."""
+
+    monkeypatch.setattr(os, "fdopen", Full)
+    client = CliClient()
+    with pytest.raises(SlurmUnavailable) as caught:
+        await client.submit(REQUEST)
+    assert caught.value.message == (
+        f"sbatch: its script cannot be written to {scripts} (No space left on device); "
+        "make room there, or start the head with TMPDIR set to another folder"
+    )
+    assert (client.commands, os.listdir(scripts)) == (0, [])
+
+
+async def test_no_temporary_folder_at_all_is_told(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(scripts / "nowhere"))
+    with pytest.raises(SlurmUnavailable, match=f"cannot be written to {scripts}/nowhere .No such file"):
+        await CliClient().submit(REQUEST)
