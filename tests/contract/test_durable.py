@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
+import msgspec
+
+from fallow.config import Config
+from fallow.core.backoff import Asker
+from fallow.core.survival import Spell
 from fallow.core.timing import Timing
 from fallow.files import Paths
+from fallow.head.app import Head
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.forgetting import KEPT_REPORTS, reports
@@ -62,3 +70,30 @@ async def test_reports_of_old_generations_are_written_once_and_found_again(tmp_p
         assert {revision for revision, _ in kept.values()} <= {1}, "written once"
         await durable.close()
     assert len(kept) == (3 * 47 - KEPT_REPORTS) // 10
+
+
+async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+    config = Config()
+    config = msgspec.structs.replace(config, head=msgspec.structs.replace(config.head, address="127.0.0.1"))
+    known, asker, now = {}, Asker("bio", "low"), time.time()
+    for number in range(2):
+        head = Head(paths, config, None)
+        serving = asyncio.create_task(head.run())
+        async with asyncio.timeout(20):
+            while not paths.head_file.exists() or not hasattr(head, "_control"):
+                await asyncio.wait([serving], timeout=0.02)
+                assert not serving.done(), serving.exception()
+            known = head._harvest._learning.known
+            if not number:
+                known.experience.remember("gpu", Spell(100.0, True, 3.0))
+                known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
+                known.backoff.too_long("cpu", 90, now)
+            head.stop()
+            await serving
+    assert known.experience.spells == {"gpu": [(100, True, 3)]}
+    assert known.backoff.until(asker, "gpu") == known.backoff.until(asker, "cpu") == now + 60.0
+    assert known.backoff.longest("cpu", now) == 45
+    # Nor does the count begin anew.
+    known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now + 61.0)
+    assert known.backoff.until(asker, "gpu") == now + 61.0 + 120.0

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 FIRST_S, LONGEST_S = 60.0, 3600.0
 """A scope is left alone for a minute after the first time, for twice as long after each further one, an hour at most.
 (HyperQueue's steps are 0, 1, 15, 30 and 60 minutes.)"""
@@ -73,6 +75,15 @@ class _Strikes:
     until: float = 0.0
 
 
+class LeftAlone(msgspec.Struct, frozen=True):
+    """A back-off's state as it is written down."""
+
+    alone: list[tuple[str, str, str, int, float]] = []
+    "partition or nothing, account, QOS, times that it was left alone, until when (Unix time)"
+    too_long: dict[str, tuple[int, float]] = {}
+    "partition -> (minutes, until)"
+
+
 @dataclass
 class Backoff:
     """What is left alone, and until when (Unix time)."""
@@ -110,6 +121,18 @@ class Backoff:
         """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
         for key in [key for key in self._alone if key[1:] == (asker.account, asker.qos)]:
             del self._alone[key]
+
+    def remembered(self) -> LeftAlone:
+        """What the next head needs to know."""
+        alone = [(*key, strikes.count, strikes.until) for key, strikes in self._alone.items()]
+        return LeftAlone(alone, dict(self._too_long))
+
+    def recall(self, known: LeftAlone) -> None:
+        """Go on from what an earlier head knew."""
+        self._alone = {
+            (where, account, qos): _Strikes(count, until) for where, account, qos, count, until in known.alone
+        }
+        self._too_long = dict(known.too_long)
 
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""

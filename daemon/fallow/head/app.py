@@ -41,6 +41,8 @@ log = structlog.get_logger("fallow.head")
 
 TICK_S = 0.25
 
+REMEMBER_S = 3.0
+
 
 class Head:
     """One daemon.
@@ -88,6 +90,7 @@ class Head:
                 self._notifier.stopping()
                 for task in all_tasks:
                     task.cancel()
+            await self._remember()
         finally:
             await self._close()
 
@@ -118,6 +121,16 @@ class Head:
         write_head_file(paths, endpoint, keys.public, self._book.term)
         log.info("head.ready", endpoint=endpoint, term=self._book.term, runs=len(self._book.runs), pid=os.getpid())
         self._notifier.ready(f"term {self._book.term}, {len(self._book.runs)} runs")
+
+    async def _remember(self) -> None:
+        """Write down what the next head should know. It is no more than useful, so nothing waits for long for it."""
+        turn = Turn(self._book, time.monotonic(), time.time())
+        self._harvest.note(turn)
+        try:
+            async with asyncio.timeout(REMEMBER_S):
+                await self._durable.write(turn)
+        except (FallowError, TimeoutError) as error:
+            log.warning("head.forgets", error=str(error))
 
     async def _close(self) -> None:
         """Whatever of it was opened, the other way round."""

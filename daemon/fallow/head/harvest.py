@@ -13,7 +13,7 @@ from fallow.head import accounts, orphans, submissions
 from fallow.head.asking import Asking
 from fallow.head.book import Book, Run
 from fallow.head.jobs import take_in
-from fallow.head.learning import NOTE, Learning, asker_of
+from fallow.head.learning import Learning, asker_of
 from fallow.head.neighbours import DELAYS, Neighbours
 from fallow.head.prospect import look
 from fallow.head.spending import follow_jobs, keep_within_budget
@@ -49,10 +49,13 @@ class Harvest:
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head has learned."""
-        if NOTE in notes:
-            self._learning.recall(notes[NOTE])
+        self._learning.recall(notes)
         if DELAYS in notes:
             self.neighbours.recall(notes[DELAYS])
+
+    def note(self, turn: Turn) -> None:
+        """Have what was learned written down with this turn: the head ends."""
+        self._learning.note(turn)
 
     @property
     def usual_interval_s(self) -> float:

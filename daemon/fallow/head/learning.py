@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import msgspec
 
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Asker, Scope, scope_of
+from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.requests import HarvestRules, Known, harvestable
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationState, ClusterState, RunSpec
 
-NOTE = "experience"
-"""Its key among the notes of the store."""
+T = TypeVar("T")
+
+NOTE, BACKOFF = "experience", "backoff"
+"""Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
-"""What was learned since is lost when the head is killed; it is a statistic."""
+"""And when the head ends. What was learned since is lost when it is killed; it is a statistic."""
 
 
 class Learning:
@@ -30,12 +35,16 @@ class Learning:
         "tokens whose first step has been taken note of"
         self._written_at = 0.0
 
-    def recall(self, note: bytes) -> None:
+    def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
-        try:
-            self.known.experience = msgspec.msgpack.decode(note, type=Experience)
-        except msgspec.MsgspecError:
-            self.known.experience = Experience()
+        self.known.experience = _read(notes.get(NOTE), Experience)
+        self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
+
+    def note(self, turn: Turn) -> None:
+        """Have it written down with this turn."""
+        self._written_at = turn.at
+        turn.notes[NOTE] = msgspec.msgpack.encode(self.known.experience)
+        turn.notes[BACKOFF] = msgspec.msgpack.encode(self.known.backoff.remembered())
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
@@ -60,8 +69,7 @@ class Learning:
         for run, allocation in harvest:
             self._follow(turn, run, allocation)
         if turn.at - self._written_at > WRITE_EVERY_S:
-            self._written_at = turn.at
-            turn.notes[NOTE] = msgspec.msgpack.encode(experience)
+            self.note(turn)
 
     def _follow(self, turn: Turn, run: Run, allocation: Allocation) -> None:
         assert self._begun is not None
@@ -99,6 +107,13 @@ class Learning:
             turn.record(run, "backoff", text)
             return True
         return scope_of(reason) is Scope.NOTHING
+
+
+def _read(note: bytes | None, type_: type[T]) -> T:
+    try:
+        return type_() if note is None else msgspec.msgpack.decode(note, type=type_)
+    except msgspec.MsgspecError:
+        return type_()
 
 
 def asker_of(spec: RunSpec) -> Asker:
