@@ -113,7 +113,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
     @rule(
         outcome=st.sampled_from(["taken", "refused", "lost answer", "lost request"]),
-        takes_s=st.just(0.0) | st.floats(0, SUBMIT_S),
+        takes_s=st.sampled_from([0.0, SUBMIT_S]) | st.floats(0, SUBMIT_S),
         within=st.floats(0, 1),
         after_s=st.floats(0, 40),
     )
@@ -215,7 +215,7 @@ class NeverAboveTheBudget(RuleBasedStateMachine):
 
 
 TestNeverAboveTheBudget = NeverAboveTheBudget.TestCase
-TestNeverAboveTheBudget.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNeverAboveTheBudget.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_a_released_allocation_gives_back_what_it_did_not_use() -> None:
@@ -298,6 +298,20 @@ def test_a_job_that_may_have_come_and_gone_between_two_polls_is_booked() -> None
         observe(allocation, [], NOW + seconds, HORIZON_S)
         assert (allocation.state is AllocationState.LOST) == (seconds > HORIZON_S)
     assert budget.booked(allocation, NOW + 61) == 31.0
+
+
+def test_nothing_is_lost_while_its_sbatch_may_still_bring_it_to_slurm() -> None:
+    allocation = harvest(minutes=10, requested_at=NOW - 1000.0)
+    assert send(allocation, NOW)
+    assert not send(allocation, NOW), "once"
+    for seconds in (40.0, 70.0, SUBMIT_S - 1, SUBMIT_S):
+        observe(allocation, [], NOW + seconds, HORIZON_S)
+    assert allocation.blind_s == 40.0, "it may have come, run and gone since sbatch was called"
+    sent(allocation, NOW + SUBMIT_S)
+    observe(allocation, [], NOW + SUBMIT_S + HORIZON_S, HORIZON_S)
+    assert allocation.state is AllocationState.UNKNOWN
+    observe(allocation, [], NOW + SUBMIT_S + HORIZON_S + 1.0, HORIZON_S)
+    assert allocation.state is AllocationState.LOST
 
 
 def test_a_forgotten_job_ended_at_its_limit_at_the_latest() -> None:
