@@ -22,6 +22,7 @@ SYSTEM_FILE = Path("/etc/fallow/config.toml")
 
 Seconds = Annotated[float, Meta(gt=0)]
 Price = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]*\Z", max_length=128)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
@@ -51,6 +52,10 @@ class Harvest(_Section, frozen=True):
     min_minutes: Annotated[int, Meta(ge=1)] = 2
     nice: Annotated[int, Meta(ge=0, le=2147483645)] = 100_000
     "more where the site's priority weights need it"
+    qos: Name | None = None
+    "of harvest jobs; None: as the base job. Under preempt/qos one that others preempt, else nothing is harvested"
+    account: Name | None = None
+    "of harvest jobs; None: as the base job"
     allow_without_preemption: bool = False
 
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import pytest
 
+from fallow.core.preemption import as_for_us
+from fallow.core.requests import HarvestRules, harvestable
 from fallow.core.waiting import WANTING, others_waiting
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
@@ -98,7 +100,10 @@ async def test_poll_shows_the_cluster(setup: Setup) -> None:
     assert {node.gpus for node in state.nodes} == {4}
     assert state.nodes[0].partitions == ["normal", "scavenge"]
     partitions = {info.partition: info for info in state.partitions}
-    assert partitions["normal"].default and partitions["normal"].preempt_mode == "OFF"
+    assert partitions["normal"].default and partitions["normal"].preempt_mode == "REQUEUE"
+    # The cluster's mode: nobody preempts there, so it is not harvested by default.
+    seen = as_for_us(state, await setup.client.config(), None)
+    assert [info.partition for info in harvestable(seen, HarvestRules())] == ["scavenge"]
     scavenge = partitions["scavenge"]
     assert (scavenge.preempt_mode, scavenge.grace_s, scavenge.max_time_s) == ("REQUEUE", 10.0, 86400.0)
     assert scavenge.priority_tier < partitions["normal"].priority_tier

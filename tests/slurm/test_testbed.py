@@ -129,7 +129,7 @@ def test_preemption_warns_a_step_that_has_its_fake_gpus(make_testbed: MakeTestbe
 @pytest.mark.parametrize(
     ("profile", "partitions"),
     [
-        ("nograce", {"normal": ("10", "OFF", "0"), "scavenge": ("1", "REQUEUE", "0")}),
+        ("nograce", {"normal": ("10", "REQUEUE", "0"), "scavenge": ("1", "REQUEUE", "0")}),
         ("plain", {"normal": ("1", "OFF", "0")}),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fallow.cli import doctor
@@ -88,6 +89,27 @@ def test_what_may_be_harvested(
     assert {c.name: c.level for c in checks.partitions(cluster(*partitions), named, allowed, {})} == levels
 
 
+def test_partitions_of_other_groups_are_not_offered() -> None:
+    closed = msgspec.structs.replace(LOW, allow_groups=["bio"])
+    assert [c.level for c in checks.partitions(cluster(closed), [], False, {}, groups={"bio", "all"})] == [Level.OK]
+    (unnamed,) = checks.partitions(cluster(closed), [], False, {}, groups={"all"})
+    assert unnamed.found == "no partition preempts its jobs for others"
+    (named,) = checks.partitions(cluster(closed), ["low"], False, {}, groups={"all"})
+    assert (named.level, named.found) == (Level.FAIL, "not open to your groups")
+    assert "only members of bio" in named.fix
+
+
+def test_a_qos_for_harvest_jobs_that_nobody_preempts_is_told() -> None:
+    plain = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
+    by_qos = msgspec.structs.replace(
+        plain, preempt_type="preempt/qos", qos_preempt_modes={"idle": "REQUEUE", "calm": "SUSPEND"}
+    )
+    assert checks.harvest_qos(plain, "idle") is None and checks.harvest_qos(by_qos, None) is None
+    assert checks.harvest_qos(by_qos, "idle") == Check("harvest qos", Level.OK, "idle: others preempt its jobs")
+    warned = checks.harvest_qos(by_qos, "calm")
+    assert warned is not None and warned.level is Level.WARN and "others preempt are: idle" in warned.fix
+
+
 def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     refused = {"gpu": "others' jobs cannot be seen"}
     (verdict,) = checks.partitions(cluster(GPU), ["gpu"], True, refused)
@@ -137,7 +159,9 @@ def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monk
     def refuse(_: object) -> None:
         raise AssertionError("Slurm was asked")
 
-    last = LastPoll(config=config(), cluster=cluster(LOW), backend="command line", age_s=age_s)
+    site = config(preempt_type="preempt/partition_prio")
+    high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=2)
+    last = LastPoll(config=site, cluster=cluster(LOW, high), backend="command line", age_s=age_s)
     monkeypatch.setattr("fallow.control.client.call", lambda *_, **__: last)
     monkeypatch.setattr(doctor, "_ask_slurm", refuse)
     if asked:

@@ -37,6 +37,8 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         "[harvest]\nmax_nodes = 4\n",
         FALLOW_HARVEST__PARTITIONS="a, b",
         FALLOW_HARVEST__MAX_NODES="",
+        FALLOW_HARVEST__QOS="idle",
+        FALLOW_HARVEST__ACCOUNT="",
         FALLOW_HARVEST__ALLOW_WITHOUT_PREEMPTION="true",
         FALLOW_MEMBERSHIP__BEAT_S="0.25",
         FALLOW_HEAD__REDIS_URL="rediss://h",
@@ -45,6 +47,7 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
     assert config.harvest.partitions == ["a", "b"]
     assert config.harvest.max_nodes is None
     assert config.harvest.allow_without_preemption
+    assert (config.harvest.qos, config.harvest.account) == ("idle", None)
     assert config.membership.beat_s == 0.25
     assert config.head.redis_url == "rediss://h"
 
@@ -57,6 +60,8 @@ def test_values_from_the_environment(tmp_path: Path) -> None:
         ("[harvest]\nnice = 'x'\n", r"user.toml: \[harvest\] expected `int`, got `str` at `nice`"),
         ("[harvest]\nmax_pending = 0\n", r"\[harvest\] expected `int` >= 1 at `max_pending`"),
         ("[slurm]\nclient = 'soap'\n", "soap"),
+        ("[harvest]\nqos = '--wrap=x'\n", r"\[harvest\] expected `str` matching regex .* at `qos`"),
+        ("[harvest]\naccount = 'a b'\n", r"\[harvest\] expected `str` matching regex .* at `account`"),
         ("harvest = 3\n", "must be a section"),
         ("[harvest\n", "not valid TOML"),
         ("[membership]\nlease_s = 1\n", "less than three beats"),

@@ -10,6 +10,7 @@ import pytest
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.deadline import deadline_at
 from fallow.core.roster import Worker
 from fallow.core.script import parse_script
@@ -25,6 +26,7 @@ from fallow.model import (
     AllocationKind,
     AllocationState,
     Beat,
+    ClusterConfig,
     ClusterState,
     FallowError,
     JobInfo,
@@ -37,6 +39,7 @@ from fallow.model import (
 )
 
 NOW = 1_000_000.0
+SITE = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
 SCRIPT = "#!/bin/sh\nfallow run -- python train.py\n"
 
 
@@ -153,6 +156,7 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     one = desk.run("one", members=1, harvest_options=["--account=physics"])
     two = desk.run("two", members=1, harvest_options=["--account=biology"], weight=3.0)
     three = desk.run("three", members=1, harvest_options=["--account=biology"])
+    three.asker = Asker(account="idle")  # harvesting for one account of the site's leaves projects what they are
     weight = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
     assert weight[one.id] == pytest.approx(weight[two.id] + weight[three.id])
     assert weight[two.id] == pytest.approx(3 * weight[three.id])
@@ -191,7 +195,7 @@ class Slurm:
         turn = self.desk.turn()
         nodes = [NodeInfo(node=n, state="IDLE", partitions=["scavenge", "normal"]) for n in self.nodes]
         idle = PartitionInfo(partition="scavenge", nodes=self.nodes, preempt_mode="REQUEUE")
-        normal = PartitionInfo(partition="normal", nodes=self.nodes, default=True)
+        normal = PartitionInfo(partition="normal", nodes=self.nodes, default=True, priority_tier=10)
         jobs = [
             JobInfo(
                 job_id=a.job_id,
@@ -208,7 +212,7 @@ class Slurm:
             if a.job_id is not None
         ]
         state = ClusterState(at=turn.now, nodes=nodes, jobs=jobs, partitions=[idle, normal])
-        self.harvest.polled(turn, state, None)
+        self.harvest.polled(turn, state, SITE)
         for run_id, token in turn.submissions:
             self.jobs += 1
             self.harvest.submitted(turn, self.desk.book.runs[run_id], token, str(100 + self.jobs))

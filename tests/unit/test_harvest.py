@@ -13,6 +13,7 @@ from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.timing import Timing
 from fallow.files import Paths
+from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Item, Submitted, TrialRefused
@@ -44,7 +45,9 @@ class Site:
         self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
         paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder)}).create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
-        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names))
+        self.book = Book(
+            paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(self.config)
+        )
         self.harvest = Harvest(self.config)
         self.events: list[tuple[str, str]] = []
         self.notes: dict[str, bytes] = {}
@@ -91,6 +94,7 @@ def config() -> ClusterConfig:
     return ClusterConfig(
         cluster="fake",
         slurm_version="22.05.8",
+        preempt_type="preempt/partition_prio",
         select_type="select/cons_tres",
         scheduler_parameters="bf_interval=30,bf_max_job_user=4",
     )
@@ -190,6 +194,7 @@ async def test_a_partition_that_refuses_a_run_does_not_keep_it_from_another(tmp_
         PartitionInfo(partition=name, nodes=nodes, preempt_mode="REQUEUE", priority_tier=tier, max_time_s=3600.0)
         for name, nodes, tier in (("physics", ["n1", "n2"], 1), ("open", ["n3", "n4"], 2))
     ]
+    there.append(PartitionInfo(partition="normal", nodes=["n1", "n2", "n3", "n4"], priority_tier=10))
     slurm = Picky(4, gpus=4, partitions=there, config=msgspec.structs.replace(config(), scheduler_parameters=""))
     slurm.closed = frozenset({"physics"})
     site = Site(tmp_path, slurm, HarvestSection())
@@ -297,6 +302,59 @@ async def test_it_learns_whether_limits_stretch_and_remembers_what_it_learned(si
     assert any(ended for _, ended, _ in known.spells["scavenge"])
     later.harvest.recall({NOTE: b"\xc1 nonsense"})
     assert later.harvest._learning.known.experience.spells == {}
+
+
+def shared(tier: int = 1, **more: object) -> PartitionInfo:
+    """The only partition of a site; the cluster's PreemptMode shows as its own."""
+    nodes = [f"n{i}" for i in range(1, 5)]
+    return PartitionInfo(partition="batch", nodes=nodes, preempt_mode="REQUEUE", priority_tier=tier, **more)  # type: ignore[arg-type]
+
+
+BY_QOS = ClusterConfig(
+    cluster="fake",
+    slurm_version="22.05.8",
+    preempt_type="preempt/qos",
+    preempt_mode="REQUEUE",
+    qos_preempt_modes={"idle": "REQUEUE"},
+)
+
+
+async def test_where_qos_decides_nothing_is_harvested_in_a_qos_that_nobody_preempts(tmp_path: Path) -> None:
+    site = Site(tmp_path, FakeSlurm(4, partitions=[shared()], config=BY_QOS), HarvestSection())
+    run = site.run("--qos=normal")
+    for _ in range(2):
+        await site.poll()
+    assert site.live(run) == []
+    assert site.harvest.example(run) == (
+        "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
+    )
+    # Asked to, it keeps an eye on the others: nobody else gives them our node.
+    bold = Site(
+        tmp_path / "bold",
+        FakeSlurm(4, partitions=[shared()], config=BY_QOS),
+        HarvestSection(allow_without_preemption=True),
+    )
+    run = bold.run(nodes=1)
+    for _ in range(2):
+        await bold.poll()
+    assert [a.partition for a in bold.live(run)] == ["batch"]
+    assert bold.harvest.interval_s(bold.book) == 5.0
+
+
+async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration_orders(tmp_path: Path) -> None:
+    section = HarvestSection(qos="idle", account="spare")
+    site = Site(tmp_path, FakeSlurm(4, partitions=[shared(deny_qos=["normal"])], config=BY_QOS), section)
+    run = site.run("--qos=normal", "--account=physics")
+    for _ in range(2):
+        await site.poll()
+    assert {a.partition for a in site.live(run)} == {"batch"}
+    assert site.harvest.interval_s(site.book) == POLL_S, "Slurm gives these back"
+    one = site.live(run)[0]
+    options = site.harvest.request("/state", run, one, "/dev/null").options
+    assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=idle", "--account=spare"}
+    one.hurried = True
+    options = site.harvest.request("/state", run, one, "/dev/null").options
+    assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}
 
 
 class SlowSlurm(FakeSlurm):

@@ -28,6 +28,7 @@ from fallow.model import (
     AllocationState,
     Beat,
     ChangeKind,
+    ClusterConfig,
     ClusterState,
     Exit,
     FallowError,
@@ -76,9 +77,13 @@ class Desk:
         self.at += after_s
         turn = self.turn()
         nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
-        partition = PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE")
+        partitions = [
+            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
+            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
+        ]
+        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
         self.harvest.polled(
-            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=[partition]), None
+            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
         )
         return turn
 

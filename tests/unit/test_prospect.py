@@ -58,8 +58,8 @@ def test_why_nothing_would_be_harvested_is_said() -> None:
     found = look(state, spec(), HarvestRules(), [], Known(), by_head=False)
     assert found.asks == []
     assert found.notes == [
-        "nothing may be harvested in any partition: it is down, or does not preempt its jobs and "
-        "[harvest] allow_without_preemption is off"
+        "nothing may be harvested in any partition: it is down, not open to your groups, or nobody would preempt "
+        "harvest jobs there and [harvest] allow_without_preemption is off"
     ]
     named = look(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
     assert named.notes[0] == "there is no partition gone"

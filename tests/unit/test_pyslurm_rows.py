@@ -160,6 +160,7 @@ def test_partitions_and_reservations() -> None:
         allowed_accounts=["ALL"],
         denied_accounts=["ALL"],
         allowed_qos=["low"],
+        allowed_groups=["ml"],
         denied_qos=["ALL"],
     )
     info = parse.partition(pyslurm_rows.partition(found))
@@ -170,7 +171,7 @@ def test_partitions_and_reservations() -> None:
         True,
     )
     assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
-    assert (info.allow_accounts, info.deny_accounts, info.allow_qos) == ([], [], ["low"])
+    assert (info.allow_accounts, info.deny_accounts, info.allow_qos, info.allow_groups) == ([], [], ["low"], ["ml"])
 
     class Flags(Flag):
         MAINTENANCE = 1

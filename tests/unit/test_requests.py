@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import os
 from collections import Counter
 
 import pytest
@@ -15,7 +17,7 @@ from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
 from fallow.core.survival import Spell
 from fallow.model import (
     AllocationKind,
@@ -26,6 +28,7 @@ from fallow.model import (
     PartitionInfo,
     ReservationInfo,
 )
+from fallow.slurm.state import own_groups
 
 NOW = 1_000_000.0
 RULES = HarvestRules(max_pending=64)
@@ -200,6 +203,28 @@ def test_partitions_that_the_account_may_not_use() -> None:
     state = cluster([node("n1")], allow_accounts=["bio"])
     assert asks(plan(state, [Demand("r", 1, asker=Asker("physics"))], [], RULES, fixed())) == []
     assert len(asks(plan(state, [Demand("r", 1, asker=Asker("bio"))], [], RULES, fixed()))) == 1
+
+
+def test_partitions_of_other_groups_are_left_alone_where_the_groups_are_known() -> None:
+    state = cluster([node("n1")], allow_groups=["bio", "ml"])
+    wanted = {None: 1, frozenset({"users", "ml"}): 1, frozenset({"users"}): 0, frozenset[str](): 0}
+    for groups, number in wanted.items():
+        rules = HarvestRules(max_pending=64, groups=groups)
+        assert len(asks(plan(state, [Demand("r", 1)], [], rules, fixed()))) == number
+    mine = own_groups()
+    assert mine is None or grp.getgrgid(os.getgid()).gr_name in mine
+
+
+def test_a_partition_that_suspends_is_one_that_preempts_nobody() -> None:
+    allowed, demand = HarvestRules(max_pending=64, allow_without_preemption=True), [Demand("r", 1)]
+    states = [cluster([node("n1")], preempt_mode=mode) for mode in ("SUSPEND", "OFF")]
+    found = [asks(plan(state, demand, [], allowed, Known())) for state in states]
+    assert found[0] == found[1] and found[0][0].least_minutes is None
+    assert asks(plan(cluster([node("n1")], preempt_mode="SUSPEND"), demand, [], RULES, fixed())) == []
+    low = PartitionInfo(partition="low", nodes=["n1"], preempt_mode="SUSPEND", priority_tier=1)
+    high = PartitionInfo(partition="high", nodes=["n1"], preempt_mode="REQUEUE", priority_tier=2)
+    both = ClusterState(at=NOW, nodes=[node("n1")], jobs=[], partitions=[low, high])
+    assert [p.partition for p in harvestable(both, allowed)] == ["high", "low"]
 
 
 def test_our_own_planned_starts_are_nobody_elses() -> None:

@@ -273,8 +273,13 @@ def test_a_harvest_job_gives_way_and_is_findable() -> None:
     )
     for word in shlex.split(wanted):
         assert word in options
-    assert "--qos=other" in harvest_options(spec("--qos=q"), "t", "low", 30, "o", 1, qos="other")
-    assert "--qos=q" not in harvest_options(spec("--qos=q"), "t", "low", 30, "o", 1, qos="other")
+    own = spec("--account=a", "--qos=q")
+    asked = [
+        word for word in harvest_options(own, "t", "low", 30, "o", 1, qos="idle") if word[:5] in ("--acc", "--qos")
+    ]
+    assert sorted(asked) == ["--account=a", "--qos=idle"]
+    named = harvest_options(own, "t", "low", 30, "o", 1, qos="idle", account="spare")
+    assert sorted(word for word in named if word[:5] in ("--acc", "--qos")) == ["--account=spare", "--qos=idle"]
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,10 @@ def test_what_a_node_has_and_has_given_away(version: str) -> None:
 
 def test_partitions_say_who_may_use_them_and_how() -> None:
     text = (
-        "PartitionName=gpu AllowGroups=ALL AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES MaxNodes=4 "
-        "RootOnly=NO ReqResv=YES OverSubscribe=EXCLUSIVE State=UP\n"
-        "PartitionName=any AllowAccounts=ALL AllowQos=ALL ExclusiveUser=NO MaxNodes=UNLIMITED RootOnly=YES "
-        "ReqResv=NO OverSubscribe=NO State=UP\n"
+        "PartitionName=gpu AllowGroups=ml,bio AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES "
+        "MaxNodes=4 RootOnly=NO ReqResv=YES OverSubscribe=EXCLUSIVE State=UP\n"
+        "PartitionName=any AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL ExclusiveUser=NO "
+        "MaxNodes=UNLIMITED RootOnly=YES ReqResv=NO OverSubscribe=NO State=UP\n"
         "PartitionName=many OverSubscribe=FORCE:2 State=UP\n"
     )
     gpu, every, many = parse.cluster(text)[1]
@@ -125,6 +125,7 @@ def test_partitions_say_who_may_use_them_and_how() -> None:
     assert (every.exclusive, every.exclusive_user, every.max_nodes, every.root_only) == (False, False, None, True)
     assert (every.allow_accounts, every.allow_qos, every.requires_reservation) == ([], [], False)
     assert not many.exclusive
+    assert (gpu.allow_groups, every.allow_groups, many.allow_groups) == (["ml", "bio"], [], [])
 
 
 def test_26_05_has_other_words_for_whole_nodes() -> None:

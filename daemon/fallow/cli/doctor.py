@@ -18,6 +18,7 @@ import click
 from fallow.cli.common import json_option, print_json
 from fallow.core import checks, courtesy
 from fallow.core.checks import Check, Level
+from fallow.core.preemption import as_for_us
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
 from fallow.text import clean
 
@@ -108,25 +109,28 @@ def _host_name() -> Check:
 
 def _slurm() -> tuple[list[Check], ClusterState | None]:
     from fallow.config import load_config
+    from fallow.slurm.state import own_groups
 
     try:
         settings = load_config()
         harvest, site = settings.harvest, settings.site
         seen = _from_head(settings.slurm.client) or asyncio.run(_ask_slurm(settings.slurm.client))
         config, cluster, skew_s, client = seen
+        for_us = as_for_us(cluster, config, harvest.qos)
     except FallowError as error:
         return [Check("slurmctld", Level.FAIL, error.message)], None
     except TimeoutError:
         fix = "see: scontrol ping"
         return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
     refused = courtesy.at_first_sight(
-        cluster, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
+        for_us, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
     )
     found = [
         checks.slurm_version(config),
         client,
         checks.scheduler(config),
-        *checks.partitions(cluster, harvest.partitions, harvest.allow_without_preemption, refused),
+        *checks.partitions(for_us, harvest.partitions, harvest.allow_without_preemption, refused, groups=own_groups()),
+        *filter(None, [checks.harvest_qos(config, harvest.qos)]),
         checks.priority(config, harvest.nice),
         checks.private_data(config),
         checks.clock(skew_s),

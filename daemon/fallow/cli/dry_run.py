@@ -44,7 +44,14 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
     asked = [each.partition for each in prospect.asks] if prospect is not None else []
     partitions = plan.spec.harvest_partitions or harvest.partitions or asked or ["PARTITION"]
     options = harvest_options(
-        plan.spec, "RUN.harvest", partitions[0], harvest.max_minutes, "STATE/runs/RUN/logs/%j.log", harvest.nice
+        plan.spec,
+        "RUN.harvest",
+        partitions[0],
+        harvest.max_minutes,
+        "STATE/runs/RUN/logs/%j.log",
+        harvest.nice,
+        qos=harvest.qos or "",
+        account=harvest.account or "",
     )
     script = [str(source), *plan.line.args] if source is not None else []
     return DryRun(
@@ -107,18 +114,20 @@ def _heads_view(plan: Submission) -> Prospect | None:
 async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.config import load_config
     from fallow.core.courtesy import at_first_sight
+    from fallow.core.preemption import as_for_us
     from fallow.core.requests import Known
-    from fallow.head.asking import Asking
+    from fallow.head.asking import Asking, ordered
     from fallow.head.prospect import look
+    from fallow.slurm.state import own_groups
 
     known = Known()
     site = await client.config()
-    cluster = await client.poll("fallow-")
     settings = load_config()
+    cluster = as_for_us(await client.poll("fallow-"), site, settings.harvest.qos)
     allowed = settings.site
     refused = at_first_sight(cluster, site, allow_unseen=allowed.harvest_unseen, allow_unfair=allowed.harvest_unfair)
-    rules = Asking(settings, known).rules(cluster.at, site, refused)
-    return look(cluster, plan.spec, rules, [], known, by_head=False)
+    rules = Asking(settings, known, own_groups()).rules(cluster.at, site, refused)
+    return look(cluster, plan.spec, rules, [], known, ordered=ordered(settings), by_head=False)
 
 
 def base_start(says: str) -> BaseStart:

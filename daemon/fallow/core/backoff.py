@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from fallow.model import RunSpec
+
 FIRST_S, LONGEST_S = 60.0, 3600.0
 """A scope is left alone for a minute after the first time, for twice as long after each further one, an hour at most.
 (HyperQueue's steps are 0, 1, 15, 30 and 60 minutes.)"""
@@ -67,6 +69,12 @@ class Asker:
 
     account: str = ""
     qos: str = ""
+
+    @classmethod
+    def of(cls, spec: RunSpec, ordered: Asker | None = None) -> Asker:
+        """For harvest jobs of a run: what the configuration orders, else what the base job was submitted with."""
+        given, ordered = spec.harvest_given, ordered or cls()
+        return cls(ordered.account or given.get("account", ""), ordered.qos or given.get("qos", ""))
 
 
 @dataclass(slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from fallow.core.courtesy import needed_nice, nice_for
+from fallow.core.kinds import open_to
+from fallow.core.preemption import preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MIN_FILES = 1024
@@ -63,11 +65,19 @@ def scheduler(config: ClusterConfig) -> Check:
 
 
 def partitions(
-    cluster: ClusterState, named: Sequence[str], allow_without_preemption: bool, refused: Mapping[str, str]
+    cluster: ClusterState,
+    named: Sequence[str],
+    allow_without_preemption: bool,
+    refused: Mapping[str, str],
+    groups: Collection[str] | None = None,
 ) -> list[Check]:
     """One verdict per partition that would be harvested, or one that says why there is none.
 
-    `refused`: partition -> why it must not be harvested (`courtesy.refusals`).
+    Args:
+        cluster: one poll, put right (`core.preemption`).
+        named, allow_without_preemption: as configured.
+        refused: partition -> why it must not be harvested (`courtesy.refusals`).
+        groups: of the owner; None: not known.
     """
     known = {partition.partition: partition for partition in cluster.partitions}
     checks = [
@@ -79,15 +89,19 @@ def partitions(
         if named and partition.partition not in named:
             continue
         why = refused.get(partition.partition)
-        if why is not None and allow_without_preemption:
+        if not open_to(partition, groups):
+            fix = f"only members of {', '.join(partition.allow_groups)} may submit there; name another partition"
+            if named:
+                checks.append(Check(f"harvest {partition.partition}", Level.FAIL, "not open to your groups", fix))
+        elif why is not None and allow_without_preemption:
             fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
             checks.append(Check(f"harvest {partition.partition}", Level.FAIL, f"not harvested: {why}", fix))
         elif verdict := _partition(partition, bool(named), allow_without_preemption):
             checks.append(verdict)
     if not checks:
         fix = (
-            "ask the site for a preemptable partition, or name partitions and set "
-            "[harvest] allow_without_preemption = true"
+            "ask the site for a preemptable partition (under preempt/qos: for a QOS that others preempt, and set "
+            "[harvest] qos), or name partitions and set [harvest] allow_without_preemption = true"
         )
         checks.append(Check("harvest", Level.WARN, "no partition preempts its jobs for others", fix))
     return checks
@@ -110,6 +124,19 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
         return Check(name, Level.OK, "no preemption: nodes are given back when others wait for them")
     fix = "Slurm would not take nodes back; set [harvest] allow_without_preemption = true if the site agrees"
     return Check(name, Level.WARN, "no preemption, so not harvested", fix) if named else None
+
+
+def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
+    """Is it one that others preempt? Only preempt/qos cares."""
+    if qos is None or config.preempt_type != "preempt/qos":
+        return None
+    if preemptable_qos(config, qos):
+        return Check("harvest qos", Level.OK, f"{qos}: others preempt its jobs")
+    known = ", ".join(sorted(name for name in config.qos_preempt_modes if preemptable_qos(config, name))) or "none"
+    fix = (
+        f"ask the site; those that others preempt are: {known} (see: sacctmgr show qos format=Name,Preempt,PreemptMode)"
+    )
+    return Check("harvest qos", Level.WARN, f"{qos}: nobody preempts its jobs", fix)
 
 
 def priority(config: ClusterConfig, wanted: int) -> Check:

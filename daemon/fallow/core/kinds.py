@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fallow.core.constraint import suits
@@ -44,6 +45,11 @@ class Kind:
 
 def likeness(node: NodeInfo) -> Likeness:
     return node.arch, node.cpus, tuple(sorted(node.gpu_types.items())), tuple(sorted(node.features))
+
+
+def open_to(partition: PartitionInfo, groups: Collection[str] | None) -> bool:
+    """May a member of these groups submit there (AllowGroups)? None: it is not known of which somebody is one."""
+    return groups is None or not partition.allow_groups or any(group in groups for group in partition.allow_groups)
 
 
 def may_use(partition: PartitionInfo, account: str, qos: str) -> bool:

@@ -17,7 +17,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Hole, Part, find_holes, planned_ends, waits
-from fallow.core.kinds import Kind
+from fallow.core.kinds import Kind, open_to
 from fallow.core.lengths import LADDER, Costs, best_minutes, worth
 from fallow.core.reach import Reach, Sort
 from fallow.core.survival import Curve
@@ -37,6 +37,8 @@ class HarvestRules:
     allow_without_preemption: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     "partition -> why it must not be harvested whatever the configuration says"
+    groups: frozenset[str] | None = None
+    "of the owner, for partitions that are open to some groups only; None: not known"
     max_pending: int = 4
     max_nodes: int | None = None
     partition_nodes: Mapping[str, int] = field(default_factory=dict)
@@ -126,11 +128,11 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
     allowed = []
     for partition in cluster.partitions:
         named = partition.partition in rules.partitions
-        if partition.partition in rules.refused:
+        if partition.partition in rules.refused or not open_to(partition, rules.groups):
             continue
         if partition.up and (partition.preempts or rules.allow_without_preemption) and (named or not rules.partitions):
             allowed.append(partition)
-    return sorted(allowed, key=lambda p: (p.preempt_mode == "OFF", p.priority_tier, p.partition))
+    return sorted(allowed, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
 
 
 class Requests:
@@ -280,7 +282,7 @@ class Requests:
     def _limits(self, hole: Hole, demand: Demand, budget_node_s: float | None) -> tuple[int | None, int | None]:
         """Minutes to ask for and the least that would do (None: no less)."""
         partition, rules = self._partitions[hole.partition], self._rules
-        preempts = partition.preempt_mode != "OFF"
+        preempts = partition.preempts
         most = rules.max_minutes
         if partition.max_time_s is not None:
             most = min(most, floor(partition.max_time_s / 60))
@@ -338,7 +340,7 @@ class Requests:
 
     def _costs(self, partition: PartitionInfo, demand: Demand) -> Costs:
         experience, name = self._known.experience, partition.partition
-        warned = partition.preempt_mode == "OFF" or partition.grace_s >= self._rules.margin_s
+        warned = not partition.preempts or partition.grace_s >= self._rules.margin_s
         return Costs(
             start_s=experience.start_s(name, self._cluster.at),
             wait_s=experience.wait_s(name, self._cluster.at),

@@ -131,7 +131,8 @@ def harvest_options(
     minutes: int,
     output: str,
     nice: int,
-    qos: str | None = None,
+    qos: str = "",
+    account: str = "",
     barred: Sequence[str] = (),
     least_minutes: int | None = None,
     node: str = "",
@@ -143,7 +144,8 @@ def harvest_options(
     everybody else's pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost.
 
     Args:
-        spec, token, partition, minutes, output, nice, qos: what the names say.
+        spec, token, partition, minutes, output, nice: what the names say.
+        qos, account: instead of the base job's; empty: those.
         barred: node lists that it must not take.
         least_minutes: lets Slurm give it less than `minutes`.
         node: the only one that it may take.
@@ -175,13 +177,12 @@ def harvest_options(
         own["time-min"] = str(least_minutes)
     if node or part:
         own["nodelist"] = part.node if part else node
+    own |= {name: value for name, value in (("qos", qos), ("account", account)) if value}
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
-        if name not in own and not (name == "qos" and qos) and not (part and name in SHAPE):
+        if name not in own and not (part and name in SHAPE):
             words.append(word)
-    if qos:
-        words.append(f"--qos={qos}")
     words = _without(words, barred)
     for word in words:
         if "\0" in word or "\n" in word:

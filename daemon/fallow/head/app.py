@@ -19,6 +19,7 @@ from fallow.control.server import ControlServer
 from fallow.core.timing import Timing
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
+from fallow.head.asking import ordered
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
@@ -35,6 +36,7 @@ from fallow.head.window import Window
 from fallow.model import FallowError
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
+from fallow.slurm.state import own_groups
 from fallow.wire.router import Router
 
 log = structlog.get_logger("fallow.head")
@@ -62,7 +64,7 @@ class Head:
         self._metrics = Metrics(config.head.prometheus_port)
         self._tick_queued = False
         self._durable = Durable(paths, config.head.redis_url)
-        self._harvest = Harvest(config)
+        self._harvest = Harvest(config, own_groups())
         limits = config.slurm
         paced: PacedClient | None = None
         if slurm is not None:
@@ -102,7 +104,13 @@ class Head:
         paths, config = self.paths, self.config
         await self._durable.open()
         keys = own_keys(paths)
-        self._book = Book(paths, timing=self._timing(), public_key=keys.public, new_id=lambda: os.urandom(6).hex())
+        self._book = Book(
+            paths,
+            timing=self._timing(),
+            public_key=keys.public,
+            new_id=lambda: os.urandom(6).hex(),
+            ordered=ordered(config),
+        )
         self._operations = Operations(self._book, self._harvest)
         self._window = Window(
             self._book, self._durable, self._harvest, self._calls, self._inbox, config.usage, self.stop

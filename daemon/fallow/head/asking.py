@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, HarvestRules, Known
@@ -17,7 +18,6 @@ from fallow.head.book import Run
 from fallow.head.demands import demand
 from fallow.head.gains import gains
 from fallow.head.hurry import keep_pace
-from fallow.head.learning import asker_of
 from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
@@ -34,9 +34,11 @@ BACKOFF_S = 600.0
 class Asking:
     """Asks for nodes on behalf of all runs; `known` is what has been learned, kept up to date by others."""
 
-    def __init__(self, config: Config, known: Known) -> None:
+    def __init__(self, config: Config, known: Known, groups: frozenset[str] | None = None) -> None:
+        """Args: groups: of the owner; None: not known."""
         self._config = config
         self._known = known
+        self._groups = groups
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
@@ -50,6 +52,7 @@ class Asking:
             partitions=tuple(h.partitions),
             allow_without_preemption=h.allow_without_preemption,
             refused=refused,
+            groups=self._groups,
             max_pending=h.max_pending if site is None else min(h.max_pending, pending_allowed(site)),
             max_nodes=h.max_nodes,
             partition_nodes=h.partition_nodes,
@@ -132,7 +135,7 @@ class Asking:
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
         run.record.refusals, run.record.duds = {}, 0
         self._not_before.pop(run.id, None)
-        self._known.backoff.forget(asker_of(run.spec))
+        self._known.backoff.forget(run.asker)
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
@@ -151,6 +154,11 @@ class Asking:
             self._not_before.pop(run.id, None)
         self._failures[run.id] = failures
         return turn.at < self._not_before.get(run.id, turn.at)
+
+
+def ordered(config: Config) -> Asker:
+    """Account and QOS of harvest jobs, where the configuration says so."""
+    return Asker(config.harvest.account or "", config.harvest.qos or "")
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.gain import Curve
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
@@ -94,8 +95,12 @@ class Stretch:
 class Run:
     """A run in memory: durable record, machine, and what beats say."""
 
-    def __init__(self, spec: RunSpec, record: RunRecord, machine: Membership, revision: int) -> None:
+    def __init__(
+        self, spec: RunSpec, record: RunRecord, machine: Membership, revision: int, ordered: Asker | None = None
+    ) -> None:
         self.spec = spec
+        self.asker = Asker.of(spec, ordered)
+        "in whose name its harvest jobs are asked for"
         self.record = record
         self.machine = machine
         self.revision = revision
@@ -125,6 +130,10 @@ class Run:
     @property
     def roster(self) -> Roster:
         return self.record.roster
+
+    def asks_as(self, allocation: Allocation) -> Asker:
+        """In whose name a harvest job is asked for: one of normal priority is in the user's own."""
+        return Asker.of(self.spec) if allocation.hurried else self.asker
 
     def allocation_of(self, worker: str) -> Allocation:
         return self.record.allocations[self.roster.workers[worker].token]
@@ -160,8 +169,10 @@ class Book:
         timing: Timing,
         public_key: str,
         new_id: Callable[[], str],
+        ordered: Asker | None = None,
         validate: bool = False,
     ) -> None:
+        """Args: ordered: account and QOS of harvest jobs, where the configuration says so."""
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.principals: dict[str, Principal] = {}
@@ -170,6 +181,7 @@ class Book:
         self._timing = timing
         self._public_key = public_key
         self._new_id = new_id
+        self._ordered = ordered
         self._validate = validate
 
     def get(self, run: str) -> Run:
@@ -192,7 +204,7 @@ class Book:
         machine = Membership(
             record.roster, term=self.term, timing=self._timing, at=at, validate=self._validate or spec.local
         )
-        run = Run(spec, record, machine, revision)
+        run = Run(spec, record, machine, revision, self._ordered)
         self.runs[spec.run] = run
         for allocation in record.allocations.values():
             if allocation.live:

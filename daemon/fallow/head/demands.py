@@ -9,7 +9,6 @@ from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
 from fallow.core.requests import Demand
 from fallow.head.book import Run
-from fallow.head.learning import asker_of
 from fallow.head.spending import left_s
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
 from fallow.slurm.parse import gpu_types
@@ -43,7 +42,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         kind=kind_of(
             run.spec, [nodes[home] for home in dict.fromkeys(homes) if home in nodes], alike=bool(run.roster.arithmetic)
         ),
-        asker=asker_of(run.spec),
+        asker=run.asker,
         members=len(set(homes)),
         pause_s=median(pauses) if pauses else 0.5,
         renew=asks,

@@ -10,7 +10,6 @@ from fallow.core.gain import Curve, fit, pooled, with_losses
 from fallow.core.pacing import Schedule
 from fallow.core.worth import Gain, Worth
 from fallow.head.book import Run
-from fallow.head.learning import asker_of
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
 
@@ -43,8 +42,8 @@ def _script(run: Run) -> str:
 
 
 def project(run: Run) -> str:
-    """The account that its harvest jobs run under; empty: the user's default one."""
-    return asker_of(run.spec).account
+    """The account that it was submitted for, whichever its harvest jobs run under; empty: the user's default one."""
+    return run.spec.harvest_given.get("account", "")
 
 
 def _weights(live: list[Run], at: float) -> dict[str, float]:

@@ -8,12 +8,13 @@ from dataclasses import astuple
 from fallow.config import Config
 from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
+from fallow.core.preemption import as_for_us
 from fallow.core.requests import harvestable
 from fallow.head import accounts, orphans, submissions
-from fallow.head.asking import Asking
+from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run
 from fallow.head.jobs import take_in
-from fallow.head.learning import Learning, asker_of
+from fallow.head.learning import Learning
 from fallow.head.neighbours import DELAYS, Neighbours
 from fallow.head.prospect import look
 from fallow.head.spending import follow_jobs, keep_within_budget
@@ -39,13 +40,15 @@ TRIAL = "fallow-trial"
 class Harvest:
     """Keeps allocations and Slurm in step, and asks for more."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, groups: frozenset[str] | None = None) -> None:
+        """Args: groups: of the owner; None: not known."""
         self._config = config
         self._learning = Learning()
-        self.asking = Asking(config, self._learning.known)
+        self.asking = Asking(config, self._learning.known, groups)
         self.neighbours = Neighbours(config)
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
+        "the last poll, put right (`core.preemption`)"
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head has learned."""
@@ -71,6 +74,7 @@ class Harvest:
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
+        cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
         # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
         take_in(turn, cluster, horizon_s=max(30.0, 2.5 * self._config.slurm.poll_interval_s))
@@ -93,7 +97,7 @@ class Harvest:
         allocation = run.record.allocations.get(token)
         if allocation is None:
             return False
-        until = self._learning.known.backoff.until(asker_of(run.spec), allocation.partition)
+        until = self._learning.known.backoff.until(run.asks_as(allocation), allocation.partition)
         harvest = allocation.kind is AllocationKind.HARVEST and not allocation.pinned
         if allocation.queued and harvest and until > turn.now:
             reason = f"nothing is asked for in {allocation.partition} for {until - turn.now:.0f} s"
@@ -109,7 +113,8 @@ class Harvest:
         allocation = run.record.allocations[token]
         news = True
         if allocation.kind is AllocationKind.HARVEST:
-            news = self._learning.refused(turn, run, allocation.partition, allocation.minutes, reason)
+            asker = run.asks_as(allocation)
+            news = self._learning.refused(turn, run, asker, allocation.partition, allocation.minutes, reason)
         usable: list[PartitionInfo] = []
         if self.cluster is not None:
             rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
@@ -127,7 +132,7 @@ class Harvest:
             return ""
         if not there:
             why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused.items()]
-            none = "no partition preempts its jobs for others; see allow_without_preemption under [harvest]"
+            none = "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"
             return "; ".join(why) or none
         if not may:
             return f"it may use none of the partitions that are harvested: {', '.join(p.partition for p in there)}"
@@ -150,12 +155,13 @@ class Harvest:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
         live = [a for run in book.runs.values() for a in run.live_allocations()]
         rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
-        return look(self.cluster, spec, rules, live, self._learning.known, by_head=True)
+        known, names = self._learning.known, ordered(self._config)
+        return look(self.cluster, spec, rules, live, known, ordered=names, by_head=True)
 
     def tested(self, turn: Turn, run: Run, partition: str, reason: str) -> None:
         """Slurm would say no to harvest jobs of a run: they are not even tried for a while."""
         turn.record(run, "refused", f"harvest jobs in {partition} would be refused: {reason}")
-        self._learning.refused(turn, run, partition, None, reason)
+        self._learning.refused(turn, run, run.asker, partition, None, reason)
 
     submitted = staticmethod(submissions.submitted)
     unknown = staticmethod(submissions.unknown)
@@ -165,4 +171,4 @@ def _usable(run: Run, harvestable: Sequence[PartitionInfo]) -> list[PartitionInf
     """Those in which the run wants to harvest and its account and QOS may."""
     wanted = run.spec.harvest_partitions
     named = [p for p in harvestable if not wanted or p.partition in wanted]
-    return [p for p in named if may_use(p, *astuple(asker_of(run.spec)))]
+    return [p for p in named if may_use(p, *astuple(run.asker))]

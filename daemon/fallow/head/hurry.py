@@ -9,10 +9,9 @@ from __future__ import annotations
 from math import ceil
 
 from fallow.core.allocations import Allocation
-from fallow.core.backoff import Backoff
+from fallow.core.backoff import Asker, Backoff
 from fallow.core.pacing import Schedule, dispensable, extra_nodes
 from fallow.head.book import Run
-from fallow.head.learning import asker_of
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
 
@@ -73,7 +72,7 @@ def _ask(
     partition = _partition(run, bases, cluster)
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0
-    if backoff.until(asker_of(run.spec), partition) > turn.now:
+    if backoff.until(Asker.of(run.spec), partition) > turn.now:
         return 0
     allocation = turn.book.new_allocation(
         run, AllocationKind.HARVEST, turn.now, partition=partition, minutes=minutes, hurried=True

@@ -13,7 +13,7 @@ from fallow.core.experience import Experience
 from fallow.core.requests import HarvestRules, Known, harvestable
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationState, ClusterState, RunSpec
+from fallow.model import AllocationState, ClusterState
 
 T = TypeVar("T")
 
@@ -78,12 +78,13 @@ class Learning:
             one_node = allocation.pinned or allocation.part is not None
             # What stands against one node says nothing about the partition.
             if not one_node or scope_of(allocation.reason) is Scope.OWNER:
-                self.refused(turn, run, allocation.partition, allocation.minutes, allocation.reason)
+                asker = run.asks_as(allocation)
+                self.refused(turn, run, asker, allocation.partition, allocation.minutes, allocation.reason)
         if start_at is None:
             return
         if allocation.token not in self._begun:
             self._begun.add(allocation.token)
-            self.known.backoff.started(asker_of(run.spec), allocation.partition)
+            self.known.backoff.started(run.asks_as(allocation), allocation.partition)
             if allocation.least_minutes and allocation.minutes and allocation.end_at:
                 experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
         if allocation.active_at is not None and allocation.token not in self._trained:
@@ -93,13 +94,13 @@ class Learning:
                 wait_s, start_s = start_at - allocation.requested_at, allocation.active_at - start_at
                 experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
 
-    def refused(self, turn: Turn, run: Run, partition: str, minutes: int | None, reason: str) -> bool:
+    def refused(self, turn: Turn, run: Run, asker: Asker, partition: str, minutes: int | None, reason: str) -> bool:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
 
         Returns:
             Whether that is news: False for what was on its way while account or partition was left alone already.
         """
-        backoff, asker = self.known.backoff, asker_of(run.spec)
+        backoff = self.known.backoff
         before = backoff.until(asker, partition)
         backoff.strike(reason, asker, partition, minutes, turn.now)
         if (until := backoff.until(asker, partition)) > before:
@@ -114,9 +115,3 @@ def _read(note: bytes | None, type_: type[T]) -> T:
         return type_() if note is None else msgspec.msgpack.decode(note, type=type_)
     except msgspec.MsgspecError:
         return type_()
-
-
-def asker_of(spec: RunSpec) -> Asker:
-    """In whose name harvest jobs of the run are asked for."""
-    given = spec.harvest_given
-    return Asker(given.get("account", ""), given.get("qos", ""))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable, holes_of
 from fallow.head.demands import kind_of
-from fallow.head.learning import asker_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
 
 UNBOUNDED = 1_000_000
@@ -23,6 +23,7 @@ def look(
     live: Sequence[Allocation],
     known: Known,
     *,
+    ordered: Asker | None = None,
     by_head: bool,
 ) -> Prospect:
     """Plan for this run as if its base job had begun; what other runs want besides is left out.
@@ -33,6 +34,7 @@ def look(
         rules: what is allowed.
         live: allocations of all runs.
         known: what was learned.
+        ordered: account and QOS of harvest jobs, where the configuration says so.
         by_head: whether the poll is the head's.
     """
     partitions = harvestable(cluster, rules)
@@ -44,7 +46,7 @@ def look(
         min_minutes=spec.min_harvest_minutes,
         budget_node_s=budget_s,
         kind=kind_of(spec, []),
-        asker=asker_of(spec),
+        asker=Asker.of(spec, ordered),
     )
     asks = _asks(cluster, demand, live, rules, known)
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED), known)
@@ -79,7 +81,7 @@ def _notes(spec: RunSpec, rules: HarvestRules, allowed: Sequence[str], cluster: 
     if not allowed or (named and not named & set(allowed)):
         where = f"partition {', '.join(sorted(named))}" if named else "any partition"
         notes.append(
-            f"nothing may be harvested in {where}: it is down, or does not preempt its jobs and "
-            "[harvest] allow_without_preemption is off"
+            f"nothing may be harvested in {where}: it is down, not open to your groups, or nobody would preempt "
+            "harvest jobs there and [harvest] allow_without_preemption is off"
         )
     return notes

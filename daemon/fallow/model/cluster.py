@@ -89,7 +89,7 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     default: bool = False
     priority_tier: int = 1
     preempt_mode: str = "OFF"
-    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND"
+    "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND; whether anybody may: `core.preemption`"
     grace_s: float = 0.0
     exclusive: bool = False
     "OverSubscribe=EXCLUSIVE: every job takes whole nodes"
@@ -99,10 +99,11 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     "per job; None: unlimited"
     root_only: bool = False
     allow_accounts: list[str] = []
-    "these four: empty means all may, or nobody is denied"
+    "these five: empty means all may, or nobody is denied"
     deny_accounts: list[str] = []
     allow_qos: list[str] = []
     deny_qos: list[str] = []
+    allow_groups: list[str] = []
     requires_reservation: bool = False
 
     @property
@@ -137,6 +138,11 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     cluster: str
     slurm_version: str
     preempt_type: str = ""
+    "preempt/partition_prio, preempt/qos; empty: none"
+    preempt_mode: str = "OFF"
+    "of jobs whose partition or QOS has none of its own; as in `PartitionInfo`"
+    qos_preempt_modes: dict[str, str] = {}
+    "under preempt/qos: QOS -> how its jobs are preempted; those alone that some other QOS may preempt"
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
     message_timeout_s: float = 10.0
@@ -145,6 +151,9 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     scheduler_parameters: str = ""
     priority_weights: dict[str, int] = {}
     "factor -> weight, of priority/multifactor: Age, FairShare, ..., each TRES"
+    priority_flags: list[str] = []
+    site_factor: str = ""
+    "plugin that adds to priorities what it likes; empty: none"
     select_type: str = ""
     "select/cons_tres and select/cons_res share nodes between jobs, select/linear never does"
 

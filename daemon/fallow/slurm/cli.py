@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, JobInfo, JobRequest, OwnerView
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown
@@ -65,6 +67,8 @@ class CliClient:
     async def config(self) -> ClusterConfig:
         asked_at = time.time()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
+        if config.preempt_type == "preempt/qos":
+            config = msgspec.structs.replace(config, qos_preempt_modes=await self._qos_preempt_modes(config))
         offset = 0.0 if as_of is None else as_of - (asked_at + time.time()) / 2
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
@@ -143,6 +147,14 @@ class CliClient:
             names_prefix=names_prefix,
         )
         return on_our_clock(state, at, self.clock_offset_s)
+
+    async def _qos_preempt_modes(self, config: ClusterConfig) -> dict[str, str]:
+        """Which QOSes may be preempted; none as long as the accounting does not say."""
+        try:
+            text = await self._query(["sacctmgr", "-n", "-P", "show", "qos", "format=Name,Preempt,PreemptMode"])
+        except SlurmUnavailable:
+            return {}
+        return parse.qos_preempt_modes(text, config.preempt_mode)
 
     # -- processes ----------------------------------------------------------------------------------------------
 

@@ -342,8 +342,6 @@ def _tres_gpus(text: str) -> int:
 
 
 def partition(row: Mapping[str, str]) -> PartitionInfo:
-    # GANG says how SUSPEND is carried out, not what happens to a job
-    modes = [mode for mode in row.get("PreemptMode", "").upper().split(",") if mode not in ("", "GANG")]
     exclusive = row.get("Exclusive", "").upper()  # from 26.05 on, in place of the two older words
     return PartitionInfo(
         partition=row.get("PartitionName", ""),
@@ -352,7 +350,7 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
         up=row.get("State", "").upper() == "UP",
         default=row.get("Default", "").upper() == "YES",
         priority_tier=count(row.get("PriorityTier", "")),
-        preempt_mode=modes[0] if modes else "OFF",
+        preempt_mode=preempt_mode(row.get("PreemptMode", "")),
         grace_s=float(count(row.get("GraceTime", ""))),
         exclusive=exclusive in ("NODE", "TOPO") or row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
         exclusive_user=exclusive == "USER" or row.get("ExclusiveUser", "").upper() == "YES",
@@ -362,8 +360,27 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
         deny_accounts=names(row.get("DenyAccounts", "")),
         allow_qos=names(row.get("AllowQos", "")),
         deny_qos=names(row.get("DenyQos", "")),
+        allow_groups=names(row.get("AllowGroups", "")),
         requires_reservation=row.get("ReqResv", "").upper() == "YES",
     )
+
+
+def preempt_mode(text: str) -> str:
+    """What happens to a job: `GANG,SUSPEND`, `REQUEUE`, `cancel,within`; OFF where nothing is said."""
+    # The other words say whose jobs, or how SUSPEND is carried out.
+    modes = [mode for mode in word(text).upper().split(",") if mode in ("CANCEL", "REQUEUE", "SUSPEND")]
+    return modes[0] if modes else "OFF"
+
+
+def qos_preempt_modes(text: str, default: str) -> dict[str, str]:
+    """`sacctmgr -n -P show qos format=Name,Preempt,PreemptMode`: QOS that another one may preempt -> how.
+
+    `default` is the cluster's mode, which holds for a QOS without one of its own (`cluster`).
+    """
+    rows = [row for line in text.splitlines() if len(row := line.strip().split("|")) == 3]
+    victims = {name for own, preempts, _ in rows for name in names(preempts) if name != own}
+    modes = {name: default if mode.lower() in ("", "cluster") else preempt_mode(mode) for name, _, mode in rows}
+    return {name: mode for name, mode in modes.items() if name in victims}
 
 
 def reservation(row: Mapping[str, str]) -> list[ReservationInfo]:
@@ -396,6 +413,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         cluster=values.get("ClusterName", ""),
         slurm_version=values.get("SLURM_VERSION", ""),
         preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
+        preempt_mode=preempt_mode(values.get("PreemptMode", "")),
         kill_wait_s=_seconds(values.get("KillWait"), 30.0),
         backfill_interval_s=float(interval[1]) if interval else 30.0,
         message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
@@ -403,6 +421,8 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         priority_type=values.get("PriorityType", ""),
         scheduler_parameters=scheduler,
         priority_weights=_weights(values),
+        priority_flags=names(values.get("PriorityFlags", "")),
+        site_factor="" if (plugin := values.get("PrioritySiteFactorPlugin", "")).endswith("none") else plugin,
         select_type=values.get("SelectType", ""),
     )
     return found, when(as_of[1]) if as_of else None

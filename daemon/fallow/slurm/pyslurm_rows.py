@@ -136,6 +136,7 @@ def partition(found: Any) -> dict[str, str]:
         "DenyAccounts": ",".join(found.denied_accounts),
         "AllowQos": ",".join(found.allowed_qos),
         "DenyQos": ",".join(found.denied_qos),
+        "AllowGroups": ",".join(found.allowed_groups),
         "ReqResv": _yes(found.requires_reservation),
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import grp
+import os
 import pwd
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -83,3 +86,17 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def own_groups() -> frozenset[str] | None:
+    """Names of our groups, as AllowGroups of a partition may name them; None: the user data base does not know."""
+    try:
+        me = pwd.getpwuid(os.getuid())
+        ids = os.getgrouplist(me.pw_name, me.pw_gid)
+    except (KeyError, OSError):
+        return None
+    found = set()
+    for group in ids:
+        with contextlib.suppress(KeyError):
+            found.add(grp.getgrgid(group).gr_name)
+    return frozenset(found)

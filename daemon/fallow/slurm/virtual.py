@@ -377,6 +377,8 @@ class VirtualCluster:
 def default_partitions(nodes: list[str]) -> list[PartitionInfo]:
     """Those of the testbed's `preempt` profile."""
     return [
-        PartitionInfo(partition="normal", nodes=nodes, max_time_s=86400.0, default=True, priority_tier=10),
+        PartitionInfo(
+            partition="normal", nodes=nodes, max_time_s=86400.0, default=True, priority_tier=10, preempt_mode="REQUEUE"
+        ),
         PartitionInfo(partition="scavenge", nodes=nodes, max_time_s=86400.0, preempt_mode="REQUEUE", grace_s=10.0),
     ]

@@ -27,7 +27,8 @@ class Profile(StrEnum):
     """What kind of site the testbed plays."""
 
     PREEMPT = "preempt"
-    "`normal` preempts `scavenge`, whose steps get SIGTERM 10 s before the end"
+    """`normal` preempts `scavenge`, whose steps get SIGTERM 10 s before the end. Nobody preempts jobs in `normal`;
+    Slurm shows the cluster's mode for it all the same, as most sites do."""
     NOGRACE = "nograce"
     "the same with GraceTime=0: SIGTERM and SIGKILL are KillWait apart"
     PLAIN = "plain"
@@ -161,6 +162,6 @@ def _partitions(layout: Layout) -> list[str]:
     if layout.profile is Profile.PLAIN:
         return [f"PartitionName={PARTITION} {common} Default=YES"]
     return [
-        f"PartitionName={PARTITION} {common} Default=YES PriorityTier=10 PreemptMode=OFF",
+        f"PartitionName={PARTITION} {common} Default=YES PriorityTier=10",
         f"PartitionName={SCAVENGE} {common} PriorityTier=1 PreemptMode=REQUEUE GraceTime={layout.profile.grace_s}",
     ]

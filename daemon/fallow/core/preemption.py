@@ -1,0 +1,55 @@
+"""Would Slurm itself take a node from a job of ours for somebody else? Pure.
+
+`scontrol show partition` tells how a partition's jobs would be preempted, not whether anybody may: one without a
+PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c). So a poll is put right when it comes in,
+and `PartitionInfo.preempts` is true for every reader. Who may: slurm.conf(5), PreemptType and PreemptMode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+
+ENDS = ("CANCEL", "REQUEUE")
+"""Modes that free a node; a suspended job keeps its memory and its GPUs."""
+
+
+def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None) -> ClusterState:
+    """The poll, with `preempt_mode` OFF in every partition where nobody could preempt a harvest job.
+
+    Doing it twice changes nothing.
+
+    Args:
+        cluster: as the client read it.
+        site: None: not known yet, so nothing is believed to preempt.
+        qos: of every harvest job (`[harvest] qos`); None: whatever the user's own jobs have.
+    """
+    never = {p.partition for p in cluster.partitions if not _preempted(p, cluster.partitions, site, qos)}
+    partitions = [
+        msgspec.structs.replace(p, preempt_mode="OFF") if p.preempts and p.partition in never else p
+        for p in cluster.partitions
+    ]
+    return msgspec.structs.replace(cluster, partitions=partitions)
+
+
+def preemptable_qos(site: ClusterConfig, qos: str | None) -> bool:
+    """May jobs of another QOS end those of this one?"""
+    # Slurm's accounting keeps names in lower case.
+    return qos is not None and site.qos_preempt_modes.get(qos.lower()) in ENDS
+
+
+def _preempted(
+    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
+) -> bool:
+    if site is None or not partition.preempts:
+        return False
+    if site.preempt_type == "preempt/qos":
+        return preemptable_qos(site, qos)
+    if site.preempt_type != "preempt/partition_prio":
+        return False
+    higher = (p for p in partitions if p.up and not p.root_only and p.priority_tier > partition.priority_tier)
+    nodes = frozenset(partition.nodes)
+    return any(not nodes.isdisjoint(p.nodes) for p in higher)

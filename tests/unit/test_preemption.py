@@ -1,0 +1,139 @@
+"""Whether anybody would take a node back from us, on what Slurm prints: the cluster's PreemptMode everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.preemption import as_for_us
+from fallow.core.requests import HarvestRules, harvestable
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.slurm import parse
+from fallow.slurm.cli import CliClient
+
+CONFIG = """Configuration data as of 2026-01-31T12:00:00
+PreemptMode             = REQUEUE
+PreemptType             = preempt/{kind}
+PreemptExemptTime       = 00:00:00
+"""
+
+LINE = (
+    "PartitionName={name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A "
+    "DefaultTime=00:10:00 DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED "
+    "MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes={nodes} PriorityJobFactor=1 "
+    "PriorityTier={tier} RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode={mode} "
+    "State={state} TotalCPUs=8 TotalNodes=2 SelectTypeParameters=NONE\n"
+)
+
+QOS = "normal||cluster\nhigh|normal,idle|requeue\nidle||cluster\nlow|low|cancel\ncalm||suspend\nboss|calm|cluster\n"
+
+
+def line(name: str, tier: int, nodes: str = "n[1-2]", mode: str = "REQUEUE", state: str = "UP") -> str:
+    return LINE.format(name=name, tier=tier, nodes=nodes, mode=mode, state=state)
+
+
+def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
+    """Partitions that are harvested by default, as Slurm shows them."""
+    config, _ = parse.config(CONFIG.format(kind=kind))
+    config = msgspec.structs.replace(config, qos_preempt_modes=parse.qos_preempt_modes(modes, config.preempt_mode))
+    cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1])
+    return [p.partition for p in harvestable(as_for_us(cluster, config, qos), HarvestRules())]
+
+
+@pytest.mark.parametrize(
+    ("text", "preempted"),
+    [
+        (line("batch", 1), []),
+        (line("normal", 10) + line("scavenge", 1), ["scavenge"]),
+        (line("normal", 10) + line("scavenge", 10), []),
+        (line("low", 1) + line("mid", 5) + line("top", 9), ["low", "mid"]),
+        (line("normal", 10, mode="OFF") + line("scavenge", 1, mode="CANCEL"), ["scavenge"]),
+        (line("normal", 10) + line("scavenge", 1, mode="OFF"), []),
+        (line("normal", 10) + line("scavenge", 1, mode="GANG,SUSPEND"), []),
+        (line("normal", 10, nodes="n[3-4]") + line("scavenge", 1), []),
+        (line("normal", 10, state="DOWN") + line("scavenge", 1), []),
+        (line("normal", 10).replace("RootOnly=NO", "RootOnly=YES") + line("scavenge", 1), []),
+    ],
+)
+def test_by_partition_only_a_higher_tier_on_the_same_nodes_preempts(text: str, preempted: list[str]) -> None:
+    assert harvested(text, "partition_prio") == preempted
+    assert harvested(text, "none") == []
+    assert harvested(text, "of_next_year") == []
+
+
+def test_by_qos_the_tier_of_a_partition_preempts_nobody() -> None:
+    both = line("normal", 10) + line("scavenge", 1)
+    assert harvested(both, "qos") == []
+    assert harvested(both, "qos", "idle") == harvested(both, "qos", "IDLE") == ["scavenge", "normal"]
+    assert harvested(both, "qos", "high") == [], "nobody preempts those"
+    assert harvested(both, "qos", "low") == [], "its own jobs do not count"
+    assert harvested(both, "qos", "calm") == [], "suspended, not ended"
+    assert harvested(both, "qos", "idle", modes="") == [], "accounting did not answer"
+    assert harvested(both, "partition_prio", "idle") == ["scavenge"]
+
+
+def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
+    cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(line("a", 1) + line("b", 2))[1])
+    assert {p.preempt_mode for p in as_for_us(cluster, None, "idle").partitions} == {"OFF"}
+
+
+def test_how_jobs_of_a_qos_are_preempted() -> None:
+    assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
+    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within\nh|idle|off\n", "OFF") == {
+        "idle": "CANCEL"
+    }
+    assert parse.config("PreemptMode = GANG,SUSPEND\nPreemptType = preempt/none\n")[0].preempt_mode == "SUSPEND"
+
+
+async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(name: str, text: str, code: int = 0) -> None:
+        (tmp_path / name).write_text(
+            f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\ncat <<'END'\n{text}\nEND\nexit {code}\n"
+        )
+        (tmp_path / name).chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    command("scontrol", CONFIG.format(kind="qos"))
+    command("sacctmgr", QOS)
+    client = CliClient()
+    assert (await client.config()).qos_preempt_modes == {"normal": "REQUEUE", "idle": "REQUEUE", "calm": "SUSPEND"}
+    command("sacctmgr", "", 1)
+    assert (await client.config()).qos_preempt_modes == {}
+    asked = await asyncio.to_thread((tmp_path / "asked").read_text)
+    assert asked.count("show qos format=Name,Preempt,PreemptMode") == 2
+    command("scontrol", CONFIG.format(kind="partition_prio"))
+    await client.config()
+    assert (await asyncio.to_thread((tmp_path / "asked").read_text)).count("show qos") == 2
+
+
+@given(
+    st.lists(
+        st.builds(
+            PartitionInfo,
+            partition=st.sampled_from(["a", "b", "c", "d"]),
+            nodes=st.lists(st.sampled_from(["n1", "n2", "n3"]), unique=True),
+            up=st.booleans(),
+            priority_tier=st.integers(0, 3),
+            preempt_mode=st.sampled_from(["OFF", "CANCEL", "REQUEUE", "SUSPEND"]),
+        ),
+        unique_by=lambda p: p.partition,
+    ),
+    st.sampled_from(["preempt/partition_prio", "preempt/qos", ""]),
+    st.sampled_from([None, "idle"]),
+)
+def test_twice_is_once_and_nothing_becomes_preemptable(
+    partitions: list[PartitionInfo], kind: str, qos: str | None
+) -> None:
+    site = ClusterConfig(cluster="c", slurm_version="1.0", preempt_type=kind, qos_preempt_modes={"idle": "CANCEL"})
+    before = ClusterState(at=0.0, nodes=[], jobs=[], partitions=partitions)
+    after = as_for_us(before, site, qos)
+    assert as_for_us(after, site, qos) == after
+    top = max((p.priority_tier for p in partitions), default=0)
+    for was, now in zip(before.partitions, after.partitions, strict=True):
+        assert now == was or (was.preempts and now == msgspec.structs.replace(was, preempt_mode="OFF"))
+        assert not (now.preempts and kind == "preempt/partition_prio" and now.priority_tier == top)
