@@ -53,6 +53,27 @@ def test_nice_against_the_weights_of_a_site() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("PriorityFlags = CALCULATE_RUNNING,NO_NORMAL_QOS", "leaves the factor of QOS without a bound"),
+        ("PriorityFlags = NO_NORMAL_ALL", "leaves the factor of QOS, TRES without a bound"),
+        ("PriorityFlags = NO_NORMAL_ASSOC", ""),  # its weight is 0
+        ("PriorityFlags = CALCULATE_RUNNING,MAX_TRES\nPrioritySiteFactorPlugin = (null)", ""),
+        ("PriorityFlags =\nPrioritySiteFactorPlugin = site_factor/none", ""),
+        ("PrioritySiteFactorPlugin = site_factor/lottery", "site_factor/lottery adds to priorities"),
+    ],
+)
+def test_weights_bound_priorities_only_where_factors_are_normalized(lines: str, words: str) -> None:
+    config, _ = parse.config(
+        "PriorityType = priority/multifactor\nPriorityWeightQOS = 1000\nPriorityWeightTRES = CPU=10\n" + lines + "\n"
+    )
+    assert needed_nice(config) == (None if words else 1011)
+    assert nice_for(config, 100_000) == 100_000
+    found = refusals(cluster(), config, unseen=False, allow_unseen=False, allow_unfair=False)
+    assert (words in found.get("plain", "")) and bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         (site(), ""),

@@ -2,7 +2,9 @@
 
 Weights and order: slurm.conf(5), priority_multifactor and sched_config of Slurm's documentation. `--nice` lowers the
 priority by its value; a multifactor priority is at most the sum of the site's weights, so a nice above that sum puts a
-job behind all others. Priority tiers of partitions come before priorities, so no nice helps against them.
+job behind all others. That holds for factors between 0 and 1: not where the site leaves some of them as they are
+(PriorityFlags NO_NORMAL_*: a raw number times the weight) or has a plugin add to them (PrioritySiteFactorPlugin).
+Priority tiers of partitions come before priorities, so no nice helps against them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,14 @@ MAX_NICE = 2_147_483_645
 BASIC_NICE = 1000
 """Under priority/basic every new job gets one less than the one before, so this many later jobs still come first."""
 
+_RAW = {
+    "NO_NORMAL_ASSOC": "Assoc",
+    "NO_NORMAL_PART": "Partition",
+    "NO_NORMAL_QOS": "QOS",
+    "NO_NORMAL_TRES": "TRES",
+}
+"""Flag -> weight whose factor it leaves as the raw number."""
+
 LOOKS = 3
 """Polls in a row that show a node in use by nobody before we believe it: queries and jobs may cross."""
 
@@ -26,9 +36,25 @@ def needed_nice(config: ClusterConfig) -> int | None:
     """The least `--nice` that puts a job behind everybody else's; None: none does."""
     if "multifactor" not in config.priority_type:
         return BASIC_NICE
+    if _unbounded(config):
+        return None
     total = sum(config.priority_weights.values())
     # Without weights all have the same priority, and the older job goes first.
     return total + 1 if 0 < total < MAX_NICE else None
+
+
+def _unbounded(config: ClusterConfig) -> str:
+    """What makes priorities larger than the sum of the weights, in words; empty: nothing."""
+    if config.site_factor:
+        return f"{config.site_factor} adds to priorities"
+    weighted = {name.partition(" ")[0] for name in config.priority_weights}
+    # Some versions of Slurm print NO_NORMAL_ALL for any one of them (src/api/config_info.c).
+    raw = {_RAW[flag] for flag in config.priority_flags if flag in _RAW}
+    if "NO_NORMAL_ALL" in config.priority_flags:
+        raw.update(_RAW.values())
+    if names := sorted(raw & weighted):
+        return f"PriorityFlags leaves the factor of {', '.join(names)} without a bound"
+    return ""
 
 
 def nice_for(config: ClusterConfig | None, wanted: int) -> int:
@@ -42,6 +68,7 @@ def unfair(config: ClusterConfig, partition: PartitionInfo, others: Collection[P
     if needed_nice(config) is None:
         total = sum(config.priority_weights.values())
         why = f"weights add up to {total}" if total else "no weights are set, so the older job goes first"
+        why = _unbounded(config) or why
         return f"no --nice puts a request behind others' jobs ({config.priority_type}: {why})"
     nodes = set(partition.nodes)
     lower = [
