@@ -13,18 +13,26 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
 
 import msgspec
 
 import fallow
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
+from fallow.worker.exitvalue import exit_value
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
 _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_paths().values())
 "Beginnings of file names that are not part of a user's script."
+
+
+def _outermost_code() -> CodeType:
+    """Of the frame in which this thread's Python begins."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
 
 
 def read_secret(descriptor: int) -> WorkerSecret:
@@ -113,43 +121,52 @@ class Ending:
         self._failed = failed
         self._at_once = at_once
         self._owner = os.getpid()
+        self._outermost = _outermost_code()
         self.code: int | None = None
-        "known exit code; None: the script is running or ended normally"
+        "exit code of an end by an exception; None: the script is running, or has ended without one"
 
     def install(self) -> None:
         """Take over `sys.excepthook`, `sys.exit` and the process end; call before the script registers its own."""
-        plain_exit = sys.exit
-
-        def exit_(status: Any = None) -> None:
-            self.code = status if isinstance(status, int) else int(status is not None)
-            plain_exit(status)
-
-        sys.exit = exit_  # type: ignore[assignment]
+        exit_value.install()
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, FallowError):
-            self.code = int(error.code)
             print(f"fallow: {error.message}", file=sys.stderr)  # noqa: T201
+        else:
+            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+        self._tell(error, trace)
+
+    def _tell(self, error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, FallowError):
+            self.code = int(error.code)
             self._failed(self.code, error.message, "", signature_of(error, trace))
         else:
             self.code = 1
-            text = "".join(traceback.format_exception(kind, error, trace))
-            sys.stderr.write(text)
-            self._failed(1, f"{kind.__name__}: {error}", text, signature_of(error, trace))
+            text = "".join(traceback.format_exception(type(error), error, trace))
+            self._failed(1, f"{type(error).__name__}: {error}", text, signature_of(error, trace))
+
+    def _look_at_exception(self) -> None:
+        """The script may have put a hook of its own in the place of ours."""
+        error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+        if self.code is None and error is not None and trace is not None and trace.tb_frame.f_code is self._outermost:
+            self._tell(error, trace)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:
             return
-        if self.code is None:
+        self._look_at_exception()
+        if self.code is None and exit_value.status:
+            self.code = exit_value.status
+            how = f"exit code {self.code}"
+            said = "" if isinstance(exit_value.value, int) else f": {exit_value.value}"
+            self._failed(self.code, f"the script ended with {how}{said}", "", how)
+        elif self.code is None:
             try:
                 self._finished()
             except FallowError as error:
                 self._on_exception(FallowError, error, None)
-        elif self.code and sys.exc_info()[0] is None:
-            how = f"exit code {self.code}"
-            self._failed(self.code, f"the script ended with {how}", "", how)
         code = self.code or 0
         # Python itself would exit with 1 after an exception, whatever its code.
         if code <= 1 and not self._at_once():
