@@ -155,9 +155,9 @@ def in_short(found: Figures) -> str:
     """One line."""
     jobs, hole = found.jobs, found.hole_to_step_s
     return (
-        f"{found.seconds:.0f} s: {_share(found)}, hole to step p50 {_seconds(hole.p50)} of {found.holes} holes, "
-        f"{sum(each.holes for each in found.unfilled)} unfilled; {jobs.compared} jobs, {jobs.beyond_rule} later by "
-        f"more than {jobs.rule_s:.0f} s, max {jobs.max_s:+.0f} s; looks missed {found.looks.missed}"
+        f"{found.seconds:.0f} s: {_share(found)}, hole to step p50 {_seconds(hole.p50)}; {found.holes} usable holes, "
+        f"{sum(each.holes for each in found.unfilled)} not filled; {jobs.compared} jobs, {jobs.beyond_rule} later "
+        f"by more than {jobs.rule_s:.0f} s, max {jobs.max_s:+.0f} s; looks missed {found.looks.missed}"
     )
 
 

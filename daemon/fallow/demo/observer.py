@@ -32,12 +32,10 @@ class Observer:
         while True:
             began = time.monotonic()
             try:
-                cluster = await self._slurm.poll("fallow-")
+                self._note(await self._slurm.poll("fallow-"))
             except Exception as error:  # whatever it was, the next look may be good: this is half an hour's evidence
                 self.missed += 1
                 self.problem = str(error)
-            else:
-                self._note(cluster)
             await asyncio.sleep(max(0.05, began + self._interval_s - time.monotonic()))
 
     @property
