@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from fallow.core.audit import Done, Fed, Record, Start, audit
 
 
@@ -15,4 +17,4 @@ def test_steps_of_a_generation_that_was_broken_off_early_count() -> None:
             records.append(Done(generation=generation, step=step))
     records.append(Fed(generation=2, epoch=0, step=2, shard=0, n=4, total=4, crc=2))  # done again by generation 3
     report = audit(records, {1: 0, 3: 2}, steps=3, per_step=4)
-    assert (report.consumed, report.lost, report.duplicated) == (12, 0, 0)
+    assert msgspec.to_builtins(report) == {"consumed": 12, "lost": 0, "duplicated": 0}

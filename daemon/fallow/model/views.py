@@ -21,12 +21,12 @@ class PauseReport(Struct, frozen=True, kw_only=True):
     unplanned: Quantiles
 
 
-class SampleReport(Struct, frozen=True, kw_only=True):
+class SampleReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumed: int
     lost: int
     duplicated: int
     unknown: int = 0
-    "of steps whose records a disk without room has kept out of the ledgers: the audit is incomplete"
+    "of steps whose records a disk without room has kept out of the ledgers: the audit is incomplete. Not shown when 0"
 
 
 class GenerationReport(Struct, frozen=True, kw_only=True):
