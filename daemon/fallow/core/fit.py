@@ -109,6 +109,11 @@ class _Group:
             self._from += 1
         return None
 
+    def has(self, count: int, free: bytearray) -> bool:
+        """Are so many nodes free that its slots may have?"""
+        found = (rank for rank in islice(self._ranks, self._from, None) if free[rank])
+        return len(list(islice(found, count))) == count
+
     def freed(self, node: str, rank: int) -> None:
         if node in self.fits:
             self._from = min(self._from, bisect_left(self._ranks, rank))
@@ -156,8 +161,12 @@ class Packing:
         "shares -> nodes with room for them side by side"
         self._holder: dict[str, int] = {}
         "node -> its slots"
-        self._open: dict[int, int] = {}
-        "slots that share their node -> CPUs that are left there, if any"
+        self._open: dict[int, set[int]] = {}
+        "CPUs that are left on a node -> slots that share it"
+        self._left: dict[int, int] = {}
+        "those slots -> CPUs"
+        self._asked: dict[object, tuple[frozenset[str], _Group]] = {}
+        "group of a share, by what the job that is being placed asks for"
         self._free = bytearray(b"\1" * len(places))
         "by rank: does nobody have it?"
         self._dead: set[str] = set()
@@ -178,6 +187,7 @@ class Packing:
         """Place a job, all its parts or nothing; returns its number, or None when it does not fit."""
         start = len(self._undo)
         job = self._jobs
+        self._asked.clear()
         if all(self._place_part(part, job) for part in parts):
             self._jobs += 1
             return job
@@ -210,7 +220,7 @@ class Packing:
         """One node more for a job: in a slot that others have begun, or in one of its own."""
         if share.whole:
             return self._new(1, share, may, job)
-        for index in sorted(i for i, cpus in self._open.items() if cpus >= share.cpus):
+        for index in sorted(i for cpus, some in self._open.items() if cpus >= share.cpus for i in some):
             (node,) = self._slots[index].taken
             crowded = job in self._slots[index].owners or node not in may
             if not crowded and self._places[node].holds([*self._slots[index].shares, share]):
@@ -253,18 +263,24 @@ class Packing:
         self._undo.append(lambda: self._replace(index, new, old))
 
     def _new(self, count: int, share: Share, may: frozenset[str], job: int) -> bool:
-        fits = (self._fitting([share]) & may) - self._dead
-        if len(fits) < count:
+        index, group = len(self._slots), self._group_of(share, may)
+        if len(group.fits) < count:
             return False
-        index, group = len(self._slots), self._group(fits)
         self._slots.append(_Slots(count, [share], group, frozenset((job,))))
         self._undo.append(self._slots.pop)
-        if count > 1 and self._within_reach(group) < count:
+        if count > 1 and not group.has(count, self._free) and self._within_reach(group) < count:
             return False
         if all(self._fill(index) for _ in range(count)):
             return True
         self._bury(index, job)
         return False
+
+    def _group_of(self, share: Share, may: frozenset[str]) -> _Group:
+        key = (share.cpus, share.memory_mb, tuple(share.gpus.items()), share.whole, id(may), len(self._dead))
+        if key not in self._asked:
+            # With `may` itself, so that nothing else is given its number.
+            self._asked[key] = may, self._group((self._fitting([share]) & may) - self._dead)
+        return self._asked[key][1]
 
     def _group(self, fits: frozenset[str]) -> _Group:
         if fits not in self._groups:
@@ -330,6 +346,8 @@ class Packing:
 
     def _within_reach(self, start: _Group) -> int:
         """At most so many nodes could be had by slots of a group."""
+        if not any(self._free):
+            return 0
         nodes = frozenset[str]().union(*(each.fits for each in self._reach(start, {})))
         return sum(self._free[self._rank[node]] for node in nodes)
 
@@ -383,13 +401,16 @@ class Packing:
 
     def _look(self, index: int) -> None:
         """Keep note of what slots leave to others."""
-        self._open.pop(index, None)
+        before = self._left.pop(index, 0)
+        if before:
+            self._open[before].discard(index)
         slots = self._slots[index]
         if slots.count == 1 and slots.taken and not slots.shares[0].whole:
             (node,) = slots.taken
             left = self._places[node].cpus - sum(share.cpus for share in slots.shares)
             if left > 0:
-                self._open[index] = left
+                self._left[index] = left
+                self._open.setdefault(left, set()).add(index)
 
     def _back_to(self, length: int) -> None:
         while len(self._undo) > length:

@@ -27,6 +27,10 @@ ELEMENTS = 256
 """Elements of a job array that are placed at once."""
 
 
+STARTS = 1000
+"""Jobs (elements of arrays each) that are placed at once: twice as many as one cycle of Slurm's backfill looks at."""
+
+
 @dataclass(frozen=True, slots=True)
 class GiveBack:
     """Release a node that somebody else could use now."""
@@ -81,7 +85,10 @@ def assess(
         return Standing()
     view = _View(cluster, allocations, former, whole_nodes, declined)
     # All of them first: a later one may move an earlier one to another node.
-    placed = [(job, number) for job in others for number in view.place(job)]
+    placed: list[tuple[Waiting, int]] = []
+    for job in others:
+        if len(placed) < STARTS:
+            placed += [(job, number) for number in view.place(job)]
     nodes = view.packing.nodes()
     takers: dict[str, list[Waiting]] = {}
     for job, number in placed:
