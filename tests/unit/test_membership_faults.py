@@ -17,6 +17,7 @@ from fallow.model import (
     PROTOCOL,
     Abort,
     Active,
+    Aligned,
     Beat,
     Commit,
     Doing,
@@ -259,6 +260,8 @@ def test_a_member_that_was_healed_is_told_of() -> None:
             ),
         )
     )
+    again = m.handle(ev.Said(at=3, message=Aligned(worker="w1", generation=m.roster.generation, step=90)))
+    assert [told.data["step"] for told in records(again, "healed")] == [90]
     (told,) = records(out, "healed")
     assert "w1 on n-w1: its weights were not those of most members at step 7; it has received theirs" in told.text
     assert told.data == {"worker": "w1", "node": "n-w1", "step": 7}

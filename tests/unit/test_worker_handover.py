@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from fallow.model import Exit, FallowError
 from fallow.worker import handover, stream, switch
+from fallow.worker.align import align, source
+from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted, build_group
 from fallow.worker.position import Position
 from fallow.worker.prepared import Gate, Prepared
@@ -203,6 +205,29 @@ def test_a_drifted_member_is_healed_by_the_majority() -> None:
     equal(members[0], members[1])
 
 
+def test_members_that_came_apart_are_brought_together() -> None:
+    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(3)]
+    for number, member in enumerate(members):
+        member.train(2)
+        member.model.wide.weight.data += 1e-7 * number
+        member.optimizer.state[member.model.wide.weight]["exp_avg"] *= 1 + 1e-6 * number
+    wanted = [tensor.clone() for tensor in members[1].tensors()]
+    ours = groups(4, members, HashStore())
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda group, member: align(group, member.prepared, 1), ours, members))
+    for group in ours:
+        group.destroy()
+    assert all(torch.equal(*pair) for pair in zip(wanted, members[1].tensors(), strict=True)), "it gave only"
+    for member in members:
+        member.train(1)
+    equal(members[1], members[0])
+    equal(members[1], members[2])
+
+
+def test_whose_weights_count() -> None:
+    assert [source(pieces) for pieces in ([5, 7], [7, 5, 5], [1, 2, 3], [9, 4, 9, 4, 4])] == [0, 1, 0, 1]
+
+
 def all_meet(generation: int, members: Sequence[Member]) -> list[Exchanged | Exception]:
     """An exchange that may fail; what became of it on each member."""
 
@@ -218,14 +243,26 @@ def all_meet(generation: int, members: Sequence[Member]) -> list[Exchanged | Exc
         return list(pool.map(one, ours, members))
 
 
-def test_drift_without_a_majority_ends_the_run() -> None:
+def test_drift_without_a_majority_ends_a_reproducible_run() -> None:
     members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(2)]
     for member in members:
+        member.prepared.arithmetic = Exact()
         member.standing.value = HOLDS
     members[1].model.mask.logical_not_()
     for error in all_meet(4, members):
         assert isinstance(error, FallowError)
         assert "different weights" in error.message
+
+
+def test_drift_without_a_majority_is_healed_from_the_first_where_bits_may_differ() -> None:
+    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(2)]
+    for member in members:
+        member.standing.value = HOLDS
+        member.train(1)
+    members[1].model.wide.weight.data += 1e-7
+    done = change(4, members)
+    assert [one.healed for one in done] == [[1], [1]]
+    equal(members[0], members[1])
 
 
 def test_donors_with_different_optimizer_state_are_found_out() -> None:
@@ -460,8 +497,12 @@ def test_donors_are_the_majority_of_those_at_the_newest_step(views: list[View]) 
     if newest and 2 * ones == len(newest):
         with pytest.raises(FallowError):
             judge(3, views)
+        donors, _, healed = judge(3, views, drift=True)
+        assert [views[rank] for rank in donors] == [view for view in newest if view == newest[0]]
+        assert len(donors) == len(healed)
         return
     donors, _, healed = judge(3, views)
+    assert judge(3, views, drift=True).donors == donors
     usual = [view for view in newest if view.fingerprint == (2 * ones > len(newest))]
     assert [views[rank] for rank in donors] == usual
     assert len(donors) + len(healed) == len(newest)

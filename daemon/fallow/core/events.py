@@ -10,6 +10,7 @@ from typing import Any
 
 from fallow.model import (
     Active,
+    Aligned,
     Beat,
     CheckpointDamaged,
     Checkpointed,
@@ -32,6 +33,7 @@ AboutMembership = (
     | Beat
     | Active
     | Held
+    | Aligned
     | Left
     | Failed
     | Finished

@@ -29,6 +29,7 @@ from fallow.core.watch import Overdue, Watch
 from fallow.model import (
     Abort,
     Active,
+    Aligned,
     Beat,
     CheckpointDamaged,
     CheckpointFailed,
@@ -93,6 +94,7 @@ class Membership:
             Beat: self._beat,
             Active: self._active,
             Held: self._held,
+            Aligned: self._aligned,
             Left: self._left,
             Failed: self._failed,
             Finished: self._finished,
@@ -255,11 +257,7 @@ class Membership:
         if worker is None or worker.phase is WorkerPhase.GONE:
             return
         if active.healed:
-            text = (
-                f"{active.worker} on {worker.node}: its weights were not those of most members at step "
-                f"{active.first_step}; it has received theirs. Does this node compute differently?"
-            )
-            self._effects.record("healed", text, worker=active.worker, node=worker.node, step=active.first_step)
+            self._healed(worker, active.first_step)
         if change is None or change.generation != active.generation:
             return
         worker.has_state = True
@@ -272,6 +270,18 @@ class Membership:
         change.steps_discarded = max(change.steps_discarded, active.steps_discarded)
         if active.pause_s > (change.pause_s or 0.0):
             change.pause_s, change.parts = active.pause_s, active.parts
+
+    def _aligned(self, aligned: Aligned, at: float) -> None:
+        worker = self.roster.workers.get(aligned.worker)
+        if worker is not None and worker.phase is not WorkerPhase.GONE:
+            self._healed(worker, aligned.step)
+
+    def _healed(self, worker: Worker, step: int) -> None:
+        text = (
+            f"{worker.worker} on {worker.node}: its weights were not those of most members at step {step}; it has "
+            "received theirs. Does this node compute differently?"
+        )
+        self._effects.record("healed", text, worker=worker.worker, node=worker.node, step=step)
 
     def _held(self, held: Held, at: float) -> None:
         if held.worker in involved(self.roster):

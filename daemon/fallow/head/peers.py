@@ -23,6 +23,7 @@ from fallow.model import (
     AgentEnd,
     AgentHello,
     AgentLeft,
+    Aligned,
     AllocationKind,
     AllocationState,
     Beat,
@@ -102,7 +103,7 @@ class Peers:
                 self._take(turn, run, message)
             case CheckpointFailed():
                 saved.give_up(turn, run, message)
-            case Vote() | Held() | Left() | CheckpointDamaged():
+            case Vote() | Held() | Aligned() | Left() | CheckpointDamaged():
                 self._take(turn, run, message)
 
     @staticmethod

@@ -132,6 +132,14 @@ class Held(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Aligned(Message, frozen=True, kw_only=True):
+    """Between two steps it has received the others' state anew: its weights had come apart from theirs."""
+
+    worker: str
+    generation: int
+    step: int
+
+
 class Left(Message, frozen=True, kw_only=True):
     """The worker switched out of `generation` at a boundary and is ending its process."""
 
@@ -240,6 +248,7 @@ FromWorker = (
     | Beat
     | Active
     | Held
+    | Aligned
     | Left
     | Checkpointed
     | CheckpointFailed

@@ -7,6 +7,7 @@ unchanged, and what is computed from them does not depend on who computed which 
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class Control:
     head: Head
     paces: list[float]
     "seconds per shard that each member measured, by rank; 0: not yet"
+    pieces: list[int]
+    "checksum of a piece of the weights on each member before the step, by rank"
     losses: list[float]
     "weight x loss of each shard, in this round and those before it in the step"
     touched: list[bool]
@@ -67,6 +70,11 @@ class Control:
     def loss(self) -> float | None:
         """Mean loss so far in the step, None without any."""
         return exact_sum(self.losses) if self.head.scalars else None
+
+    @property
+    def drifted(self) -> bool:
+        """The members began the step with unlike weights."""
+        return len(set(self.pieces)) > 1
 
 
 def exact_sum(values: Sequence[float]) -> float:
@@ -78,33 +86,41 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def encode(
-    head: Head, size: int, rank: int, pace: float, losses: Sequence[float], touched: Sequence[bool]
+    head: Head, size: int, rank: int, pace: float, piece: int, losses: Sequence[float], touched: Sequence[bool]
 ) -> torch.Tensor:
-    """This member's part of the vector; float64 of len(Head) + size + shards + parameters."""
-    paces = [0.0] * size
-    paces[rank] = pace
-    return torch.frombuffer(array("d", [*head, *paces, *losses, *touched]), dtype=torch.float64)
+    """This member's part of the vector; float64 of len(Head) + 2 x size + shards + parameters."""
+    paces, pieces = [0.0] * size, [0.0] * size
+    paces[rank], pieces[rank] = pace, float(piece)
+    return torch.frombuffer(array("d", [*head, *paces, *pieces, *losses, *touched]), dtype=torch.float64)
 
 
 def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
     """The inverse of `encode`, of the sum over the members."""
     values: list[float] = vector.tolist()
-    first = len(Head._fields)
-    second = first + size
-    third = second + shards
+    ends = list(itertools.accumulate((len(Head._fields), size, size, shards)))
+    head, paces, pieces, losses = (values[start:end] for start, end in itertools.pairwise([0, *ends]))
     return Control(
-        Head(*values[:first]), values[first:second], values[second:third], [value > 0 for value in values[third:]]
+        Head(*head), paces, [int(piece) for piece in pieces], losses, [value > 0 for value in values[ends[-1] :]]
     )
 
 
-def check(got: Head, plan: StepPlan, size: int, rounds: int, agreement: int) -> None:
+def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: int, *, drift: bool) -> None:
     """Compare the sums with what the plan says.
+
+    Args:
+        control: what the exchange told.
+        plan: of the step.
+        size: members.
+        rounds: finished ones in this step.
+        agreement: this member's; all must have the same.
+        drift: the members' weights may differ.
 
     Raises:
         FallowError: the members did not do the same work.
     """
-    first = rounds == 0
-    if got.contributors == size and got.step == size * plan.step and got.agreement != size * agreement:
+    first, got = rounds == 0, control.head
+    unlike = got.agreement != size * agreement or (control.drifted and not drift)
+    if got.contributors == size and got.step == size * plan.step and unlike:
         raise FallowError(
             f"at step {plan.step}: the members' weights, learning rates or counts of acting steps differ; every "
             "prepared object has to act alike on all members: no `if` around it that depends on the rank, on a count "

@@ -80,6 +80,7 @@ class Member:
             self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
             self._reducer.elastic = self.session is not None
+            self._reducer.drift = not prepared.reproducible
             self.gate.gathered = self._reducer.gathered
             self._reducer.before_control = self.ledger.flush
             self._reducer.complete = lambda: self.standing.intake is None

@@ -120,6 +120,10 @@ class Reducer:
         "the final body made no backward"
         self.agreement = 0
         "32 bits that must be the same on all members in this step"
+        self.piece = 0
+        "checksum of a piece of the weights"
+        self.drift = False
+        "members' weights may differ in what kernels make of them"
         self.gathered: set[int] = set()
         "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
         self.samples = 0
@@ -422,7 +426,7 @@ class Reducer:
         losses = [0.0] * plan.shards
         for loss in self._losses:
             losses[loss.shard] += float(loss.value) / loss.scale * loss.weight
-        vector = ctl.encode(head, group.size, group.rank, self.pace, losses, self._touched[self._number])
+        vector = ctl.encode(head, group.size, group.rank, self.pace, self.piece, losses, self._touched[self._number])
         group.all_reduce(vector)
         extent = self._arithmetic.extent(self._number, len(self._params))
         if extent is not None:
@@ -443,7 +447,7 @@ class Reducer:
         if told.buffers is not None:
             _scatter_bytes(told.buffers, self._buffers())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
-        ctl.check(control.head, self._plan, self._group.size, self.rounds, self.agreement)
+        ctl.check(control, self._plan, self._group.size, self.rounds, self.agreement, drift=self.drift)
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")

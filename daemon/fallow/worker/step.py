@@ -76,7 +76,8 @@ class Step:
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase))
         self.watch.begin_step()
         # In its first step a newcomer's optimizers may still be under way.
-        reducer.agreement = self.watch.agreement(at.step, rates=self._fed is not None and self._fed[0] == generation)
+        reducer.agreement = self.watch.agreement(rates=self._fed is not None and self._fed[0] == generation)
+        reducer.piece = self.watch.piece(at.step)
         self.slots = []
         self.sums = []
         self.shards = loader.shards

@@ -8,7 +8,8 @@ import time
 import msgspec
 
 from fallow.core.shares import Division
-from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
+from fallow.model import Active, Aligned, CheckpointDamaged, FallowError, Left, Parts, Prepare
+from fallow.worker.align import EVERY, align, source
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.fixed import check_arithmetic
 from fallow.worker.group import Group, Interrupted
@@ -23,6 +24,11 @@ from fallow.worker.upcoming import Upcoming
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
 "A fixed world's only generation."
 
+_DRIFTED = (
+    "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
+    "replaced. Does this node compute differently?\n"
+)
+
 
 class SwitchedOut(Exception):
     """This worker is not in the new generation. Turned into `fallow.Released` by the public API."""
@@ -34,6 +40,10 @@ class Turn:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._arrival: _Arrival | None = None
+        self._align_from = 0
+        "no alignment before this step: the same on all members"
+        self._aligned_in = 0
+        "generation in which this member has told that it was aligned"
 
     def take(self) -> None:
         """Between two steps: write a checkpoint, change the generation, or neither."""
@@ -45,6 +55,10 @@ class Turn:
         if planned or member.group.broken is not None:
             self._switch(planned)
         elif finished:
+            control = reducer.control
+            if reducer.drift and control is not None and control.drifted and not self._align(control.pieces):
+                self._switch(planned=False)
+                return
             self._divide()
 
     def join(self) -> None:
@@ -62,6 +76,29 @@ class Turn:
             raise FallowError(
                 f"the first exchange between the ranks failed: {error}; see the other ranks' output"
             ) from None
+
+    def _align(self, pieces: list[int]) -> bool:
+        """Bring members together whose weights differ, now and then; False: the group broke before it was done.
+
+        Args:
+            pieces: checksums of their weights, by rank.
+        """
+        member = self._member
+        group, step = member.group, member.place.position.step
+        if step < self._align_from:
+            return True
+        root = source(pieces)
+        try:
+            align(group, member.prepared, root)
+        except Interrupted:
+            return False
+        self._align_from = step + EVERY
+        if pieces[group.rank] != pieces[root] and self._aligned_in != group.generation:
+            self._aligned_in = group.generation
+            sys.stderr.write(_DRIFTED.format(generation=group.generation, step=step))
+            if member.session is not None:
+                member.session.send(Aligned(worker=member.session.worker, generation=group.generation, step=step))
+        return True
 
     def _divide(self) -> None:
         """Divide the shards anew if the members' paces, which all have just been told, make it worth while."""
@@ -117,11 +154,9 @@ class Turn:
         entered = time.monotonic()
         place.went_back = prepare.rollback and not newcomer
         if group.rank in done.healed:
-            sys.stderr.write(
-                f"fallow: generation {group.generation}: this member's weights were not those of the others at step "
-                f"{done.position.step}; they were replaced. Does this node compute differently?\n"
-            )
+            sys.stderr.write(_DRIFTED.format(generation=group.generation, step=done.position.step))
         member.group = group
+        self._align_from = 0
         member.division = Division(tuple(done.paces))
         place.position = done.position
         place.joined = True

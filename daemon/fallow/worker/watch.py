@@ -91,19 +91,20 @@ class Watch:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def agreement(self, step: int, *, rates: bool) -> int:
+    def agreement(self, *, rates: bool) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
-        Hyperparameters (with `rates`), how often each object has acted in this generation, and a piece of one
-        parameter, another one in each step.
+        Hyperparameters (with `rates`) and how often each object has acted in this generation.
         """
-        seen = hash(
-            (tuple(self._prepared.acts), self._rates() if rates else ())
-        )  # numbers only: other hashes differ by process
-        if self._trainable:
-            weights = self._trainable[step % len(self._trainable)][1].detach().reshape(-1)[:_CANARY]
-            seen ^= zlib.crc32(as_bytes(weights.to("cpu").contiguous()).numpy().data)
-        return seen & 0xFFFFFFFF
+        # Numbers only: other hashes differ by process.
+        return hash((tuple(self._prepared.acts), self._rates() if rates else ())) & 0xFFFFFFFF
+
+    def piece(self, step: int) -> int:
+        """A checksum of a piece of one parameter, another one in each step; 32 bits."""
+        if not self._trainable:
+            return 0
+        weights = self._trainable[step % len(self._trainable)][1].detach().reshape(-1)[:_CANARY]
+        return zlib.crc32(as_bytes(weights.to("cpu").contiguous()).numpy().data)
 
     def begin_step(self) -> None:
         """Remember the weights that no prepared optimizer may change."""
