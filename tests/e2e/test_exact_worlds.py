@@ -40,6 +40,14 @@ def test_one_digest_for_every_world() -> None:
     assert others == [first] * 5
 
 
+@pytest.mark.soak
+def test_one_digest_for_the_worlds_between() -> None:
+    """As above, with more skewed shares."""
+    worlds = [{"world": n} for n in (1, 3, 4, 6, 7)] + [{"world": n, "shares": n} for n in (5, 6, 7, 8)]
+    first, *others = (result["AdamW"] for result in results(*worlds))
+    assert others == [first] * 8
+
+
 def test_floating_sums_would_differ() -> None:
     """The trainings above are able to tell."""
     one, three = results({"world": 1, "reproducible": False}, {"world": 3, "reproducible": False})

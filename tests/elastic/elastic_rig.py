@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -294,6 +295,16 @@ class Elastic:
         gate.touch()
         return gate
 
+    def hold_late(self, what: str, worker: str) -> Path:
+        """Have this worker wait before it does that (`give`, `take`) with the part of the state that comes late."""
+        gate = self.gates / f"hold-{what}-{worker}"
+        gate.touch()
+        return gate
+
+    async def held_late(self, what: str, worker: str) -> None:
+        """Wait until it does so: everything else has been handed over."""
+        await until((self.gates / f"held-{what}-{worker}").exists, f"{worker} does not {what} the late part")
+
     async def taking_over(self, worker: str) -> None:
         """Wait until it does so."""
         await until((self.gates / f"held-load-{worker}").exists, f"{worker} does not take over the state")
@@ -351,6 +362,11 @@ class Elastic:
     async def goes_on(self, steps: int = 3) -> RunView:
         """Wait until so many further steps are finished."""
         return await self.reaches((await self.view()).step + steps)
+
+    def longest_gap(self) -> float:
+        """The longest time between two steps (seconds), whoever finished them."""
+        times = sorted(map(float, (self.gates / "times").read_text().split()))
+        return max(after - before for before, after in itertools.pairwise(times))
 
     async def events(self, kind: str | None = None) -> list[EventRecord]:
         found = msgspec.convert(await self.rig.call("events", run=self.id, since=0, limit=10_000), list[EventRecord])
@@ -428,8 +444,13 @@ def expected_samples(steps: int, batch: int = BATCH, samples: int = SAMPLES) -> 
     return steps // per_epoch * samples + steps % per_epoch * batch
 
 
-def judge(report: RunReport, undisturbed: RunReport) -> None:
+def judge(report: RunReport, undisturbed: RunReport, losses: int = 0) -> None:
     """What holds for every history: the same result, each sample once, at most one step lost for a loss.
+
+    Args:
+        report: of the history.
+        undisturbed: of the same training, left alone.
+        losses: members that were lost at least; one that is lost soon after another has no generation of its own.
 
     Raises:
         AssertionError: it does not.
@@ -447,4 +468,7 @@ def judge(report: RunReport, undisturbed: RunReport) -> None:
     assert firsts == sorted(firsts, key=lambda first: first or 0)
     assert firsts[0] == 0
     ejects = sum(generation.kind == "eject" for generation in report.generations)
-    assert report.steps_discarded <= ejects
+    assert report.steps_discarded <= max(ejects, losses)
+    for before, after in itertools.pairwise(report.generations):
+        if after.kind == "absorb" and after.first_step and set(before.members) & set(after.members):
+            assert after.bytes_behind, f"generation {after.generation}: nothing came behind the first forward"

@@ -1,13 +1,18 @@
 """The training of `tests/elastic`: tiny, reproducible, with all that makes a step depend on where it is computed.
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
-is smaller than the others. In the folder `--gates` the tests say what happens when:
+is smaller than the others; with `--rich` AdamW, bfloat16 autocast, clipping, GradScaler and a moving average besides.
+The runtime is told to take it for a large model: a step has several buckets, and a part of the state is handed over
+behind the first forward. In the folder `--gates` the tests say what happens when:
 
 `ACTION-STEP-WORKER`: in its last body of that step this worker does what `ACTIONS` says
 `switch-STEP-WORKER`: in its last body of that step this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
 `late-WORKER`: this worker waits at the end of the script until the file is gone
 `hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
+`hold-give-WORKER`, `hold-take-WORKER`: before it sends, or receives, the part of the state that comes late
+
+There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line).
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
+from fallow.worker import arithmetic, buckets, exact, handover, reducer, stream
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 
@@ -61,6 +70,50 @@ class Guest:
             hold(self.gate)
 
 
+class Pull:
+    """Draws the weights towards their average, by the scaler's scale: both of them show in the model."""
+
+    def __init__(self, model: nn.Module, average: AveragedModel, scaler: torch.amp.GradScaler) -> None:
+        self.model, self.average, self.scaler = model, average, scaler
+
+    @torch.no_grad()
+    def update(self) -> None:
+        part = self.scaler.get_scale() * 2.0**-20
+        for parameter, mean in zip(self.model.parameters(), self.average.module.parameters(), strict=True):
+            parameter.lerp_(mean, part)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def take_for_large(gates: Path) -> None:
+    """Limits as small as the model: several buckets in each step, a late part in each hand-over."""
+    vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
+    vars(handover).update(
+        _LATE=128,
+        send_piece=held_late(stream.send_piece, gates / f"hold-give-{WORKER}"),
+        receive_piece=held_late(stream.receive_piece, gates / f"hold-take-{WORKER}"),
+    )
+    for module in (arithmetic, exact, reducer):
+        vars(module).update(SMALL=64)
+
+
+def held_late(piece: Callable[..., int], gate: Path) -> Callable[..., int]:
+    """Of each line the first piece goes as it is; the second one, which is the late part's, waits at the gate."""
+    begun: WeakSet[socket.socket] = WeakSet()
+
+    def after(line: socket.socket, *rest: Any) -> int:
+        if line in begun and gate.exists():
+            hold(gate)
+        begun.add(line)
+        return piece(line, *rest)
+
+    return after
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
@@ -74,38 +127,63 @@ def main() -> None:
     parser.add_argument("--drift", help="STEP-WORKER whose weights change by themselves in that step")
     parser.add_argument("--wide", type=int, default=16, help="width of the model")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
+    parser.add_argument("--floating", action="store_true", help="not reproducible")
+    parser.add_argument("--rich", action="store_true", help="with more that has a state")
     args = parser.parse_args()
+    take_for_large(args.gates)
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32 if args.rich else torch.float64)  # autocast leaves float64 alone
     torch.manual_seed(int(WORKER[1:]) if args.own_seed else 0)
     run = fallow.init()
     model = nn.Sequential(
         *(nn.Linear(8, args.wide), nn.BatchNorm1d(args.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(args.wide, 3))
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if args.rich:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20, enabled=args.rich)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    pull = Pull(model, average, scaler)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     data = TensorDataset(inputs, targets)
     source: Dataset[Any] = Stream(data) if args.stream else data
     loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream)
-    objects = (model, optimizer, scheduler, Guest(args.gates), loader)
-    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=True)
+    rich = (scaler, average, pull) if args.rich else ()
+    objects = (model, optimizer, scheduler, *rich, Guest(args.gates), loader)
+    *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
-        loss = nn.functional.cross_entropy(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
+            loss = nn.functional.cross_entropy(model(x).to(x.dtype), y)
+        if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:
+            loss = loss * torch.inf  # the scaler has everybody skip this step
         if run.final_shard and run.generation:
             gates(args.gates, run)
             if args.drift == f"{run.step}-{WORKER}":
                 with torch.no_grad():
                     model[0].weight.add_(1e-3)
-        loss.backward()
-        run.mean(loss)
-        optimizer.step()
+        scaler.scale(loss).backward()
+        if run.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
+            run.mean(loss)
+        if args.rich:
+            scaler.unscale_(optimizer)
+            if run.final_shard:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        if args.rich:
+            average.update_parameters(model)
+            pull.update()
         scheduler.step()
         optimizer.zero_grad()
+        if run.final_shard and run.is_main:
+            with (args.gates / "times").open("a") as times:
+                times.write(f"{time.monotonic():.3f}\n")
         if run.final_shard and not (args.gates / "fast").exists():
             # On a busy machine the end must not come before the tests are done with it.
             time.sleep(args.pace if not args.pace or run.step < 0.6 * args.steps else 0.5)
+    assert len({number for number, *_ in run._member.reducer._sets[0]._place}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
     while (args.gates / f"late-{WORKER}").exists():

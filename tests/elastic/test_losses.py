@@ -23,7 +23,7 @@ async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
     """SIGKILL, a segmentation fault, `os._exit`, a Ctrl-C and `sys.exit`, each of rank 0 in the middle of a step."""
     actions = ["kill", "crash", "vanish", "interrupt", "leave"]
     async with make_rig() as rig:
-        run = await (await rig.run(most=6)).begin(6)
+        run = await (await rig.run("--rich", most=6)).begin(6)
         for number, action in enumerate(actions):
             worker, step = f"w{number}", (await run.view()).step + 6
             gate = run.plan("hold" if action == "kill" else action, worker, step)
@@ -34,7 +34,7 @@ async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
             gate.unlink()
         report = await run.ends()
         failed = [event.text for event in await run.events("failed")]
-    judge(report, await undisturbed())
+    judge(report, await undisturbed("--rich"))
     assert [g.kind for g in report.generations] == ["start"] + ["eject"] * 5
     reasons = [g.reason for g in report.generations[1:]]
     for reason, words in zip(
@@ -374,6 +374,19 @@ async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps(mak
     assert "the members' weights" in report.message
     assert "differ" in report.message
     assert 10 <= report.steps <= 14
+
+
+async def test_p2_where_bits_may_differ_a_member_that_drifted_is_brought_back_and_told_of(make_rig: MakeRig) -> None:
+    """Without reproducible=True unlike processors may be the reason, and the run goes on."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--floating", "--steps", 40, "--drift", "10-w1")).begin(2)
+        report = await run.ends()
+        (healed,) = await run.events("healed")
+    assert (report.status, report.steps) == (RunStatus.FINISHED, 40)
+    assert report.message == "", "the members end with unlike weights"
+    assert [g.kind for g in report.generations] == ["start"]
+    assert healed.text.startswith("w1 on ")
+    assert "its weights were not those of most members at step 13; it has received theirs" in healed.text
 
 
 async def test_e5_the_training_ends_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:

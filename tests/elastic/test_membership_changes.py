@@ -20,7 +20,7 @@ async def test_h1_h13_d4_survivors_keep_their_order_when_the_first_members_leave
 ) -> None:
     """Sizes 2, 4, 2, 1, 3: nobody who began is there at the end."""
     async with make_rig() as rig:
-        run = await (await rig.run()).begin(2)
+        run = await (await rig.run("--rich")).begin(2)
         await run.arrive(2)
         await run.grow(2)
         await run.becomes(["w0", "w1", "w2", "w3"])
@@ -32,7 +32,7 @@ async def test_h1_h13_d4_survivors_keep_their_order_when_the_first_members_leave
         await run.grow(2)
         await run.becomes(["w3", "w4", "w5"])
         report = await run.ends()
-    judge(report, await undisturbed())
+    judge(report, await undisturbed("--rich"))
     assert report.samples.consumed == expected_samples(120)
     assert [g.kind for g in report.generations] == ["start", "absorb", "release", "release", "absorb"]
     assert [len(g.members) for g in report.generations] == [2, 4, 2, 1, 3]

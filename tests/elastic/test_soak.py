@@ -24,10 +24,20 @@ EVENTS = int(os.environ.get("FALLOW_SOAK_EVENTS", "1000"))
 SEED = int(os.environ.get("FALLOW_SOAK_SEED", "1"))
 STEPS_PER_EVENT = 20
 SAMPLE_EVERY = 5
+WIDE = 8192
+"""Width of the model: 0.9 MiB of weights and as much momentum in each member."""
+
+NOT_WAITED_FOR = 0.3
+"""So many of the events do not wait for the effect of the one before."""
+
+GAP_S = 15.0
+"""No step for so long, whatever happens."""
+
 KINDS = {
     "join": 40,
     "leave": 15,
-    "kill": 18,
+    "kill": 16,
+    "kill-two": 1,
     "freeze-and-thaw": 4,
     "kill-during-join": 2,
     "stop": 2,
@@ -37,17 +47,23 @@ KINDS = {
 """Kinds of events and how often they are drawn."""
 
 MORE_THAN = {"memory": 10.0, "descriptors": 4.0, "threads": 3.0, "sockets": 4.0}
-"""What may be added between the second tenth of the events and the last: MiB and counts. Members come and go, and with
-them lines and threads, so medians are compared; a leak of one per event would be hundreds."""
+"""What may be added between the second tenth of what was seen of a process and the last: MiB and counts. Members come
+and go, and with them lines and threads, so medians are compared; a leak of one per event would be hundreds."""
+
+MEMBER_MEMORY = 25.0
+"""The same for a member, in MiB: states come and go. It is there for 600 of a thousand events; if one in forty left its
+state of 1.8 MiB behind, that would be more."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 
 Figures = dict[str, dict[str, float]]
 
 
-def measure(rig: Rig, run: Elastic) -> Figures:
-    """What the long-lived processes hold now: head, store, and agent and worker of the member that never goes."""
-    found = {"head": rig.head.pid, "store": store_pid(rig.paths), "agent": run.agent_of["w0"], "member": run.pids["w0"]}
+def measure(rig: Rig, run: Elastic, lasting: str | None) -> Figures:
+    """What the long-lived processes hold now: head, store, and agent and worker of the member that stays for long."""
+    found = {"head": rig.head.pid, "store": store_pid(rig.paths)}
+    if lasting is not None:
+        found |= {"agent": run.agent_of[lasting], "member": run.pids[lasting]}
     return {name: held(psutil.Process(pid)) for name, pid in found.items()}
 
 
@@ -60,52 +76,60 @@ def held(process: psutil.Process) -> dict[str, float]:
     }
 
 
-def growth(samples: list[Figures]) -> Figures:
-    """By how much each figure grew from the second tenth to the last."""
-    tenth = max(1, len(samples) // 10)
-    early, late = samples[tenth : 2 * tenth], samples[-tenth:]
+def growth(samples: list[Figures], name: str) -> dict[str, float]:
+    """By how much each figure of a process grew for each event, from the second tenth to the last."""
+    known = [sample[name] for sample in samples if name in sample]
+    tenth = max(1, len(known) // 10)
+    early, late = known[tenth : 2 * tenth], known[-tenth:]
     return {
-        name: {
-            what: statistics.median(s[name][what] for s in late) - statistics.median(s[name][what] for s in early)
-            for what in MORE_THAN
-        }
-        for name in samples[0]
+        what: statistics.median(s[what] for s in late) - statistics.median(s[what] for s in early) for what in MORE_THAN
     }
 
 
 async def test_a_thousand_events_on_one_run(nursery: NurseryClient, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    options = ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", 0.1)
+    """For the first and the last fifth everybody may go; between them one member, rank 0 by its age, stays."""
+    options = ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", 0.1, "--wide", WIDE)
     drawn = random.Random(SEED)
     samples: list[Figures] = []
     (tmp_path / "rig").mkdir(mode=0o700)
     async with Rig(nursery, tmp_path / "rig", membership__lease_s=LEASE_S) as rig:
-        story = Story(rig, options, anchor=True)
+        story = Story(rig, options)
         await story.begin(3)
         began = time.monotonic()
-        while len(story.told) < EVENTS:
+        while (done := len(story.told)) < EVENTS:
+            if EVENTS // 5 <= done < EVENTS * 4 // 5:
+                story.anchor = story.anchor or story.settled[0]
+            else:
+                story.anchor = None
             (kind,) = drawn.choices(list(KINDS), list(KINDS.values()))
-            if kind in ("head-kill", "store-kill") and len(story.told) > EVENTS // 10:
+            if kind in ("head-kill", "store-kill") and done > EVENTS // 10:
                 continue  # from here on they are looked at, and a new process would hide what an old one gathered
-            await story.turn(kind, drawn.randrange(100))
-            if len(story.told) % SAMPLE_EVERY == 0:
+            sample = done % SAMPLE_EVERY == 0
+            await story.turn(kind, drawn.randrange(100), wait=sample or drawn.random() >= NOT_WAITED_FOR)
+            if sample:
                 await until(lambda: alive(store_pid(rig.paths)), "the store does not come back")
-                samples.append(measure(rig, story.run))
+                samples.append(measure(rig, story.run, story.anchor))
             if len(story.told) % 50 == 0:
                 print(len(story.told), "events", round(time.monotonic() - began), "s", flush=True)
+        await story.settle()
         took = time.monotonic() - began
         report = await story.run.ends(within_s=1800)
-    grown = growth(samples)
+        gap = story.run.longest_gap()
+    grown = {name: growth(samples, name) for name in ("head", "store", "agent", "member")}
     figures = {
         "events": EVENTS,
         "seconds": round(took),
         "generations": len(report.generations),
+        "rank 0 went": len({g.members[0] for g in report.generations if g.members}) - 1,
         "steps_discarded": report.steps_discarded,
         "pause_s": [report.pause_s.planned.p50, report.pause_s.unplanned.p50],
-        "first": samples[len(samples) // 10],
+        "longest_gap_s": gap,
         "grown": grown,
     }
     print(json.dumps(figures, default=str, indent=1))
-    judge(report, await undisturbed(*options))
+    judge(report, await undisturbed(*options), story.losses)
+    assert gap < GAP_S
     for name, values in grown.items():
         for what, value in values.items():
-            assert value <= MORE_THAN[what], f"{name}: {value:+.1f} {what} over {EVENTS} events"
+            most = MEMBER_MEMORY if (name, what) == ("member", "memory") else MORE_THAN[what]
+            assert value <= most, f"{name}: {value:+.1f} {what} over {EVENTS} events"

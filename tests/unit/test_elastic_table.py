@@ -16,6 +16,22 @@ def test_every_scenario_has_a_row() -> None:
     assert wanted - set(re.findall(r"\b[A-Z]\d+\b", rows)) == set()
 
 
+def test_the_table_says_how_each_scenario_is_tested() -> None:
+    """Real processes, one part against its contract, or pure: by the folder of the tests that are named."""
+    kinds = {"unit": "pure", "contract": "contract"}
+    known = {
+        name: kinds.get(path.relative_to(TESTS).parts[0], "processes")
+        for path in TESTS.rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    for line in TABLE.splitlines():
+        if not line.startswith("| ") or not (named := re.findall(r"`(test_\w+)`", line)):
+            continue
+        told = set(line.split("|")[3].strip().split(", "))
+        here = {"processes"} if re.search(r"every (run|absorb) here", line) else set()
+        assert told == {known[name] for name in named} | here, line
+
+
 def test_every_test_that_is_named_exists() -> None:
     code = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     named = set(re.findall(r"`(test_\w+)`", TABLE))
