@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fallow.model import Exit, FallowError
+from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 
 SYSTEM_FILE = Path("/etc/fallow/config.toml")
 
 Seconds = Annotated[float, Meta(gt=0)]
 Price = Annotated[float, Meta(ge=0)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]*\Z", max_length=128)]
+Name = Annotated[str, Meta(pattern=ACCOUNT_PATTERN)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 

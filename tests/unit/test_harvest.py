@@ -11,6 +11,7 @@ import pytest
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.backoff import Asker
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.asking import ordered
@@ -352,6 +353,9 @@ async def test_harvest_jobs_run_under_the_qos_and_account_that_the_configuration
     one = site.live(run)[0]
     options = site.harvest.request("/state", run, one, "/dev/null").options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=idle", "--account=spare"}
+    assert Asker.of(msgspec.structs.replace(run.spec, harvest_account="mine"), ordered(site.config)) == Asker(
+        account="mine", qos="idle"
+    )
     one.hurried = True
     options = site.harvest.request("/state", run, one, "/dev/null").options
     assert {word for word in options if word[:5] in ("--qos", "--acc")} == {"--qos=normal", "--account=physics"}

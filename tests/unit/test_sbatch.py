@@ -325,6 +325,8 @@ def test_gpus_of_the_whole_job_become_gpus_of_a_node(argv: str, wanted: list[str
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:
     made = planned(["job.sh"], SBATCH_ACCOUNT="acc", SBATCH_ARRAY_INX="")
     assert made.spec.harvest_options == ["--account=acc"]
+    assert made.spec.harvest_account == ""
+    assert planned(["--fallow=harvest-account=spare", "job.sh"]).spec.harvest_account == "spare"
     with pytest.raises(FallowError, match="--array cannot"):
         planned(["job.sh"], SBATCH_ARRAY_INX="1-2")
 

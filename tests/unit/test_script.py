@@ -71,6 +71,7 @@ def test_components_of_a_heterogeneous_job() -> None:
         ("#!/bin/sh\n#FALLOW zzz=1\n", "known are nodes"),
         ("#!/bin/sh\n#FALLOW seed\n", "needs a value: seed=N"),
         ("#!/bin/sh\n#FALLOW seed=x\n", "whole number"),
+        ("#!/bin/sh\n#FALLOW harvest-account=--wrap=x\n", "no name of an account"),
         ("#!/bin/sh\n#FALLOW workers-per-node=0\n", "whole number from 1"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=-1\n", "above 0"),
         ("#!/bin/sh\n#FALLOW budget-node-hours=nan\n", "above 0"),

@@ -35,10 +35,13 @@ _START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)")
 def dry_run(plan: Submission, source: Path | None) -> DryRun:
     """Everything about a submission short of doing it."""
     from fallow.config import load_config
+    from fallow.core.backoff import Asker
     from fallow.core.sbatch import harvest_options, job_environment
     from fallow.files import Paths
+    from fallow.head.asking import ordered
 
-    harvest = load_config().harvest
+    settings = load_config()
+    harvest, asker = settings.harvest, Asker.of(plan.spec, ordered(settings))
     variables = job_environment(str(Paths.default().state), "RUN", "RUN.base", AllocationKind.BASE)
     prospect, start, notes = asyncio.run(_slurm(plan, variables))
     asked = [each.partition for each in prospect.asks] if prospect is not None else []
@@ -50,8 +53,8 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
         harvest.max_minutes,
         "STATE/runs/RUN/logs/%j.log",
         harvest.nice,
-        qos=harvest.qos or "",
-        account=harvest.account or "",
+        qos=asker.qos,
+        account=asker.account,
     )
     script = [str(source), *plan.line.args] if source is not None else []
     return DryRun(

@@ -33,7 +33,8 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
                     --json prints it as one JSON value
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
-                    weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N
+                    weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N,
+                    harvest-account=NAME
   --parsable        print the job id (and ;CLUSTER) only
 """
 

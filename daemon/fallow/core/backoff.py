@@ -72,9 +72,11 @@ class Asker:
 
     @classmethod
     def of(cls, spec: RunSpec, ordered: Asker | None = None) -> Asker:
-        """For harvest jobs of a run: what the configuration orders, else what the base job was submitted with."""
+        """For harvest jobs of a run: what its script says, else the configuration, else as the base job."""
         given, ordered = spec.harvest_given, ordered or cls()
-        return cls(ordered.account or given.get("account", ""), ordered.qos or given.get("qos", ""))
+        return cls(
+            spec.harvest_account or ordered.account or given.get("account", ""), ordered.qos or given.get("qos", "")
+        )
 
 
 @dataclass(slots=True)

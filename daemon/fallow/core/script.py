@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator
 
 import msgspec
 
 from fallow.core.deadline import DEADLINE_FORMS, is_deadline
 from fallow.core.sbatch_line import Component, parse_nodes, parse_options
-from fallow.model import Exit, FallowError
+from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
 
 MAGIC = ("#SBATCH", "#SLURM")
 """Prefixes that sbatch reads options from; the second with a warning."""
@@ -37,6 +38,7 @@ class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
     "one of `deadline.DEADLINE_FORMS`"
     seed: int | None = None
     min_minutes: int | None = None
+    harvest_account: str | None = None
 
 
 class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +210,7 @@ _KEYS = {
     "deadline": "YYYY-MM-DD[THH:MM]",
     "seed": "N",
     "min-minutes": "N",
+    "harvest-account": "NAME",
 }
 
 
@@ -240,6 +243,9 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
     deadline = settings.get("deadline")
     if deadline is not None and not is_deadline(deadline):
         raise _bad(name, "deadline", deadline, f"must be {DEADLINE_FORMS}")
+    account = settings.get("harvest-account")
+    if account is not None and not re.fullmatch(ACCOUNT_PATTERN, account):
+        raise _bad(name, "harvest-account", account, "is no name of an account")
     partitions = settings.get("partitions")
     names = None if partitions is None else tuple(part for part in partitions.split(",") if part)
     return FallowLines(
@@ -251,6 +257,7 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
         deadline=deadline,
         seed=whole("seed", 0),
         min_minutes=whole("min-minutes", 1),
+        harvest_account=account,
     )
 
 

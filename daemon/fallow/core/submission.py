@@ -92,6 +92,7 @@ def plan(
         weight=1.0 if fallow.weight is None else fallow.weight,
         deadline_at=None if fallow.deadline is None else deadline_at(fallow.deadline, now),
         min_harvest_minutes=fallow.min_minutes or min_minutes,
+        harvest_account=fallow.harvest_account or "",
         seed=fallow.seed or 0,
         created_at=now,
     )

@@ -36,8 +36,8 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             output=log,
             nice=0 if allocation.hurried else nice,
             # Those are jobs of normal priority, in the user's own name.
-            qos="" if allocation.hurried else config.harvest.qos or "",
-            account="" if allocation.hurried else config.harvest.account or "",
+            qos="" if allocation.hurried else run.asker.qos,
+            account="" if allocation.hurried else run.asker.account,
             barred=[*run.record.shunned, *filter(None, [allocation.exclude])],
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,

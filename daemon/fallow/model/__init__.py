@@ -14,6 +14,7 @@ seconds (`*_at`, for people) or relative (`*_in_s`, for decisions), so that cloc
 from __future__ import annotations
 
 from fallow.model.base import (
+    ACCOUNT_PATTERN,
     ID_PATTERN,
     PROTOCOL,
     STACK_SIGNAL,
@@ -124,6 +125,7 @@ from fallow.model.views import (
 )
 
 __all__ = [
+    "ACCOUNT_PATTERN",
     "ID_PATTERN",
     "PROTOCOL",
     "STACK_SIGNAL",

@@ -13,6 +13,9 @@ PROTOCOL = 2
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 """Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
 
+ACCOUNT_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}\Z"
+"""Names of accounts and QOSes, where they are taken as options of sbatch."""
+
 ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 """Run ids, tokens and worker ids. They become job names, file names and Redis keys."""
 

@@ -70,6 +70,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     "options of the base submission, in canonical --long=value form, script header included"
     harvest_options: list[str] = []
     "the subset that may reach harvest jobs (account, gres, constraint ...)"
+    harvest_account: str = ""
+    "of harvest jobs, before what the configuration says; empty: nothing was said"
     environment: dict[str, str] = {}
     cwd: str = ""
     umask: int = 0o077
