@@ -106,6 +106,8 @@ def slurm_conf(layout: Layout) -> str:
         # without it the first job on a node takes all its memory
         f"DefMemPerCPU={MEMORY_PER_NODE_MB // _cpus(layout)}",
         "SchedulerType=sched/backfill",
+        # as 22.05 does by itself; newer ones are multifactor, where without weights no --nice puts jobs behind others
+        "PriorityType=priority/basic",
         f"SchedulerParameters={_scheduler_parameters(layout.bf_interval)}",
         f"KillWait={KILL_WAIT_S}",
         # finished jobs stay visible for this long, as on a site that keeps the default of 300 s
