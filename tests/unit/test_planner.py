@@ -50,7 +50,8 @@ def pending(job_id: str, nodes: int = 1, reason: str = "Resources", **more: obje
 def cluster(nodes: list[NodeInfo], jobs: list[JobInfo] | None = None, **more: object) -> ClusterState:
     names = [n.node for n in nodes]
     mode = str(more.pop("mode", "REQUEUE"))
-    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition(names, mode)], **more)  # type: ignore[arg-type]
+    above = PartitionInfo(partition="urgent", nodes=names, priority_tier=10, max_time_s=7200.0)
+    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition(names, mode), above], **more)  # type: ignore[arg-type]
 
 
 def held(token: str, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
@@ -106,7 +107,8 @@ def test_a_hole_ends_at_the_earliest_thing_that_is_planned() -> None:
 
 def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
     state = cluster(
-        [node("n1"), node("n2")], [pending("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority")]
+        [node("n1"), node("n2")],
+        [pending("1", planned_nodes=["n2"], start_at=NOW + 630, reason="Priority", partition="urgent")],
     )
     wishes = plan(state, [Demand("r", 5)], [], RULES, fixed())
     assert asks(wishes) == [Ask("r", "scavenge", 120), Ask("r", "scavenge", 10)]
@@ -149,8 +151,10 @@ def test_gives_back_the_newest_nodes_that_a_waiting_job_needs_where_nothing_pree
     state = cluster(nodes, [pending("9", nodes=3)], mode="OFF")
     given = [w for w in plan(state, [], mine, RULES) if isinstance(w, GiveBack)]
     assert [w.token for w in given] == ["h3", "h2"]
-    preempting = cluster(nodes, [pending("9", nodes=3)])
+    preempting = cluster(nodes, [pending("9", nodes=3, partition="urgent")])
     assert plan(preempting, [], mine, RULES) == [], "Slurm takes what it needs by itself there"
+    equal = [w for w in plan(cluster(nodes, [pending("9", nodes=3)]), [], mine, RULES) if isinstance(w, GiveBack)]
+    assert [w.token for w in equal] == ["h3", "h2"], "it does not preempt jobs of the same tier"
     hopeless = cluster(nodes, [pending("9", nodes=5)], mode="OFF")
     assert plan(hopeless, [], mine, RULES) == [], "it could not start even with all of ours"
     limited = cluster(nodes, [pending("9", nodes=3, reason="QOSMaxJobsPerUserLimit")], mode="OFF")

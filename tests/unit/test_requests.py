@@ -45,11 +45,12 @@ def cluster(nodes: list[NodeInfo], jobs: list[JobInfo] | None = None, **more: ob
         nodes=[n.node for n in nodes],
         **{"preempt_mode": "REQUEUE", "max_time_s": None, **more},  # type: ignore[arg-type]
     )
-    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition])
+    above = PartitionInfo(partition="urgent", nodes=partition.nodes, priority_tier=10)
+    return ClusterState(at=NOW, nodes=nodes, jobs=jobs or [], partitions=[partition, above])
 
 
 def waiting(job_id: str = "9", **more: object) -> JobInfo:
-    values = {"name": "theirs", "user": "alice", "state": "PENDING", "partition": "scavenge", "reason": "Resources"}
+    values = {"name": "theirs", "user": "alice", "state": "PENDING", "partition": "urgent", "reason": "Resources"}
     return JobInfo(job_id=job_id, **{**values, **more})  # type: ignore[arg-type]
 
 
@@ -259,7 +260,7 @@ def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits
     busy = [node("n-h", "ALLOCATED"), node("n2", "ALLOCATED")]
     (ask,) = asks(plan(cluster(busy), [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed()))
     assert (ask.node, ask.part, ask.replaces) == ("n-h", None, "h")
-    contested = cluster(busy, [waiting()])
+    contested = cluster(busy, [waiting(partition="scavenge,urgent")])
     assert asks(plan(contested, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())) == []
     wanted = cluster(busy, [waiting(planned_nodes=["n-h"], start_at=NOW + 110, reason="BeginTime")])
     assert asks(plan(wanted, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())) == []

@@ -1,9 +1,10 @@
 """Good neighbour: which jobs of others could start but for nodes that we hold, and what is given up for them. Pure.
 
-Where nothing preempts, nobody but us can give a node back. Slurm never plans a waiting job onto nodes that we hold
-and comes late with its own answer, so what would happen without us is worked out here, as its backfill would: jobs in
-the order of their priority, each with its partition's limits, constraints, reservations and times; one that cannot
-start yet but has a planned start keeps its nodes free of jobs that would run into it.
+Where nothing preempts, and for jobs that may not preempt ours, nobody but us can give a node back. Slurm never plans a
+waiting job onto nodes that we hold and comes late with its own answer, so what would happen without us is worked out
+here, as its backfill would: jobs in the order of their priority, each with its partition's limits, constraints,
+reservations and times; one that cannot start yet but has a planned start keeps its nodes free of jobs that would run
+into it.
 """
 
 from __future__ import annotations
@@ -246,7 +247,8 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: self._nodes[name].intersection(takers) for name, p in self._partitions.items() if not p.preempts
+            name: frozenset(node for node in nodes & takers.keys() if not self._slurm_takes(name, takers[node]))
+            for name, nodes in self._nodes.items()
         }
         give_back: dict[str, GiveBack] = {}
         leaving: dict[str, GiveBack] = {}
@@ -261,7 +263,7 @@ class _View:
             reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
             for wishes, allocations in ((give_back, held), (leaving, left)):
                 for allocation in allocations:
-                    if not self._preempted(allocation.partition):
+                    if not self._slurm_takes(allocation.partition, jobs):
                         wishes[allocation.token] = GiveBack(allocation.token, reason, urgent=True)
         return Standing(
             give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
@@ -277,8 +279,16 @@ class _View:
         return next((word for word in words if word in self._tokens), "")
 
     def _preempted(self, partition: str) -> bool:
-        """Does Slurm take nodes from jobs of ours in this partition for others?"""
+        """Does Slurm take nodes from jobs of ours in this partition for some of the others?"""
         return partition in self._partitions and self._partitions[partition].preempts
+
+    def _slurm_takes(self, partition: str, jobs: Sequence[Waiting]) -> bool:
+        """Does it for all of these? Never for those of the same tier; in which QOS a job waits is not relied on."""
+        if not self._preempted(partition):
+            return False
+        tier = self._partitions[partition].priority_tier
+        above = {p.partition for p in self._partitions.values() if p.priority_tier > tier}
+        return all(not above.isdisjoint(job.partitions) for job in jobs)
 
     def _competing(self, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]) -> frozenset[str]:
         """Requests of ours that could take a node that is spoken for, or that come before others' jobs."""
@@ -291,10 +301,10 @@ class _View:
         found: set[str] = set()
         for request in self._pending:
             name = request.partition
-            if self._preempted(name):
-                continue
             if name not in least:
-                least[name] = self._least_priority(name, others)
+                # Whom Slurm makes room for may come after us.
+                beside = [job for job in others if not self._slurm_takes(name, [job])]
+                least[name] = self._least_priority(name, beside)
             wanted = spoken_for.get(name, frozenset())
             node = request.pinned or (request.part.node if request.part is not None else "")
             if (node in wanted if node else wanted) or least[name] <= mine.get(request.token, 0):
