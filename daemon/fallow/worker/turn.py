@@ -42,7 +42,7 @@ class Turn:
         self._arrival: _Arrival | None = None
         self._align_from = 0
         "no alignment before this step: the same on all members"
-        self._aligned_in = 0
+        self._aligned_in = -1
         "generation in which this member has told that it was aligned"
 
     def take(self) -> None:
