@@ -52,8 +52,13 @@ class Case:
         skip: Callable[[Case, torch.Tensor], bool] | None = None,
         stream: int | None = None,
         turned: int = 0,
+        leave: Callable[[Case], bool] | None = None,
+        after: Callable[[Run], Any] = Run.barrier,
     ) -> Any:
-        """`stream`: the samples come as a stream of that length; the first `turned` of them come last."""
+        """`stream`: the samples come as a stream of that length; the first `turned` of them come last.
+
+        `leave` decides after each body whether to break; `after` comes after the loop.
+        """
         x = torch.randn(8 * SHARDS, 4, generator=torch.Generator().manual_seed(1)).double()
         data = TensorDataset(torch.arange(len(x)), x)
         loader: DataLoader[Any] = DataLoader(data if stream is None else Stream(data, stream, turned), 2)
@@ -64,7 +69,7 @@ class Case:
         try:
             for index, batch in run.steps(loader):
                 self.bodies += 1
-                mean = run.mean(batch.sum())
+                mean = run.mean(batch.sum()) if leave is None else 0.0
                 if skip is not None and skip(self, index):
                     continue
                 self.model(batch).square().mean().backward()
@@ -74,6 +79,9 @@ class Case:
                 self.average.update_parameters(self.model)
                 if run.final_shard:
                     self.means.append(mean)
+                if leave is not None and leave(self):
+                    break
+            after(run)
         except FallowError as error:
             return error.message
         return [*self.model.weight.tolist()[0], self.optimizer.param_groups[0]["lr"], *self.means]
@@ -111,6 +119,9 @@ def main() -> None:
         # Sample 10 is in the last shard of the second step, 12 in the first of the third.
         return bool({10, 12} & set(index.tolist()))
 
+    def at_step(own: Case, step: int) -> bool:
+        return own.run.final_shard and own.run.step == step
+
     found = {
         "usual": case().train(Case.step),
         "counts bodies": case().train(lambda own: own.step(when=own.bodies % 2 == 0)),
@@ -118,6 +129,9 @@ def main() -> None:
         "own rate": case().train(decays),
         "own weights": case().train(drifts),
         "skips": case().train(Case.step, skips),
+        "left": case().train(Case.step, leave=lambda own: at_step(own, 1)),
+        "left by one": case().train(Case.step, leave=lambda own: own.run.is_main and at_step(own, 1)),
+        "mean of one": case().train(Case.step, after=lambda run: run.mean(run.rank) if run.is_main else run.barrier()),
         "stream": case().train(Case.step, stream=8 * SHARDS),
         **{
             f"{name} on rank 1": case().train(Case.step, stream=6 * SHARDS + more * (rank == 1))

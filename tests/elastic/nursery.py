@@ -38,6 +38,7 @@ import torch.utils.data
 import fallow.agent.process
 import fallow.worker.run
 from fallow.agent.__main__ import main as agent_main
+from fallow.worker.exitvalue import exit_value
 
 LONGEST = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -155,7 +156,8 @@ def be_a_worker(orders: socket.socket) -> NoReturn:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        exit_value.value = end.code  # as the interpreter would ask for it
+        code = exit_value.status
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

@@ -25,6 +25,7 @@ from fallow.model import (
     Finished,
     Interrupt,
     Message,
+    OthersFinished,
     Parts,
     Prepare,
     RunStatus,
@@ -494,11 +495,74 @@ def test_a_node_with_three_failures_is_barred_except_where_a_schedule_decides(sc
         assert "3 failures on it (exception)" in m.roster.barred["bad"]
 
 
-def test_a_failure_after_the_end_of_the_loop_does_not_undo_what_the_others_have_finished() -> None:
+def finish(m: Membership, worker: str, at: float, agreed: int = 3) -> list[ev.Instruction]:
+    said = Finished(worker=worker, generation=1, steps=9, digest="d", loss=1.0, samples=9, agreed=agreed, answer=0.5)
+    return m.handle(ev.Said(at=at, message=said))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_after_the_end_of_the_loop_does_not_undo_what_the_others_have_finished(first: bool) -> None:
     m = started("w0", "w1")
-    fail(m, "w0", 1, step=9)
-    m.handle(ev.Said(at=1.1, message=Finished(worker="w1", generation=1, steps=9, digest="d", loss=1.0, samples=9)))
+    if first:
+        fail(m, "w1", 1, step=9)
+    finish(m, "w0", 1.1)
+    if not first:
+        fail(m, "w1", 1.2, step=9)
     assert m.roster.status is RunStatus.FINISHED
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_but_what_the_main_member_had_to_do_after_the_loop_is_done_by_nobody_else(first: bool, killed: bool) -> None:
+    m = started("w0", "w1", "w2")
+    if not first:
+        finish(m, "w1", 1)
+    if killed:
+        m.handle(ev.WorkerGone(at=1.1, worker="w0", reason="killed by signal 9", signal=9))
+    else:
+        fail(m, "w0", 1.1, step=9)
+    if first:
+        assert not m.roster.status.ended, "it might be between two loops"
+        finish(m, "w1", 1.2)
+    assert m.roster.status is RunStatus.FAILED
+    why = "killed by signal 9" if killed else "ValueError: bad"
+    assert m.roster.message == (
+        f"the main member w0 (node n-w0) ended after the training, before its script had: {why}"
+    )
+    assert m.roster.traceback == ("" if killed else "Traceback: here")
+
+
+@pytest.mark.parametrize("news_first", [True, False])
+def test_who_is_held_when_another_has_finished_hears_what_that_one_knows(news_first: bool) -> None:
+    """w2 was killed when the last thing that all did together was complete on w0, but not on w1."""
+    m = started("w0", "w1", "w2")
+    if news_first:
+        m.handle(ev.WorkerGone(at=1, worker="w2", reason="killed by signal 9", signal=9))
+    finish(m, "w0", 1.1)
+    if not news_first:
+        m.handle(ev.WorkerGone(at=1.2, worker="w2", reason="killed by signal 9", signal=9))
+
+    def beat(at: float, *, held: bool, stalled: float) -> list[OthersFinished]:
+        said = Beat(worker="w1", generation=1, prepared=1, step=9, held=held, doing=WAITING, stalled_s=stalled)
+        out = m.handle(ev.Said(at=at, message=said))
+        return [i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, OthersFinished)]
+
+    assert not beat(1.3, held=False, stalled=2.0), "what it waits for may be on its way"
+    assert not beat(1.4, held=True, stalled=0.1)
+    assert beat(1.7, held=True, stalled=0.4) == [OthersFinished(term=1, steps=9, agreed=3, answer=0.5)]
+    assert not beat(1.8, held=True, stalled=0.5), "not with every beat"
+    assert beat(6.0, held=False, stalled=5.1)
+    finish(m, "w1", 7)
+    assert m.roster.status is RunStatus.FINISHED
+
+
+def test_a_member_that_waits_in_the_loop_when_another_has_finished_is_told_as_well() -> None:
+    m = started("w0", "w1")
+    finish(m, "w0", 1)
+    assert not tells(beats(m, 2, w1=(WORKING, 300.0)), OthersFinished)
+    assert not tells(beats(m, 3, w1=(OUTSIDE, 300.0)), OthersFinished)
+    assert not tells(beats(m, 4, w1=(WAITING, 4.9)), OthersFinished)
+    assert tells(beats(m, 5, w1=(WAITING, 5.9)), OthersFinished) == ["w1"]
 
 
 @settings(max_examples=200, deadline=None)

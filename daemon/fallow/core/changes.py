@@ -21,6 +21,7 @@ from fallow.model import (
     Dismiss,
     Exit,
     Interrupt,
+    OthersFinished,
     Peer,
     Prepare,
     RunStatus,
@@ -57,6 +58,7 @@ class Changes:
             return
         if r.finishing:
             self._end_if_all_finished()
+            self._free_those_who_wait(at)
         elif r.change is None and at >= self.retry_at:
             proposal = wanted(r)
             if proposal is not None:
@@ -258,10 +260,32 @@ class Changes:
 
     def _end_if_all_finished(self) -> None:
         r = self._roster
+        main = None if r.final is None else r.main_of(r.final.generation)
+        if main is not None and not r.alive(main) and not r.workers[main].finished:
+            lost = r.workers[main]
+            r.traceback = lost.traceback
+            why = lost.ended_because or "it is gone"
+            self.end(
+                RunStatus.FAILED,
+                f"the main member {main} (node {lost.node}) ended after the training, before its script had: {why}",
+            )
+            return
         # A newcomer without state was overtaken by the end: the others never came to the boundary of its generation.
         awaited = [w for w in r.members if r.alive(w) and r.workers[w].has_state]
         if all(r.workers[w].finished for w in awaited):
             self.end(RunStatus.FINISHED, r.message if r.final is None else "")
+
+    def _free_those_who_wait(self, at: float) -> None:
+        """Some have finished, so nothing is rebuilt: who waits for them hears what they know, and ends by itself."""
+        r = self._roster
+        if r.status.ended or r.final is None:
+            return
+        for name in r.members:
+            if r.alive(name) and not r.workers[name].finished and self._watch.waits_in_vain(name, at):
+                message = OthersFinished(
+                    term=self._effects.term, steps=r.final.steps, agreed=r.final.agreed, answer=r.final.answer
+                )
+                self._effects.again(name, r.high, message, at)
 
     def end(self, status: RunStatus, message: str) -> None:
         """The run is over."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from fallow.core.roster import Bar, Failure, FailureKind, Roster
+from fallow.model import Exit, FallowError
 
 KEPT = 100
 """Failures that are remembered, the newest."""
@@ -24,6 +25,17 @@ MENDED_S = 24 * 3600.0
 """A node that was not barred for this long begins anew."""
 
 
+APART = "apart: "
+"""Signatures that begin so are of a member that found that the members do not follow the script together."""
+
+
+class Apart(FallowError):
+    """The members do not follow the script together: no member's own failure."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
+
+
 def verdict(roster: Roster, failure: Failure) -> str | None:
     """Why this failure is the script's own and ends the run, in words; None: it may be the node's.
 
@@ -31,6 +43,8 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     """
     if failure.kind not in (FailureKind.EXCEPTION, FailureKind.CRASH):
         return None
+    if failure.signature.startswith(APART):
+        return f"{failure.text} (step {failure.step}, found by {_where(failure)})"
     same = [f for f in roster.failures if _alike(f, failure)]
     elsewhere = next((f for f in same if f.place != failure.place), None)
     if elsewhere is not None:

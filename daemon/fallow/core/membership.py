@@ -312,6 +312,7 @@ class Membership:
             "failed", text, worker=failed.worker, code=failed.code, step=failed.step, traceback=failed.traceback
         )
         r.message = text
+        worker.ended_because, worker.traceback = failed.message, failed.traceback
         if failed.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
             return  # no failure of the script's, or one that counts when the process has ended
         worker.step = max(worker.step, failed.step)
@@ -352,6 +353,7 @@ class Membership:
             name, where = worker.worker, f"{worker.worker} on {worker.node}"
             before, worker.phase = worker.phase, WorkerPhase.GONE
             self._watch.forget(name)
+            worker.ended_because = worker.ended_because or reason
             if before is WorkerPhase.STARTING:
                 self._ended_before_ready(worker, reason, code)
                 continue

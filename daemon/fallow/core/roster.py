@@ -36,6 +36,9 @@ class Worker(msgspec.Struct, kw_only=True):
     "it took part in a generation's first exchange, so it holds the model's state"
     step: int = 0
     finished: bool = False
+    ended_because: str = ""
+    "why it is gone before its script had ended; its traceback, where there is one, in `traceback`"
+    traceback: str = ""
     leaving_because: str = ""
 
 
@@ -216,6 +219,13 @@ class Roster(msgspec.Struct, kw_only=True):
     def useful_members(self) -> int:
         """Most members that can do something: the limit, or the number of shards."""
         return self.limit if self.shards is None else min(self.limit, self.shards)
+
+    def main_of(self, generation: int) -> str | None:
+        """Rank 0 of a committed generation; None: it is not known any more."""
+        if generation == self.generation:
+            return self.members[0] if self.members else None
+        named = (report.members for report in reversed(self.history) if report.generation == generation)
+        return next((members[0] for members in named if members), None)
 
     @property
     def finishing(self) -> bool:

@@ -115,6 +115,14 @@ class Watch:
         others = [self._beats[w] for w in self._roster.members if w != worker and w in self._beats]
         return any(beat.doing is Doing.WAITING for _, beat in others)
 
+    def waits_in_vain(self, worker: str, at: float) -> bool:
+        """Others have finished, and it waits for them: for longer than what is on its way already can take."""
+        came, beat = self._beats.get(worker, (at, None))
+        if beat is None or beat.doing is not Doing.WAITING:
+            return False
+        patience_s = self._timing.held_grace_s if beat.held else self._timing.probe_s
+        return beat.stalled_s + at - came > patience_s
+
     def stuck_s(self, workers: Iterable[str], at: float) -> float:
         """For how long each of them has waited for the others: 0 if anybody does something else."""
         waits = [self._waited_s(worker, at) for worker in workers]

@@ -200,6 +200,10 @@ class Finished(Message, frozen=True, kw_only=True):
     "samples consumed by all finished steps of the run"
     repeated: int = 0
     "finished steps that were done again because a gradient outgrew its scale (reproducible mode)"
+    agreed: int = 0
+    "ends of loops, means and barriers outside of them that the members have gone through together"
+    answer: float = 0.0
+    "what the last of them gave"
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -336,6 +340,18 @@ class Interrupt(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class OthersFinished(Message, frozen=True, kw_only=True):
+    """Others' scripts have ended, so nobody comes to what this worker waits for; said again until it ends, too.
+
+    What the last thing gave that the others went through with it, it learns here.
+    """
+
+    term: int
+    steps: int
+    agreed: int
+    answer: float
+
+
 class BeatAck(Message, frozen=True, kw_only=True):
     """The head is alive. `ready`: it has this worker's `WorkerReady`."""
 
@@ -392,6 +408,7 @@ ToWorker = (
     | Commit
     | Abort
     | Interrupt
+    | OthersFinished
     | BeatAck
     | SaveCheckpoint
     | CheckpointNoted

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from fallow.core.failures import Apart
 from fallow.model import FallowError
 
 
@@ -36,6 +37,8 @@ class Head(NamedTuple):
     agreement: float
     skipped: float
     "members whose final body made no backward"
+    left: float = 0.0
+    "members that have left the loop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,14 @@ def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: i
         FallowError: the members did not do the same work.
     """
     first, got = rounds == 0, control.head
+    if got.left == size:
+        return
+    if got.left:
+        raise Apart(
+            f"step {plan.step}: {got.left:.0f} of {size} members left the run.steps loop (break, return, or an "
+            "exception that the script caught) while the others go on; all have to leave it in the same step: decide "
+            "by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank",
+        )
     unlike = got.agreement != size * agreement or (control.drifted and not drift)
     if got.contributors == size and got.step == size * plan.step and unlike:
         raise FallowError(

@@ -16,6 +16,8 @@ from fallow.worker.prepared import signature_of
 from fallow.worker.signature import signature
 from fallow.worker.source import Source
 from fallow.worker.step import Step
+from fallow.worker.together import Kind
+from fallow.worker.together import ask as ask_all
 from fallow.worker.turn import Turn
 
 
@@ -26,6 +28,8 @@ class Loop:
         self._member = member
         self._turn = Turn(member)
         self.step = Step(member, self._turn.report_arrival)
+        self._open: Source | None = None
+        "loader of the call whose end the members have not agreed on"
 
     def steps(self, loader: Source, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
         """Bodies of one `run.steps` call, see `Run.steps`."""
@@ -35,7 +39,10 @@ class Loop:
                 "run.steps inside the body of another run.steps loop: loops cannot be nested, nor read side by side "
                 "with zip; make one dataset that gives both parts of a batch, or write one loop after the other"
             )
+        self.end_call()
         call = place.begin_call()
+        if place.elsewhere(call):
+            return
         member.loader = loader
         loader.moved = member.move
         member.move()
@@ -55,6 +62,7 @@ class Loop:
                     self._turn.settle()
                     return  # the members are past this call
                 place.in_sync = True
+                self._open = loader
                 member.replan()  # this loader may have missed changes while another one was at work
                 while True:
                     while self._wants_more(epochs, max_steps):
@@ -62,17 +70,19 @@ class Loop:
                         self._turn.take()
                         if place.elsewhere(call):
                             self._turn.settle()
+                            self._open = None
                             return
-                    self._turn.settle()
-                    if place.elsewhere(call):
-                        return
-                    if not self._wants_more(epochs, max_steps):
+                    if self._agree_on_end():
                         break
-                self._finish_call()
+                    if place.elsewhere(call):
+                        self._open = None
+                        return
                 member.ledger.flush()
             except GeneratorExit:
-                # The user's `break`, which all members must do after the same final body.
-                self._finish_call()
+                # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those
+                # who come to the end of the call by it agree on that when they do the next thing together.
+                if self._open is not None:
+                    place.position.left = True
                 raise
             finally:
                 member.move(in_loop=False)
@@ -84,11 +94,42 @@ class Loop:
 
     def _wants_more(self, epochs: int, max_steps: int | None) -> bool:
         at = self._member.place.position
-        return at.passes < epochs and (max_steps is None or at.call_steps < max_steps)
+        return not at.left and at.passes < epochs and (max_steps is None or at.call_steps < max_steps)
 
-    def _finish_call(self) -> None:
-        self._turn.report_arrival()
-        self._member.place.position.finish_call()
+    def _agree_on_end(self) -> bool:
+        """All members are at the end of the call; False: they went back to a checkpoint instead."""
+        loader, place = self._open, self._member.place
+        assert loader is not None
+
+        def ask() -> float:
+            if not place.position.left:
+                return ask_all(self._member.group, Kind.END, 0.0)
+            # The others may be in the next step, and learn it there.
+            self.step.leave(loader)
+            return 0.0
+
+        if not self._turn.agree(Kind.END, 0.0, ask):
+            return False
+        place.position.finish_call()
+        self._open = None
+        return True
+
+    def end_call(self) -> None:
+        """Agree on the end of a call that the script has left by itself, before anything else is done together.
+
+        Raises:
+            FallowError: the others go on in it.
+        """
+        if self._open is not None and not self._member.gate.in_body:
+            self._member.place.position.left = True
+            self._agree_on_end()
+            self._open = None
+
+    def together(self, kind: Kind, value: float) -> float:
+        """The mean of the members' values, outside of `run.steps`."""
+        self.end_call()
+        self._turn.agree(kind, value, lambda: ask_all(self._member.group, kind, value))
+        return self._member.place.answer
 
     def _announce(self, loader: Source, epochs: int, max_steps: int | None) -> None:
         """Rehearsed: tell the head, with a signature of the state."""

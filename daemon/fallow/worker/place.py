@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fallow.model import Exit, FallowError
 from fallow.worker.position import Position
+from fallow.worker.together import Asking
 
 
 class Place:
@@ -34,14 +35,26 @@ class Place:
         "run.epochs loops that the script has begun"
         self.calls = 0
         "run.steps calls that the script has begun"
+        self.agreed = 0
+        "exchanges outside of bodies that are complete, see `together`"
+        self.answer = 0.0
+        "what the last of them gave"
+        self.asking: Asking | None = None
+        "the one that the script waits in"
+        self.doubtful = False
+        "the last step has acted on this member without a sum that others may have: theirs counts"
 
     @property
     def epoch(self) -> int:
         """Epoch of run.epochs if the script is in such a loop, else passes over the data."""
         return self.epoch_entered[1] if self.epoch_entered is not None else self.position.data_epoch
 
-    def epochs(self, n: int, hint: Callable[[], int]) -> Iterator[int]:
-        """As `range(n)`, but a newcomer begins at the members' epoch, of which the head gives a `hint`."""
+    def epochs(self, n: int, hint: Callable[[], int], end_call: Callable[[], None]) -> Iterator[int]:
+        """As `range(n)`, but a newcomer begins at the members' epoch, of which the head gives a `hint`.
+
+        `end_call` agrees with the others on the end of a call that the script has left by itself.
+        """
+        end_call()
         number = self.loops
         self.loops += 1
         self.epochs_in_loop = n
@@ -53,6 +66,7 @@ class Place:
             if self.in_sync and self.joined:
                 self.position.begin_epoch(epoch)
             yield epoch
+            end_call()
             if self.wrong_epoch:
                 self.wrong_epoch = False
                 if self.position.loop != number:

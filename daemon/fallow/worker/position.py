@@ -24,6 +24,8 @@ class Position(msgspec.Struct, kw_only=True):
     "finished passes in this call"
     call_steps: int = 0
     "finished steps in this call"
+    left: bool = False
+    "the script has left this call by itself (break), which the others have not agreed to yet"
     loop: int = 0
     "number of the run.epochs loop in progress, or the next one"
     loop_epoch: int = 0
@@ -72,6 +74,7 @@ class Position(msgspec.Struct, kw_only=True):
             self.data_epoch += 1
         self.call += 1
         self.passes = self.call_steps = 0
+        self.left = False
         self.phase, self.phases = 0, None
 
     def begin_epoch(self, epoch: int) -> None:

@@ -29,6 +29,8 @@ class Gate:
         "the step has one shard only, so a closure may run the model again"
         self.stepped = False
         "an optimizer's step was called in this body, in a void one too"
+        self.acted = False
+        "something has changed its state in this body"
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
         self.in_backward = False
@@ -130,6 +132,7 @@ class Prepared:
             if gate.in_body:
                 # Between two calls one member may be a change of the membership ahead of another.
                 acts[number] += 1
+                gate.acted = True
             return inner(*args, **kwargs)
 
         return gated

@@ -18,6 +18,7 @@ from types import CodeType, FrameType, TracebackType
 import msgspec
 
 import fallow
+from fallow.core.failures import APART, Apart
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
 from fallow.worker.exitvalue import exit_value
 
@@ -94,6 +95,8 @@ def signature_of(error: BaseException, trace: TracebackType | None) -> str:
 
     The place is the innermost frame of the script's own: not Fallow's, and in no installed package.
     """
+    if isinstance(error, Apart):
+        return APART + error.message
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPTS)]
     if not frames:

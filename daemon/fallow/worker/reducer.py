@@ -118,6 +118,8 @@ class Reducer:
         "the membership may change"
         self.skipped = False
         "the final body made no backward"
+        self.left = False
+        "the script has left the loop: this is no step, only the question whether all have"
         self.agreement = 0
         "32 bits that must be the same on all members in this step"
         self.piece = 0
@@ -421,6 +423,7 @@ class Reducer:
             more=float(further or bool(self._held)),
             agreement=float(self.agreement),
             skipped=float(self.skipped),
+            left=float(self.left),
         )
         self.read_losses()
         losses = [0.0] * plan.shards

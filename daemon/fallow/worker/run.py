@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.session import Channel, Dismissed, Session
 from fallow.worker.source import Source
 from fallow.worker.stream_loader import StreamLoader
+from fallow.worker.together import Kind
 from fallow.worker.turn import SwitchedOut
 
 _DELIVERY_S = 5.0
@@ -56,6 +59,8 @@ class Run:
         self._loop = Loop(self._member)
         self._slot = 0
         self._released = False
+        self._call: Generator[Any, None, None] | None = None
+        "the run.steps call at work, or the last one"
 
     # ------------------------------------------------------------------------------------------------ preparing
 
@@ -113,11 +118,20 @@ class Run:
             raise FallowError(
                 "run.steps wants the DataLoader that run.prepare returned: loader = run.prepare(loader)", Exit.DATA
             )
-        body = self._loop.steps(loader, epochs, max_steps)
+        body = self._call = self._loop.steps(loader, epochs, max_steps)
         try:
-            for batch in body:
-                self._slot = 0
-                yield batch
+            with self._released_by_head():
+                for batch in body:
+                    self._slot = 0
+                    yield batch
+        finally:
+            body.close()
+
+    @contextlib.contextmanager
+    def _released_by_head(self) -> Iterator[None]:
+        """What the head decides about this worker, in the words of the script's side."""
+        try:
+            yield
         except SwitchedOut:
             self._released = True
             raise Released from None
@@ -126,12 +140,14 @@ class Run:
             if dismissed.code == 0:
                 raise Released from None
             raise FallowError(dismissed.reason, _code(dismissed.code)) from None
-        finally:
-            body.close()
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        return self._place.epochs(n, self._epoch_hint)
+        return self._place.epochs(n, self._epoch_hint, self._end_call)
+
+    def _end_call(self) -> None:
+        with self._released_by_head():
+            self._loop.end_call()
 
     def _epoch_hint(self) -> int:
         return 0 if self._welcome is None else self._welcome.epoch
@@ -220,13 +236,17 @@ class Run:
 
         In a void body: this member's part so far. In the final body (all members must call it there): the sum of
         weight x value over all shards of the step. Outside `steps`: the plain mean over the members.
+
+        If a member dies in the middle of it, the step is done again; after something has acted in this body, such as
+        an optimizer's step, it is NaN on all members that are left, or the value with the state of those who have it.
         """
         step = self._loop.step
         value = float(x.detach() if isinstance(x, torch.Tensor) else x)
         if step.rehearsing or not self._place.in_sync:
             return value
         if not self._gate.in_body:
-            return self._sum(value / self.size, value)
+            with self._released_by_head():
+                return self._loop.together(Kind.MEAN, value)
         slot, self._slot = self._slot, self._slot + 1
         while slot >= len(step.slots):
             step.slots.append({})
@@ -234,21 +254,26 @@ class Run:
             step.slots[slot][step.shard] = step.weight * value
         if not self.final_shard:
             return value
-        if slot > len(step.sums):
-            return value  # an earlier one in this body was interrupted, so the body is void
         if slot == len(step.sums):
             total = self._sum_shards(step.slots[slot])
-            if total is None:
-                return value
-            step.sums.append(total)
-        return step.sums[slot]
+            if total is not None:
+                step.sums.append(total)
+            elif self._gate.acted:
+                self._place.doubtful = True
+            else:
+                step.void()
+        if slot < len(step.sums):
+            return step.sums[slot]
+        # The body is void, or nobody may have a value of his own from here on.
+        return math.nan if self._place.doubtful else value
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
         if self._gate.in_body:
             self.mean(0.0)
         elif self._place.in_sync:
-            self._sum(0.0, 0.0)
+            with self._released_by_head():
+                self._loop.together(Kind.BARRIER, 0.0)
 
     def _sum_shards(self, parts: dict[int, float]) -> float | None:
         # A place for each shard and an exact sum: who computed which shard does not show in the last bit.
@@ -257,17 +282,8 @@ class Run:
             self._member.group.all_reduce(cells)
             self._member.group.wait()
         except Interrupted:
-            return None  # the body is void now; the same shard comes again
+            return None
         return exact_sum(cells.tolist())
-
-    def _sum(self, part: float, otherwise: float) -> float:
-        cell = torch.tensor([part], dtype=torch.float64)
-        try:
-            self._member.group.all_reduce(cell)
-            self._member.group.wait()
-        except Interrupted:
-            return otherwise  # the body is void now; the same shard comes again
-        return float(cell)
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.
@@ -287,8 +303,16 @@ class Run:
 
     def _finished(self) -> None:
         session = self._session
+        if self._released:
+            return
+        if self._call is not None:
+            self._call.close()  # it may be one that nobody has taken to its end
+        try:
+            self._end_call()
+        except Released:
+            return
         self._member.ledger.flush()
-        if session is None or self._released or not self._place.joined:
+        if session is None or not self._place.joined:
             return
         if self._member.saver is not None:
             self._member.saver.end()
@@ -302,6 +326,8 @@ class Run:
                 loss=at.loss,
                 samples=at.samples,
                 repeated=self._prepared.arithmetic.repeated,
+                agreed=self._place.agreed,
+                answer=self._place.answer,
             ),
             # Nobody else has the result: a head that is away is waited for, as it would be in a broken generation.
             self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S,

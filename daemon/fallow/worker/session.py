@@ -29,6 +29,7 @@ from fallow.model import (
     Held,
     Interrupt,
     KvReply,
+    OthersFinished,
     Prepare,
     Refused,
     SaveCheckpoint,
@@ -93,6 +94,7 @@ class Session:
         self._ready: WorkerReady | None = None
         self._ready_seen = False
         self._end: FallowError | Dismiss | None = None
+        self._others: OthersFinished | None = None
         self._deadline: float | None = None
         self._checkpoint_wanted = False
         self.checkpoint_due_at: float | None = None
@@ -232,6 +234,9 @@ class Session:
                 case Dismiss():
                     self._end = message
                     self._break(self._highest, message.reason)
+                case OthersFinished():
+                    self._others = message
+                    self._break(self._highest, "the others have finished")
                 case Refused():
                     self._end = FallowError(message.message, _exit(message.code))
                     self._break(self._highest, message.message)
@@ -395,6 +400,8 @@ class Session:
             raise Dismissed(self._end)
         if self._end is not None:
             raise self._end
+        if self._others is not None:
+            raise OthersEnded(self._others)
 
 
 class Dismissed(Exception):
@@ -404,6 +411,19 @@ class Dismissed(Exception):
         super().__init__(message.reason)
         self.code = message.code
         self.reason = message.reason
+
+
+class OthersEnded(FallowError):
+    """The others' scripts have ended, and this one waits for them: for the last time, or wrongly."""
+
+    def __init__(self, message: OthersFinished) -> None:
+        super().__init__(
+            f"the other members' scripts have ended at step {message.steps} while this one waits for them; every "
+            "member has to make the same run.steps, run.mean and run.barrier calls: no `if run.is_main` around them",
+            Exit.DATA,
+        )
+        self.agreed = message.agreed
+        self.answer = message.answer
 
 
 def _exit(code: int) -> Exit:

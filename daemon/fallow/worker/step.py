@@ -12,6 +12,7 @@ from fallow.core.shards import Cut, mix
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.control import StepPlan
+from fallow.worker.group import Interrupted
 from fallow.worker.ledger import Done, Fed
 from fallow.worker.member import Member
 from fallow.worker.phases import Phases
@@ -152,7 +153,7 @@ class Step:
         self._backwards = 0
         rng.seed_everything(mix(member.seed, "body", at.step, shard))
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
-        gate.open, gate.in_body, gate.stepped = False, True, False
+        gate.open, gate.in_body, gate.stepped, gate.acted = False, True, False, False
         self.phases.begin_body(at, shard)
         self.watch.begin_body()
         self._on_batch()
@@ -168,6 +169,32 @@ class Step:
         self.phases.end_body()
         if self._backwards:
             self._examples[at.phase] = batch
+
+    def void(self) -> None:
+        """The group broke in this body before anything acted: the step is done again."""
+        self._member.reducer.interrupted = True
+        self._member.gate.open = False
+        self._member.drop_gradients()
+
+    def leave(self, loader: Source) -> None:
+        """The script has left the loop by itself: tell those who may go on, in the exchange in which they would wait.
+
+        Raises:
+            FallowError: some members go on.
+            Interrupted: the group broke.
+        """
+        member, reducer = self._member, self._member.reducer
+        at = member.place.position
+        reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase))
+        reducer.left = True
+        try:
+            reducer.begin_body(0, 0.0, final=True, live=True)
+            reducer.before_backward()
+            reducer.finish_round()
+        finally:
+            reducer.left = False
+        if reducer.interrupted:
+            raise Interrupted(member.group.broken or "the group broke")
 
     def _touched(self) -> list[bool]:
         control = self._member.reducer.control

@@ -19,6 +19,7 @@ from fallow.worker.position import Position
 from fallow.worker.prepared import Prepared
 from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
 from fallow.worker.stream import sources
+from fallow.worker.together import NOTHING_TOLD, Told, conclude
 
 
 class View(NamedTuple):
@@ -27,13 +28,19 @@ class View(NamedTuple):
     generation: int
     standing: int
     progress: int
-    "see `Position.progress`"
+    "twice `Position.progress`, and one less if the last step is doubtful"
     call: int
     "number of its run.steps call"
     fingerprint: int
     "of the weights; 0 unless it holds the state"
     pace: int
     "nanoseconds per shard; 0: not measured"
+    agreed: int = 0
+    "this and the rest: see `together.Told`"
+    answer: int = 0
+    kind: int = 0
+    value: int = 0
+    holds: int = 0
 
 
 class Verdict(NamedTuple):
@@ -64,6 +71,10 @@ class Exchanged:
     state_s: float
     paces: list[float]
     "seconds per shard that the members bring along, by rank; 0: not measured"
+    agreed: int
+    "exchanges outside of bodies that are complete"
+    answer: float
+    "what the last of them gave"
 
 
 def export_state(prepared: Prepared, position: Position) -> dict[str, object]:
@@ -80,7 +91,15 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
 
 
 def exchange(
-    group: Group, prepared: Prepared, position: Position, standing: Standing, restore: Restore, pace: float
+    group: Group,
+    prepared: Prepared,
+    position: Position,
+    standing: Standing,
+    restore: Restore,
+    pace: float,
+    part: Told = NOTHING_TOLD,
+    *,
+    doubtful: bool = False,
 ) -> Exchanged:
     """Compare all members' states in a new group and bring everybody to the newest one.
 
@@ -91,6 +110,8 @@ def exchange(
         standing: what its state is worth; set to what it is worth afterwards, and what is on its way.
         restore: gives the state of the newest checkpoint, None: there is none; used by one if nobody has the state.
         pace: this member's seconds per shard; 0: not measured.
+        part: this member's in what the script waits for outside of bodies.
+        doubtful: others that are as far have something of the last step that this member has not: theirs counts.
 
     Raises:
         Interrupted: the group broke. Who held the state still does.
@@ -102,8 +123,9 @@ def exchange(
     total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    views = _views(group, _view(group, standing, position, total, pace))
+    views = _views(group, _view(group, standing, position, total, pace, part, doubtful=doubtful))
     agreed = time.monotonic()
+    complete, answer = conclude([Told(*view[-len(Told._fields) :]) for view in views])
     donors, level, healed = judge(group.generation, views, drift=not prepared.reproducible)
     begun = bool(donors)
     if not begun:
@@ -139,17 +161,29 @@ def exchange(
         group_s=agreed - met,
         state_s=time.monotonic() - agreed,
         paces=[view.pace / 1e9 for view in views],
+        agreed=complete,
+        answer=answer,
     )
 
 
-def _view(group: Group, standing: Standing, position: Position, fingerprint: int, pace: float) -> View:
+def _view(
+    group: Group,
+    standing: Standing,
+    position: Position,
+    fingerprint: int,
+    pace: float,
+    part: Told,
+    *,
+    doubtful: bool,
+) -> View:
     return View(
         generation=group.generation,
         standing=standing.value,
-        progress=position.progress,
+        progress=2 * position.progress - doubtful,
         call=position.call,
         fingerprint=fingerprint,
         pace=round(pace * 1e9),
+        **part._asdict(),
     )
 
 

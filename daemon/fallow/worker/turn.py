@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,9 +17,11 @@ from fallow.worker.group import Group, Interrupted
 from fallow.worker.handover import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
+from fallow.worker.session import OthersEnded
 from fallow.worker.signature import signature
 from fallow.worker.standing import FRESH
 from fallow.worker.switch import exchange
+from fallow.worker.together import Asking, Kind, told
 from fallow.worker.upcoming import Upcoming
 
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
@@ -48,9 +51,11 @@ class Turn:
     def take(self) -> None:
         """Between two steps: write a checkpoint, change the generation, or neither."""
         member, reducer = self._member, self._member.reducer
-        finished = reducer.control is not None and not reducer.interrupted and member.place.position.phase == 0
+        at = member.place.position
+        stands = reducer.control is not None and not reducer.interrupted and not member.place.doubtful
+        finished = stands and at.phase == 0
         if finished and reducer.checkpoint and member.saver is not None:
-            member.saver.save(member.group, member.prepared, member.place.position)
+            member.saver.save(member.group, member.prepared, at)
         planned = finished and reducer.switch == member.group.size
         if planned or member.group.broken is not None:
             self._switch(planned)
@@ -150,6 +155,8 @@ class Turn:
             member.standing,
             lambda: load_newest(prepare.checkpoints, self._unusable, self._alive),
             member.pace.value,
+            told(place.agreed, place.answer, place.asking, holds=place.in_sync and member.standing.holds),
+            doubtful=place.doubtful,
         )
         entered = time.monotonic()
         place.went_back = prepare.rollback and not newcomer
@@ -159,6 +166,7 @@ class Turn:
         self._align_from = 0
         member.division = Division(tuple(done.paces))
         place.position = done.position
+        place.agreed, place.answer, place.doubtful = done.agreed, done.answer, False
         place.joined = True
         member.reducer.attach(group)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
@@ -234,6 +242,47 @@ class Turn:
         while not self._member.standing.settle():
             self._switch(planned=False)
             self.report_arrival()
+
+    def agree(self, kind: Kind, value: float, ask: Callable[[], float]) -> bool:
+        """Do something together outside of bodies, however often the membership changes meanwhile.
+
+        Args:
+            kind: of it.
+            value: this member's part, for those who must conclude from what they have.
+            ask: does it in the current group; what it gives is then `Place.answer`.
+
+        Returns:
+            False: the members went back to a checkpoint instead.
+
+        Raises:
+            FallowError: the others are in another place of the script, or have left it.
+        """
+        place, number = self._member.place, self._member.place.agreed
+        place.asking = Asking(number, kind, value)
+        try:
+            while True:
+                self.report_arrival()
+                try:
+                    if self._member.standing.settle():
+                        if place.agreed > number:
+                            return True
+                        place.answer = ask()
+                        place.agreed = number + 1
+                        return True
+                except Interrupted:
+                    pass
+                try:
+                    self._switch(planned=False)
+                except OthersEnded as ended:
+                    if ended.agreed > place.agreed:
+                        place.agreed, place.answer = ended.agreed, ended.answer
+                    if place.agreed == number or not self._member.standing.holds:
+                        raise
+                    return True
+                if place.went_back:
+                    return False
+        finally:
+            place.asking = None
 
     def _leave(self, upcoming: Upcoming) -> None:
         member, session = self._member, self._member.session

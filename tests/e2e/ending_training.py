@@ -1,0 +1,115 @@
+"""A training of two loops in which members lose each other at the places where they do something together.
+
+usage: ending_training.py --folder FOLDER [--harm NAME]
+
+HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
+that moment), and w2 dies in one. `break`: the main member alone leaves the loop. `late`: it raises after the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fallow
+from fallow.worker import loop
+from fallow.worker.group import Interrupted
+from fallow.worker.together import Kind
+
+WORKER = os.environ.get("FALLOW_WORKER", "")
+
+
+def cut_off(run: Any) -> None:
+    """Lose the group."""
+    run._member.group.interrupt("cut on purpose")
+
+
+def harm(run: Any) -> list[int]:
+    """Set the traps; returns the steps at whose mean something happens."""
+    ends: list[Kind] = []
+    plain_ask = loop.ask_all
+    plain_sum: Callable[[Any], Any] = type(run)._sum_shards
+
+    def ask(group: Any, kind: Kind, value: float) -> float:
+        ends.append(kind)
+        result = plain_ask(group, kind, value)
+        if WORKER == "w1" and (kind is Kind.MEAN or ends.count(Kind.END) == 2):
+            cut_off(run)
+            raise Interrupted("cut on purpose")
+        return result
+
+    def sum_shards(parts: Any) -> Any:
+        if WORKER == "w2" and run.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = plain_sum(run, parts)
+        if WORKER == "w1" and run.step in (5, 9) and run.step not in seen:
+            seen.append(run.step)
+            cut_off(run)
+            return None
+        return result
+
+    seen: list[int] = []
+    loop.ask_all = ask
+    run._sum_shards = sum_shards
+    return seen
+
+
+def main() -> None:
+    """Train, and have each member write what it was told."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--harm", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    run = fallow.init()
+    if args.harm == "links":
+        harm(run)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
+    inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(inputs), batch_size=4)
+    model, optimizer, schedule, loader = run.prepare(
+        model, optimizer, schedule, loader, global_batch=16, reproducible=True
+    )
+    told: list[float] = []
+    for (x,) in run.steps(loader):  # 6 steps
+        loss = model(x).square().mean()
+        loss.backward()
+        mean = run.mean(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.final_shard:
+            schedule.step(mean)
+        if args.harm == "break" and run.is_main and run.final_shard and run.step == 3:
+            break
+    told.append(run.mean(0.25 * (1 + run.rank)))
+    for (x,) in run.steps(loader):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = run.mean(loss)  # something has acted by now
+        if run.final_shard:
+            schedule.step(mean)
+    if args.harm == "late" and run.is_main:
+        raise ValueError("the disk is full, say")
+    words = {"told": told, "main": run.is_main, "rate": optimizer.param_groups[0]["lr"], "step": run.step}
+    (args.folder / f"told-{WORKER}").write_text(json.dumps(words))
+    if run.is_main:
+        weights = {name: value.tolist() for name, value in model.state_dict().items()}
+        (args.folder / "result.json").write_text(json.dumps({"rate": words["rate"], "weights": weights}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The end of loops and of scripts: what happens there happens on all members, or the run says why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_local import RUN_S, Box, Done, box
+
+__all__ = ["box"]
+
+SCRIPT = str(Path(__file__).parent / "ending_training.py")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def train(box: Box, harm: str, members: int) -> Done:
+    return box.finish(box.local(SCRIPT, "--folder", str(box.folder), "--harm", harm, members=members))
+
+
+def test_what_is_done_together_has_one_result_though_members_are_lost_in_the_middle_of_it(box: Box) -> None:
+    alone = box.folder / "alone"
+    alone.mkdir()
+    words = [sys.executable, SCRIPT, "--folder", str(alone)]
+    subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=box.environ)
+    done = train(box, "links", members=3).trained(12, 192)
+    assert done.result == json.loads((alone / "result.json").read_text()), "one rate, one model, to the last bit"
+    zero, one = (json.loads((box.folder / f"told-w{number}").read_text()) for number in (0, 1))
+    assert zero["told"] == one["told"] == [0.375], "the mean outside of the loop"
+    assert (zero["main"], one["main"]) == (True, False)
+    assert zero["rate"] == one["rate"]
+    reasons = [generation["reason"] for generation in done.report["generations"][1:]]
+    assert "killed by signal 9" in reasons[0]
+    assert len([reason for reason in reasons if "cut on purpose" in reason]) >= 3
+
+
+def test_a_member_that_alone_leaves_the_loop_is_found_at_once(box: Box) -> None:
+    done = train(box, "break", members=2)
+    assert (done.code, done.report["status"]) == (70, "failed")
+    assert "step 4: 1 of 2 members left the run.steps loop" in done.report["message"]
+    assert done.report["generations"][0]["members"] == ["w0", "w1"]
+
+
+def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
+    done = train(box, "late", members=2)
+    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)
+    assert "the main member w0" in done.report["message"]
+    assert "ValueError: the disk is full, say" in done.report["message"]
+    assert "raise ValueError" in done.report["traceback"]
