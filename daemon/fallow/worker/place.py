@@ -41,6 +41,8 @@ class Place:
         "what the last of them gave"
         self.asking: Asking | None = None
         "the one that the script waits in"
+        self.over: int | None = None
+        "run.steps call whose end the members had agreed on before this script came to it"
         self.doubtful = False
         "the last step has acted on this member without a sum that others may have: theirs counts"
 

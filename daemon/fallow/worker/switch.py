@@ -19,7 +19,7 @@ from fallow.worker.position import Position
 from fallow.worker.prepared import Prepared
 from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
 from fallow.worker.stream import sources
-from fallow.worker.together import NOTHING_TOLD, Told, conclude
+from fallow.worker.together import NOTHING_TOLD, Kind, Told, conclude
 
 
 class View(NamedTuple):
@@ -75,6 +75,8 @@ class Exchanged:
     "exchanges outside of bodies that are complete"
     answer: float
     "what the last of them gave"
+    over: int | None
+    "run.steps call whose end became complete by this exchange"
 
 
 def export_state(prepared: Prepared, position: Position) -> dict[str, object]:
@@ -125,7 +127,9 @@ def exchange(
     met = time.monotonic()
     views = _views(group, _view(group, standing, position, total, pace, part, doubtful=doubtful))
     agreed = time.monotonic()
-    complete, answer = conclude([Told(*view[-len(Told._fields) :]) for view in views])
+    told = [Told(*view[-len(Told._fields) :]) for view in views]
+    complete, answer = conclude(told)
+    over = [view.call for view, one in zip(views, told, strict=True) if one.kind == Kind.END and one.agreed < complete]
     donors, level, healed = judge(group.generation, views, drift=not prepared.reproducible)
     begun = bool(donors)
     if not begun:
@@ -163,6 +167,7 @@ def exchange(
         paces=[view.pace / 1e9 for view in views],
         agreed=complete,
         answer=answer,
+        over=over[0] if over else None,
     )
 
 

@@ -167,6 +167,10 @@ class Turn:
         member.division = Division(tuple(done.paces))
         place.position = done.position
         place.agreed, place.answer, place.doubtful = done.agreed, done.answer, False
+        if prepare.rollback:
+            place.over = None
+        elif place.asking is None and done.over is not None:
+            place.over = done.over
         place.joined = True
         member.reducer.attach(group)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
@@ -257,7 +261,9 @@ class Turn:
         Raises:
             FallowError: the others are in another place of the script, or have left it.
         """
-        place, number = self._member.place, self._member.place.agreed
+        place = self._member.place
+        been = kind is Kind.END and place.over == place.position.call
+        number = place.agreed - been
         place.asking = Asking(number, kind, value)
         try:
             while True:
