@@ -27,7 +27,6 @@ VARIANTS = 16
 ELEMENTS = 256
 """Elements of a job array that are placed at once."""
 
-
 STARTS = 1000
 """Jobs (elements of arrays each) that are placed at once: twice as many as one cycle of Slurm's backfill looks at."""
 
@@ -115,6 +114,12 @@ class _View:
         self._whole_nodes = whole_nodes
         self._declined = declined
         self._partitions = {p.partition: p for p in cluster.partitions}
+        self._above = {
+            p.partition: frozenset(o.partition for o in cluster.partitions if o.priority_tier > p.priority_tier)
+            for p in cluster.partitions
+            if p.preempts
+        }
+        "partition that preempts -> those whose jobs may preempt its"
         self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
         self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner}
@@ -278,17 +283,13 @@ class _View:
         words = [] if job is None else [job.name, *job.comment.split()]
         return next((word for word in words if word in self._tokens), "")
 
-    def _preempted(self, partition: str) -> bool:
-        """Does Slurm take nodes from jobs of ours in this partition for some of the others?"""
-        return partition in self._partitions and self._partitions[partition].preempts
-
     def _slurm_takes(self, partition: str, jobs: Sequence[Waiting]) -> bool:
-        """Does it for all of these? Never for those of the same tier; in which QOS a job waits is not relied on."""
-        if not self._preempted(partition):
-            return False
-        tier = self._partitions[partition].priority_tier
-        above = {p.partition for p in self._partitions.values() if p.priority_tier > tier}
-        return all(not above.isdisjoint(job.partitions) for job in jobs)
+        """Does Slurm take nodes from jobs of ours in this partition for all of these?
+
+        Never for those of the same tier; in which QOS a job waits is not relied on.
+        """
+        above = self._above.get(partition, frozenset())
+        return bool(above) and all(not above.isdisjoint(job.partitions) for job in jobs)
 
     def _competing(self, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]) -> frozenset[str]:
         """Requests of ours that could take a node that is spoken for, or that come before others' jobs."""

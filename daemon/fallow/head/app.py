@@ -44,6 +44,7 @@ log = structlog.get_logger("fallow.head")
 TICK_S = 0.25
 
 REMEMBER_S = 3.0
+"""The head's end waits no longer than this for what was learned to be written down."""
 
 
 class Head:

@@ -133,9 +133,9 @@ class Reducer:
         self.flags: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         "asked when the control vector leaves: (switch is committed, wish for a checkpoint, see `Saver.wish`)"
         self.before_control: Callable[[], None] = lambda: None
+        "called once per step, just before this member's contribution can be complete on others"
         self.complete: Callable[[], bool] = lambda: True
         "this member has all of the state: until then its last bucket stays here, and with it everybody's optimizer"
-        "called once per step, just before this member's contribution can be complete on others"
 
     # ----------------------------------------------------------------------------------------- steps and bodies
 
