@@ -261,7 +261,10 @@ def test_other_loop_styles_put_a_newcomer_in_the_right_place(make, reference, st
     assert one["lr"] == two["lr"]
     if style == "range":
         same(one, reference)
-    assert min(step for _, step in two["seen"]) == 18
+    # The group is built behind the training: the switch comes at the first step's end that finds it ready.
+    first = min(step for _, step in two["seen"])
+    assert first >= 18
+    assert first == min(step for generation, step in one["seen"] if generation == head.generation)
 
 
 def test_loader_processes_follow_the_plan(make, reference) -> None:
