@@ -124,6 +124,7 @@ def test_all_figures_of_a_measurement() -> None:
     assert (found.holes, found.unfilled, found.hole_to_step_s.p50) == (1, [], 5.0)
     assert (found.jobs.compared, found.jobs.never_with, found.jobs.beyond_rule, found.jobs.max_s) == (2, 1, 1, 18.0)
     assert found.jobs.rule_s == 14.0
+    assert sum(lost.node_s for lost in found.lost) == 14.0 - 9.0
     assert "0.643 (9 of 14 node-seconds)" in in_short(found)
     assert msgspec.json.encode(found)
 

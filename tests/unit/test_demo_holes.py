@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.demo.holes import (
+    LEAVING,
+    RETURNED,
+    STARTING,
+    UNSEEN,
     Hole,
+    Lost,
     Memberships,
     Unfilled,
     find_holes,
@@ -18,6 +23,7 @@ from fallow.demo.holes import (
     memberships,
     start_ups,
     unfilled,
+    where_lost,
 )
 from fallow.demo.measure import Sample, Waiting
 from fallow.model import EventRecord
@@ -161,13 +167,37 @@ def test_why_holes_were_not_filled() -> None:
     wanted.wanted_s, planned.planned_s = 30.0, 20.0
     holes = [filled(20.0), started, wanted, planned, empty(15.0), empty(200.0), empty(90.0, taken=False), empty(3.0)]
     assert unfilled(holes, 5.0) == [
-        Unfilled("not known", 1, 200.0),
+        Unfilled(UNSEEN, 1, 200.0),
         Unfilled("open when the looking ended", 1, 90.0),
         Unfilled("our job had the node, but no time to start up", 1, 50.0),
         Unfilled("others waited for nodes meanwhile", 1, 40.0),
         Unfilled("set aside for a job of others", 1, 30.0),
         Unfilled("shorter than filling one takes", 1, 15.0),
     ]
+
+
+def test_a_hole_that_the_head_left_alone_has_the_heads_own_reason() -> None:
+    samples = [look(0, others="x"), look(2, idle="x"), look(4, idle="x"), look(20, idle="x"), look(30, others="x")]
+    words = [(3.0, {"x": "asked for: a request waits"}), (4.0, {"x": "not worth it: too short"}), (26.0, {"x": ""})]
+    (hole,) = find_holes(samples, [], words=words)
+    assert unfilled([hole], 5.0) == [Unfilled("not worth it", 1, 24.0)]
+    assert where_lost([hole], 5.0) == [Lost("not worth it", 22.0), Lost("asked for", 2.0)]
+
+
+def test_all_lost_time_has_a_cause() -> None:
+    samples = [
+        look(0, others="x"),
+        look(2, idle="x"),
+        look(4, idle="x"),
+        look(6, ours="x"),
+        look(20, ours="x"),
+        look(22, idle="x"),
+        look(24, others="x"),
+    ]
+    words = [(4.0, {"x": "asked for: a request waits"}), (7.0, {"x": ""})]
+    (hole,) = find_holes(samples, on((0.0, "b"), (9.0, "bx"), (19.0, "b")), words=words)
+    assert hole.lost == {UNSEEN: 2.0, "asked for": 2.0, STARTING: 4.0, LEAVING: 2.0, RETURNED: 2.0}
+    assert where_lost([hole], 30.0) == [], "too short to be used"
 
 
 def test_others_that_wait_are_seen_while_nobody_has_the_node() -> None:
@@ -216,6 +246,7 @@ def test_holes_are_apart_and_every_second_has_one_state(steps: list[tuple[float,
         held = sum(end - begin for begin, end in hole.held)
         assert held + hole.planned_s <= hole.length_s + 1e-6
         assert hole.used_s <= held + 1e-6
+        assert abs(sum(hole.lost.values()) + hole.used_s - hole.length_s) < 1e-6
         assert hole.member_at is None or hole.begin <= hole.member_at <= hole.end
     for before, after in pairwise(holes):
         assert before.end < after.begin

@@ -259,3 +259,54 @@ def test_a_heterogeneous_job_is_one_allocation() -> None:
     ]
     observe(allocation, parts, NOW, 30)
     assert (allocation.job_id, allocation.nodes, allocation.end_at) == ("10", ["n1", "n2"], NOW + 60)
+
+
+def unused(state: ClusterState, demands: list[Demand], mine: list[Allocation], rules: HarvestRules) -> dict[str, str]:
+    found: dict[str, str] = {}
+    wishes = plan(state, demands, mine, rules, fixed(), unused=found)
+    idle = {n.node for n in state.nodes if n.state == "IDLE" and not n.flags}
+    assert found.keys() == idle
+    assert sum(1 for why in found.values() if why.startswith("asked for:")) >= len(asks(wishes))
+    return found
+
+
+def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
+    soon = [pending("1", planned_nodes=["n2"], start_at=NOW + 50, reason="Priority", partition="urgent")]
+    state = cluster([node("n1"), node("n2"), node("n3"), node("n4", "ALLOCATED")], soon)
+    run = Demand("r", 1, barred=frozenset({"n3"}))
+    asked, too_short = "asked for: a request waits for Slurm to start it", "too short: somebody else has it in 50 s, "
+    assert unused(state, [run], [], RULES) == {
+        "n1": asked,
+        "n2": "not needed: no run would gain from it, or may pay for it",
+        "n3": "not needed: no run would gain from it, or may pay for it",
+    }
+    greedy = Demand("r", 3, barred=frozenset({"n3"}))
+    assert unused(state, [greedy], [], RULES) == {
+        "n1": asked,
+        "n2": too_short + "and at least 2 min are asked for",
+        "n3": "barred: r does without it",
+    }
+    waits = [held("h1", AllocationState.PENDING, requested_at=NOW)]
+    one = HarvestRules(max_pending=1)
+    found = unused(state, [greedy], waits, one)
+    assert found["n1"] == asked
+    assert found["n2"] == "too many requests: 1 wait already, as many as may at once"
+    assert set(unused(state, [], [], RULES).values()) == {"not needed: there is no run"}
+    assert set(unused(state, [Demand("r", 0)], [], RULES).values()) == {"not needed: no run wants more nodes"}
+    assert unused(state, [greedy], waits, HarvestRules(max_nodes=1))["n2"] == "limited: 1 nodes may be held at most"
+    capped = HarvestRules(partition_nodes={"scavenge": 1})
+    assert unused(state, [greedy], waits, capped)["n2"] == "limited: 1 nodes of scavenge may be held at most"
+
+
+def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too() -> None:
+    state = cluster([node("n1"), node("n2")])
+    assert set(unused(state, [Demand("r", 2)], [], HarvestRules(partitions=("other",))).values()) == {
+        "not harvested: the configuration names none of its partitions"
+    }
+    refused = HarvestRules(refused={"scavenge": "others' jobs cannot be seen"})
+    assert set(unused(state, [Demand("r", 2)], [], refused).values()) == {"not harvested: others' jobs cannot be seen"}
+    nobody_preempts = HarvestRules(allow_without_preemption=True)
+    waiting = cluster([node("n1"), node("n2")], [pending("7")], mode="OFF")
+    found = unused(waiting, [Demand("r", 2)], [], nobody_preempts)
+    assert found["n1"] == "kept for others: job 7 of alice can start there"
+    assert found["n2"] == "kept for others: a job that waits is about to start in the partition"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
-from fallow.core.holes import Hole
+from fallow.core.holes import Hole, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
@@ -45,6 +45,7 @@ def plan(
     known: Known | None = None,
     aims: dict[str, int] | None = None,
     standing: Standing | None = None,
+    unused: dict[str, str] | None = None,
 ) -> list[Wish]:
     """Decide on the requests for the next interval.
 
@@ -56,6 +57,7 @@ def plan(
         known: what was learned; None: nothing.
         aims: is told how many harvested nodes each run should have.
         standing: what others' jobs need of us; None: it is worked out here.
+        unused: is told of each idle node why it is not used, in words: what it is, a colon, and the particulars.
     """
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
@@ -89,6 +91,39 @@ def plan(
         mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
         out += _renew(cluster, demand, mine, rules, requests, budgets)
     out += requests_for(found, demands, requests, budgets)
+    if unused is not None:
+        unused.update(_closed(cluster, rules, standing, taboo))
+        unused.update(requests.unused(_enough(demands)))
+    return out
+
+
+def _enough(demands: Sequence[Demand]) -> str:
+    """Why nothing is asked for though it could be."""
+    if not demands:
+        return "not needed: there is no run"
+    if all(demand.nodes <= 0 for demand in demands):
+        return "not needed: no run wants more nodes"
+    return "not needed: no run would gain from it, or may pay for it"
+
+
+def _closed(
+    cluster: ClusterState, rules: HarvestRules, standing: Standing, taboo: Mapping[str, AbstractSet[str]]
+) -> dict[str, str]:
+    """Idle nodes that are no holes to us."""
+    starts = {node: job for job, nodes in standing.offered for node in nodes}
+    kept = frozenset[str]().union(*taboo.values())
+    out: dict[str, str] = {}
+    for node in cluster.nodes:
+        if not is_idle(node):
+            continue
+        job = starts.get(node.node)
+        refused = next((rules.refused[name] for name in node.partitions if name in rules.refused), "")
+        if node.node not in kept:
+            out[node.node] = f"not harvested: {refused or 'the configuration names none of its partitions'}"
+        elif job is not None:
+            out[node.node] = f"kept for others: job {job.job_id} of {job.user} can start there"
+        else:
+            out[node.node] = "kept for others: a job that waits is about to start in the partition"
     return out
 
 

@@ -44,5 +44,14 @@ class Reach:
 
     def suits(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> bool:
         """Can they use this node, or this part of it?"""
+        return not self.unsuited(sort, node, partition, part)
+
+    def unsuited(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> str:
+        """Why they cannot; empty: they can."""
+        if partition not in self.partitions(sort):
+            until = self._backoff.until(sort[2], partition)
+            if until > self._at:
+                return f"left alone: nothing is asked for in {partition} for {until - self._at:.0f} s"
+            return f"not open: no run may use {partition}"
         known = self._nodes.get(node)
-        return known is not None and partition in self.partitions(sort) and sort[0].suits(known, part)
+        return "" if known is not None and sort[0].suits(known, part) else "of another kind: no run can use it"

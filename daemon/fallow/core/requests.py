@@ -188,6 +188,12 @@ class Requests:
             if not allocation.pinned:
                 self._take_one(allocation)
         self.room = rules.max_pending - len(pending)
+        self._why: dict[str, str] = {}
+        "node -> why it was not asked for when it was looked at"
+        self._unsuited_for: dict[str, str] = {}
+        "node -> why a run cannot use it"
+        self._stop = ""
+        "why nothing more was asked for, whatever the hole"
 
     def _take_one(self, allocation: Allocation) -> None:
         """A request that is still pending will take one of these nodes."""
@@ -199,6 +205,23 @@ class Requests:
         if fitting:
             self._taken.add(fitting[0].node)
 
+    def unused(self, otherwise: str) -> dict[str, str]:
+        """Node of a hole -> what was decided about it; `otherwise`: about those that nobody had to look at."""
+        return {hole.node: self._decided(hole) or otherwise for hole in self._holes}
+
+    def _decided(self, hole: Hole) -> str:
+        if hole.node in self._taken:
+            return "asked for: a request waits for Slurm to start it"
+        why = self._why.get(hole.node) or self._unsuited_for.get(hole.node)
+        if why:
+            return why
+        if self._full():
+            return f"limited: {self._rules.max_nodes} nodes may be held at most"
+        if self._full(hole.partition):
+            most = self._rules.partition_nodes[hole.partition]
+            return f"limited: {most} nodes of {hole.partition} may be held at most"
+        return self._stop
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def ask(
@@ -209,15 +232,22 @@ class Requests:
         among: Callable[[Hole], bool] | None = None,
     ) -> Ask | None:
         """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
-        if self.room <= 0 or self._full():
+        if self.room <= 0:
+            self._stop = f"too many requests: {self._rules.max_pending} wait already, as many as may at once"
+            return None
+        if self._full():
             return None
         tries = 0
         for hole in self._holes_for(demand):
-            if hole.node in self._taken or hole.node in demand.barred or self._full(hole.partition):
+            if hole.node in self._taken or self._full(hole.partition):
+                continue
+            if hole.node in demand.barred:
+                self._why[hole.node] = f"barred: {demand.run} does without it"
                 continue
             if among is not None and not among(hole):
                 continue
             if (tries := tries + 1) > TRIES:
+                self._stop = f"not looked at: {TRIES} better ones are of no use either"
                 break
             minutes, least = self._limits(hole, demand, budget_node_s)
             if minutes is None:
@@ -261,9 +291,14 @@ class Requests:
 
     def _holes_for(self, demand: Demand) -> list[Hole]:
         if demand.sort not in self._suited:
-            self._suited[demand.sort] = [
-                hole for hole in self._holes if self._reach.suits(demand.sort, hole.node, hole.partition, hole.part)
-            ]
+            suited: list[Hole] = []
+            for hole in self._holes:
+                why = self._reach.unsuited(demand.sort, hole.node, hole.partition, hole.part)
+                if why:
+                    self._unsuited_for[hole.node] = why
+                else:
+                    suited.append(hole)
+            self._suited[demand.sort] = suited
         return self._suited[demand.sort]
 
     def _unsuitable(self, kind: Kind, partition: str) -> tuple[str, ...]:
@@ -299,6 +334,7 @@ class Requests:
             self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
         best = self._best[key]
         if best is None:
+            self._why[hole.node] = _not_worth(hole, shortest, longest, most)
             return None, None
         lengths = self._otherwise(hole, best, shortest)
         roomy = (m for m in lengths if not self._crowded(demand, m, costs) and self._pays(hole, m, costs, demand))
@@ -348,3 +384,14 @@ class Requests:
             pause_s=demand.pause_s,
             cut_s=demand.pause_s if warned else max(2.0, 2 * demand.pause_s),
         )
+
+
+def _not_worth(hole: Hole, shortest: int, longest: int, most: int) -> str:
+    """Why no length from `shortest` to `longest` minutes is asked for; `most`: what there is time for otherwise."""
+    if longest >= shortest:
+        return "not worth it: holes like this one seldom last longer than a start takes"
+    if most < shortest:
+        return f"limited: {most} min are all that may be asked for, and at least {shortest} min are wanted"
+    if hole.length_s is not None and floor(hole.length_s / 60) <= longest:
+        return f"too short: somebody else has it in {hole.length_s:.0f} s, and at least {shortest} min are asked for"
+    return f"too long: requests of {shortest} min did not start there"

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 from fallow.demo.compare import Comparison, JobTimes, compare
 from fallow.demo.holes import (
+    Lost,
     Memberships,
     Unfilled,
+    Words,
     find_holes,
     harvested,
     hole_to_step,
     hole_to_step_or_never,
     start_ups,
     unfilled,
+    where_lost,
 )
 from fallow.demo.measure import Sample, others_delayed
 from fallow.demo.observer import Observer
@@ -72,6 +75,8 @@ class Figures(Struct, frozen=True, kw_only=True):
     "that are usable"
     unfilled: list[Unfilled]
     "of them, those in which nothing was trained"
+    lost: list[Lost]
+    "where the rest of the usable time went"
     start_up_s: float | None
     "median, from our job's start to the node's membership"
     start_ups: int
@@ -114,6 +119,7 @@ class Seen:
     members: Memberships
     start_at: float
     end_at: float
+    words: Words = ()
 
 
 def figures(plan: Plan, seen: Seen) -> Figures:
@@ -121,7 +127,7 @@ def figures(plan: Plan, seen: Seen) -> Figures:
     ours, theirs, start_at, end_at = seen.ours, seen.theirs, seen.start_at, seen.end_at
     starts = start_ups(ours.samples, seen.members)
     start_up_s = starts.typical_s or 0.0
-    holes = find_holes(ours.samples, seen.members, start_at, end_at)
+    holes = find_holes(ours.samples, seen.members, start_at, end_at, seen.words)
     used = harvested(holes, start_up_s)
     spare = harvested(find_holes(theirs.samples, [], start_at, end_at), start_up_s).idle_node_s
     left = [hole for hole in holes if hole.left]
@@ -139,6 +145,7 @@ def figures(plan: Plan, seen: Seen) -> Figures:
         ratio_without=_ratio(used.harvested_node_s, spare),
         holes=sum(1 for hole in holes if hole.length_s > start_up_s),
         unfilled=unfilled(holes, start_up_s),
+        lost=where_lost(holes, start_up_s),
         start_up_s=starts.typical_s,
         start_ups=len(starts.seconds),
         start_ups_cut_off=starts.cut_off,
@@ -220,6 +227,8 @@ def show(report: HarvestReport) -> None:
     row("never filled counted too", f"p50 {_seconds(never.p50)}, p95 {_seconds(never.p95)}")
     for each in report.unfilled:
         row("never filled", f"{each.holes} holes ({each.node_s:.0f} node-seconds): {each.why}")
+    for cause in report.lost:
+        row("lost", f"{cause.node_s:.0f} node-seconds: {cause.cause}")
     row(
         "others' jobs compared",
         f"{jobs.compared}; waited {jobs.waited_s:.0f} s (without {jobs.waited_without_s:.0f} s)",

@@ -90,6 +90,7 @@ class _Both:
         self._stop = asyncio.Event()
         self._measuring = False
         self._events: list[EventRecord] = []
+        self._words: list[tuple[float, dict[str, str]]] = []
 
     async def play(self) -> HarvestReport:
         self._progress(0.0, "starting two private Slurms")
@@ -160,13 +161,14 @@ class _Both:
         began = answered = told = time.monotonic()
         while (now := time.monotonic()) - began < self._plan.seconds:
             try:
-                view = (await _ask(head, "status", Snapshot, run=run)).runs[0]
+                snapshot = await _ask(head, "status", Snapshot, run=run)
             except (FallowError, OSError) as error:
                 if now - answered > PATIENCE_S:
                     return f"the head does not answer: {error}"
                 self._progress(now - began, "the head does not answer")
             else:
-                answered = now
+                answered, view = now, snapshot.runs[0]
+                self._words.append((snapshot.at, {node.node: node.unused for node in snapshot.nodes}))
                 if view.status.ended:
                     return f"the training ended: {view.message}"
                 members = sum(1 for member in view.members if member.rank is not None)
@@ -176,7 +178,7 @@ class _Both:
             if now - told >= TELL_S:
                 told = now
                 await self._follow_members(head)
-                seen = Seen(watched[0], watched[1], memberships(self._events, run), start_at, time.time())
+                seen = Seen(watched[0], watched[1], memberships(self._events, run), start_at, time.time(), self._words)
                 self._tell(in_short(figures(self._plan, seen)))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -213,7 +215,9 @@ class _Both:
             stopped=stopped,
             slurm_version=(snapshot and snapshot.head.slurm_version) or "unknown",
             nodes=NODES,
-            **msgspec.structs.asdict(figures(self._plan, Seen(watched[0], watched[1], members, start_at, end_at))),
+            **msgspec.structs.asdict(
+                figures(self._plan, Seen(watched[0], watched[1], members, start_at, end_at, self._words))
+            ),
             others_delayed=None if snapshot is None else snapshot.head.others_delayed,
             slurmctld_rpcs_per_min=rpcs_per_min,
             polls=None if snapshot is None else snapshot.head.polls,

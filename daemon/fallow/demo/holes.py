@@ -14,7 +14,8 @@ the stricter choice: those that were cut off would have taken longer, and fewer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
@@ -27,6 +28,18 @@ from fallow.model import EventRecord, Quantiles, Struct
 
 Memberships = Sequence[tuple[float, frozenset[str]]]
 """From each of these Unix times on the members were on these nodes; in order."""
+
+Words = Sequence[tuple[float, Mapping[str, str]]]
+"""At each of these Unix times the head said so of idle nodes: what it is, a colon, and the particulars; in order."""
+
+UNSEEN, STARTING, LEAVING, AWAY, RETURNED = (
+    "the head had not looked yet",
+    "our job started up",
+    "our job ended",
+    "our job was out of the training",
+    "given back, and nobody had come yet",
+)
+"""Where the time of a hole went that the head says nothing about."""
 
 
 class Harvested(Struct, frozen=True):
@@ -43,6 +56,13 @@ class Unfilled(Struct, frozen=True):
 
     why: str
     holes: int
+    node_s: float
+
+
+class Lost(Struct, frozen=True):
+    """Time of usable holes in which nothing was trained."""
+
+    cause: str
     node_s: float
 
 
@@ -74,6 +94,14 @@ class Hole:
     "when its worker was a member for the first time"
     held: list[tuple[float, float]] = field(default_factory=list)
     "by a job of ours, from when to when"
+    lost: dict[str, float] = field(default_factory=dict)
+    "cause -> seconds in which nothing was trained"
+    said: dict[str, float] = field(default_factory=dict)
+    "what the head said of it -> for how many seconds"
+
+    def lose(self, cause: str, seconds: float) -> None:
+        if seconds > 0:
+            self.lost[cause] = self.lost.get(cause, 0.0) + seconds
 
     @property
     def length_s(self) -> float:
@@ -91,11 +119,12 @@ def memberships(events: Iterable[EventRecord], run: str | None = None) -> Member
 
 
 def find_holes(
-    samples: Sequence[Sample], members: Memberships, start_at: float = -inf, end_at: float = inf
+    samples: Sequence[Sample], members: Memberships, start_at: float = -inf, end_at: float = inf, words: Words = ()
 ) -> list[Hole]:
-    """All holes between two Unix times, by node and time."""
+    """All holes between two Unix times, by node and time; `words`: of the head, for where their time went."""
     if not samples:
         return []
+    told_at = [at for at, _ in words]
     looks = [sample.at for sample in samples]
     spans = list(pairwise([looks[0], *((a + b) / 2 for a, b in pairwise(looks)), looks[-1]]))
     nodes = {n for s in samples for group in (s.idle, s.ours, s.base, s.others) for n in group}
@@ -115,7 +144,9 @@ def find_holes(
                 if hole is None:
                     hole = Hole(node, since, until, left=before is _State.TAKEN and begin >= start_at)
                     holes.append(hole)
-                _add(hole, state, since, until, wanted=bool(sample.waiting))
+                told = bisect_right(told_at, until) - 1
+                word = words[told][1].get(node, "") if told >= 0 else ""
+                _add(hole, state, since, until, wanted=bool(sample.waiting), word=word)
             before = state
         stays = list(_stays(members, node))
         for hole in holes:
@@ -158,7 +189,7 @@ def _stays(members: Memberships, node: str) -> Iterator[tuple[float, float]]:
         yield since, inf
 
 
-def _add(hole: Hole, state: _State, since: float, until: float, *, wanted: bool) -> None:
+def _add(hole: Hole, state: _State, since: float, until: float, *, wanted: bool, word: str) -> None:
     span = until - since
     hole.end = until
     if state is _State.OURS:
@@ -169,15 +200,26 @@ def _add(hole: Hole, state: _State, since: float, until: float, *, wanted: bool)
         return
     hole.planned_s += span if state is _State.PLANNED else 0.0
     hole.wanted_s += span if wanted else 0.0
+    what = word.partition(":")[0]
+    if what:
+        hole.said[what] = hole.said.get(what, 0.0) + span
+    hole.lose(what or (RETURNED if hole.held else UNSEEN), span)
 
 
 def _train(hole: Hole, stays: list[tuple[float, float]]) -> None:
     for begin, end in hole.held:
-        for joined, gone in stays:
-            since, until = max(begin, joined), min(end, gone)
-            if until > since:
-                hole.used_s += until - since
-                hole.member_at = since if hole.member_at is None else min(hole.member_at, since)
+        trained = [(max(begin, joined), min(end, gone)) for joined, gone in stays]
+        trained = [(since, until) for since, until in trained if until > since]
+        if not trained:
+            hole.lose(STARTING, end - begin)
+            continue
+        used_s = sum(until - since for since, until in trained)
+        first, last = trained[0][0], trained[-1][1]
+        hole.used_s += used_s
+        hole.member_at = first if hole.member_at is None else min(hole.member_at, first)
+        hole.lose(STARTING, first - begin)
+        hole.lose(LEAVING, end - last)
+        hole.lose(AWAY, last - first - used_s)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -191,6 +233,15 @@ def harvested(holes: Iterable[Hole], start_up_s: float = 0.0) -> Harvested:
         harvested_node_s=sum(hole.used_s for hole in chosen),
         planned_node_s=sum(hole.planned_s for hole in chosen),
     )
+
+
+def where_lost(holes: Iterable[Hole], start_up_s: float) -> list[Lost]:
+    """Time of usable holes in which nothing was trained, by cause; the most first."""
+    sums: dict[str, float] = {}
+    for hole in holes:
+        for cause, seconds in hole.lost.items() if hole.length_s > start_up_s else ():
+            sums[cause] = sums.get(cause, 0.0) + seconds
+    return sorted((Lost(cause, node_s) for cause, node_s in sums.items()), key=lambda each: -each.node_s)
 
 
 def hole_to_step(holes: Iterable[Hole]) -> Quantiles:
@@ -229,13 +280,15 @@ def _why(hole: Hole, usual_s: float) -> str:
         return "open when the looking ended"
     if hole.held:
         return "our job had the node, but no time to start up"
+    if hole.said:
+        return max(hole.said, key=lambda what: hole.said[what])
     if hole.wanted_s > hole.length_s / 2:
         return "others waited for nodes meanwhile"
     if hole.planned_s > hole.length_s / 2:
         return "set aside for a job of others"
     if hole.length_s < usual_s:
         return "shorter than filling one takes"
-    return "not known"
+    return UNSEEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class Asking:
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
+        self.unused: dict[str, str] = {}
+        "idle node -> why it is not used, as of the last plan"
 
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
@@ -83,7 +85,8 @@ class Asking:
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
         aims: dict[str, int] = {}
-        for wish in plan(cluster, demands, live, rules, self._known, aims, standing):
+        unused: dict[str, str] = {}
+        for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
@@ -101,6 +104,7 @@ class Asking:
                         give_back(turn, run, allocation, reason)
                     else:
                         turn.release_allocation(run, allocation, reason)
+        self.unused = unused
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import is_idle
@@ -172,8 +172,10 @@ def _allocation_view(allocation: Allocation, now: float) -> AllocationView:
     )
 
 
-def node_views(cluster: ClusterState | None, runs: Iterable[Run], now: float) -> list[NodeView]:
-    """All nodes of the last poll, each with whose it is."""
+def node_views(
+    cluster: ClusterState | None, runs: Iterable[Run], now: float, unused: Mapping[str, str]
+) -> list[NodeView]:
+    """All nodes of the last poll, each with whose it is; `unused`: node -> why it is not used."""
     if cluster is None:
         return []
     ours: dict[str, tuple[Run, Allocation]] = {}
@@ -183,10 +185,13 @@ def node_views(cluster: ClusterState | None, runs: Iterable[Run], now: float) ->
                 for node in [*allocation.nodes, *allocation.agents]:
                     ours[node] = (run, allocation)
     planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
-    return [_node_view(node, ours.get(node.node), node.node in planned, now) for node in cluster.nodes]
+    return [
+        _node_view(node, ours.get(node.node), node.node in planned, now, unused.get(node.node, ""))
+        for node in cluster.nodes
+    ]
 
 
-def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float) -> NodeView:
+def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float, unused: str) -> NodeView:
     if ours is not None:
         owner = NodeOwner.OURS
     elif node.state in ("DOWN", "UNKNOWN", "ERROR", "FUTURE"):
@@ -206,6 +211,7 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         run=None if ours is None else ours[0].id,
         gpus=node.gpus,
         ends_in_s=None if end is None else end - now,
+        unused=unused if owner in (NodeOwner.IDLE, NodeOwner.PLANNED) else "",
     )
 
 

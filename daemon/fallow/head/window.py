@@ -167,7 +167,7 @@ class Window:
         return Snapshot(
             at=now,
             head=head,
-            nodes=views.node_views(self._harvest.cluster, runs, now),
+            nodes=views.node_views(self._harvest.cluster, runs, now, self._harvest.asking.unused),
             runs=[views.run_view(r, at, now) for r in runs],
             last_event=self._durable.last_event,
         )
