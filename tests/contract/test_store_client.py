@@ -112,6 +112,10 @@ async def test_events_are_numbered_in_order(store: Store) -> None:
     assert [e.seq for e in await store.events(2, 1)] == [3]
     assert [e.seq for e in await store.events(0, 100, run="a")] == [1, 4]
     assert await store.events(4, 10) == []
+    assert [e.seq for e in await store.last_events(0, 2)] == [3, 4]
+    assert [e.seq for e in await store.last_events(0, 1, run="a")] == [4]
+    assert [e.seq for e in await store.last_events(2, 10)] == [3, 4]
+    assert await store.last_events(4, 10) == []
     assert (await store.events(1, 1))[0] == EventRecord(
         seq=2, at=2.0, run=None, kind="test", text="event 2", data={"n": 2}
     )
@@ -126,6 +130,8 @@ async def test_events_over_pages_and_the_cap(store: Store, monkeypatch: pytest.M
     assert 2500 <= len(kept) < 3000
     assert [e.seq for e in kept] == list(range(kept[0].seq, 5001))
     assert [e.seq for e in await store.events(3000, 1100, run="odd")][-1] == 5000
+    assert await store.last_events(3000, 1100, run="odd") == await store.events(3000, 1100, run="odd")
+    assert await store.last_events(0, 10_000) == kept
 
 
 async def test_repeated_save_takes_effect_once(store: Store) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from fallow.cli import show
 from fallow.cli.main import invoke
+from fallow.cli.show import MISSED
 from fallow.cli.tables import duration, number
 from fallow.model import (
     AllocationKind,
@@ -19,6 +21,7 @@ from fallow.model import (
     CheckpointState,
     CheckpointView,
     EventRecord,
+    Exit,
     GenerationReport,
     HeadView,
     MemberView,
@@ -198,6 +201,33 @@ def test_one_event_is_one_line(capsys: pytest.CaptureFixture[str], head: list[tu
     assert [line.split()[0] for line in lines] == ["8", "9"]
     assert lines[0].endswith("n8 joined")
     assert head == [("events", {"since": 7, "limit": 5, "run": "r1"})]
+
+
+def test_all_that_happened_between_two_looks_is_followed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Client:
+        async def __aenter__(self) -> Client:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def call(self, method: str, type_: Any, since: int, limit: int) -> list[EventRecord]:
+            asked.append((since, limit))
+            return [EventRecord(seq=since + 7, at=0.0, run=None, kind="node", text="n8 joined")]
+
+        async def subscribe(self) -> AsyncIterator[EventRecord]:
+            yield EventRecord(seq=1, at=0.0, run=None, kind="node", text="old")
+
+    async def connect(_: object) -> Client:
+        return Client()
+
+    monkeypatch.setattr("fallow.control.client.ControlClient.connect", connect)
+    assert invoke(["events", "--follow", "--limit", "5"]) == Exit.UNAVAILABLE
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["7", "14"]
+    assert asked == [(0, 5), (7, MISSED)]
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:

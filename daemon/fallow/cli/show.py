@@ -14,6 +14,11 @@ from fallow.cli.tables import duration, moment, number, show_table, size
 from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
 from fallow.text import clean, clean_block
 
+LAST_EVENT = 2**63 - 1
+"""Events are numbered by the store, which counts no further."""
+MISSED = 100_000
+"""Most events between two looks of `events --follow`."""
+
 _NO_RUNS = "no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT"
 
 
@@ -22,7 +27,7 @@ _NO_RUNS = "no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT"
 @json_option
 def status(run: str | None, as_json: bool) -> None:
     """Show all runs, or one RUN with its members and jobs."""
-    snapshot = ask("status", Snapshot, **({"run": run} if run else {}))
+    snapshot = ask("status", Snapshot, **({} if run is None else {"run": run}))
     if as_json:
         print_json(snapshot)
     elif run:
@@ -67,16 +72,16 @@ def _saved_row(run: RunView, now: float) -> list[str]:
 
 @click.command(short_help="What happened.")
 @click.argument("run", required=False)
-@click.option("--since", type=click.IntRange(min=0), default=0, help="Only events with a higher number.")
+@click.option("--since", type=click.IntRange(0, LAST_EVENT - 1), default=0, help="Only events with a higher number.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The last so many.")
 @click.option("--follow", "-f", "following", is_flag=True, help="Go on with new events until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array; with --follow one JSON value per line.")
 def events(run: str | None, since: int, limit: int, following: bool, as_json: bool) -> None:
     """Show the event log, of everything or of one RUN."""
-    if following:
+    if following and run != "":
         asyncio.run(follow(run, since, limit, as_json))
         return
-    found = ask("events", list[EventRecord], since=since, limit=limit, **({"run": run} if run else {}))
+    found = ask("events", list[EventRecord], since=since, limit=limit, **({} if run is None else {"run": run}))
     if as_json:
         print_json(found)
     else:
@@ -105,19 +110,19 @@ async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None
     last = since
     async with await ControlClient.connect(head_file) as asking, await ControlClient.connect(head_file) as listening:
 
-        async def catch_up(last: int) -> int:
+        async def catch_up(last: int, limit: int) -> int:
             wanted: dict[str, Any] = {"run": run} if run else {}
             for event in await asking.call("events", list[EventRecord], since=last, limit=limit, **wanted):
                 _print_event(event, as_json)
                 last = max(last, event.seq)
             return last
 
-        last = await catch_up(last)
+        last = await catch_up(last, limit)
         subscribed = False
         async for item in listening.subscribe():
             if not subscribed:
                 # What happened between the first look and the subscription would be missed otherwise.
-                last = await catch_up(last)
+                last = await catch_up(last, MISSED)
                 subscribed = True
             if isinstance(item, EventRecord) and item.seq > last and run in (None, item.run):
                 _print_event(item, as_json)

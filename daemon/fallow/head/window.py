@@ -115,7 +115,7 @@ class Window:
         self._broadcast.close()
 
     async def _events(self, since: int = 0, limit: int = 1000, run: str | None = None) -> list[EventRecord]:
-        return await self._durable.store.events(since, limit, None if run is None else self._book.get(run).id)
+        return await self._durable.store.last_events(since, limit, None if run is None else self._book.get(run).id)
 
     async def _usage(self, by: str = "run", since: str | None = None, run: str | None = None) -> UsageReport:
         if by not in ("run", "project", "day"):

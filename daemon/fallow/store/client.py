@@ -189,13 +189,26 @@ class Store:
         while len(found) < limit:
             page = await self._call(self._client.xrange(self._events_key, f"{since + 1}-0", "+", _PAGE))
             for number, fields in page:
-                since = int(number.split(b"-")[0])
-                at, of_run, kind, text, data = msgspec.msgpack.decode(fields[b"e"])
-                if run is None or run == of_run:
-                    found.append(EventRecord(seq=since, at=at, run=of_run, kind=kind, text=text, data=data))
+                event = _event(number, fields)
+                since = event.seq
+                if run is None or run == event.run:
+                    found.append(event)
             if len(page) < _PAGE:
                 break
         return found[:limit]
+
+    async def last_events(self, since: int, limit: int, run: str | None = None) -> list[EventRecord]:
+        """The newest `limit` events with numbers above `since`, oldest first; of one run if it is named."""
+        found: list[EventRecord] = []
+        upto = "+"
+        while len(found) < limit:
+            page = await self._call(self._client.xrevrange(self._events_key, upto, f"{since + 1}-0", _PAGE))
+            events = [_event(number, fields) for number, fields in page]
+            found += [event for event in events if run is None or run == event.run]
+            if len(page) < _PAGE:
+                break
+            upto = f"{events[-1].seq - 1}-0"
+        return found[:limit][::-1]
 
     async def last_event(self) -> int:
         """Number of the newest event; 0 when there is none."""
@@ -243,3 +256,8 @@ class Store:
 
 def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _event(number: bytes, fields: dict[bytes, bytes]) -> EventRecord:
+    at, run, kind, text, data = msgspec.msgpack.decode(fields[b"e"])
+    return EventRecord(seq=int(number.split(b"-")[0]), at=at, run=run, kind=kind, text=text, data=data)
