@@ -60,6 +60,23 @@ async def test_nothing_known_yet(make_rig: Make) -> None:
         assert "no nodes known yet" in rig.text()
 
 
+async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 60)) as pilot:
+        await rig.source.send(pilot, snapshot(), *(event(n, text=f"story {n}.") for n in range(1, 60)))
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        assert "story 59." in rig.text()
+        await pilot.press("4", "home")
+        await pilot.pause()
+        assert "story 1." in rig.text()
+        await rig.source.send(pilot, event(60, text="story 60."))
+        assert "story 1." in rig.text()
+        await pilot.press("end")
+        await rig.source.send(pilot, event(61, text="story 61."))
+        assert "story 61." in rig.text()
+
+
 async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:
     rig = make_rig()
     async with rig.app.run_test(size=(80, 24)) as pilot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tui_rig import event, snapshot
 
-from fallow_tui.text import clean_item, count, duration, fit, sparkline
+from fallow_tui.text import clean_item, count, duration, figure, fit, sparkline
 from fallow_tui.widgets.nodes import short_names
 
 
@@ -33,6 +33,25 @@ def test_duration(seconds: float | None, shown: str) -> None:
 )
 def test_count(number: float, shown: str) -> None:
     assert count(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (2.2481, "2.248"),
+        (0.0012345, "0.0012"),
+        (1.754e-05, "2e-05"),
+        (-1.754e-05, "-2e-05"),
+        (-1.754e-105, "-2e-105"),
+        (123456.7, "1e+05"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_a_figure_that_does_not_fit_loses_digits_but_never_its_exponent(value: float | None, shown: str) -> None:
+    assert figure(value) == shown
 
 
 def test_fit_counts_cells() -> None:

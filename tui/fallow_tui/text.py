@@ -70,6 +70,20 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def figure(value: float | None) -> str:
+    """At most six characters of a number of any size: `2.248`, `0.0015`, `1.8e-05`, `-1e+20`; `-` where unknown.
+
+    A number that is cut instead would be another number: `1.754e-05` begins like `1.754`.
+    """
+    if value is None:
+        return "-"
+    for digits in (4, 3, 2, 1):
+        text = f"{value:.{digits}g}"
+        if len(text) <= 6:
+            return text
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
 def clock(at: float) -> str:
     """Local time of day."""
     return datetime.fromtimestamp(at).strftime("%H:%M:%S")

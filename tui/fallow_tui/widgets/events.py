@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.events import Resize
 from textual.widgets import Input, RichLog
 
 from fallow.model import EventRecord
@@ -18,10 +19,31 @@ from fallow_tui.view import KEEP_EVENTS, View
 
 
 class _Lines(RichLog):
+    """Stays at its end where it was there; who has gone up to read is left alone."""
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False, id="events.down"),
         Binding("k", "scroll_up", "Up", show=False, id="events.up"),
     ]
+
+    def __init__(self) -> None:
+        super().__init__(wrap=False, markup=False, max_lines=KEEP_EVENTS)
+        self._following = True
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._following = new_value >= self.max_scroll_y
+
+    def on_resize(self, _: Resize) -> None:
+        if self._following:
+            self.scroll_end(animate=False, x_axis=False)
+
+    def add(self, line: Text) -> None:
+        self.write(line, scroll_end=self._following)
+
+    def clear(self) -> Self:
+        self._following = True
+        return super().clear()
 
 
 class EventLog(Vertical):
@@ -36,7 +58,7 @@ class EventLog(Vertical):
         "sequence number of the last event looked at"
 
     def compose(self) -> ComposeResult:
-        yield _Lines(wrap=False, markup=False, max_lines=KEEP_EVENTS)
+        yield _Lines()
         yield Input(placeholder="words to look for; enter keeps them, escape clears", compact=True)
 
     def on_mount(self) -> None:
@@ -94,10 +116,10 @@ class EventLog(Vertical):
             line.append("  ")
         else:
             line.append_text(run_badge(self._view, event.run)).append(" ")
-        line.append(fit(event.kind, 9), EVENTS.get(event.kind, ""))
+        line.append(fit(event.kind, 10) + " ", EVENTS.get(event.kind, ""))
         line.append(event.text)
         if event.run is not None and self._run is None:
             line.append(f"  {event.run}", MUTED)
         words = self.query_one(Input).value.casefold().split()
         if all(word in line.plain.casefold() for word in words):
-            self.query_one(_Lines).write(line)
+            self.query_one(_Lines).add(line)

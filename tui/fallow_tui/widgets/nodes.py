@@ -98,8 +98,7 @@ class NodeMap(Widget, can_focus=True):
         text.append(name, LABEL)
         node = self._view.node(name)
         if node is not None:
-            text.append(f"  {node.state.lower()}  {','.join(node.partitions)}", MUTED)
-            text.append(f"  {node.gpus} GPUs" if node.gpus else "", MUTED)
+            text.append(f"  {node.state.lower()}", MUTED)
         if cell.run is not None:
             text.append("  ")
             text.append_text(run_badge(self._view, cell.run))
@@ -109,6 +108,10 @@ class NodeMap(Widget, can_focus=True):
                 text.append(f"  goes in {duration(left)}")
         else:
             text.append(f"  {cell.owner}")
+        # Last, for it is the first to be cut off where the screen is narrow.
+        if node is not None:
+            text.append(f"  {','.join(node.partitions)}", MUTED)
+            text.append(f"  {node.gpus} GPUs" if node.gpus else "", MUTED)
 
     def _summary(self) -> Text:
         cells = list(self._view.cells.values())

@@ -12,7 +12,7 @@ from textual.widgets import DataTable
 
 from fallow.model import RunView
 from fallow_tui.palette import MUTED, STATUSES, WARN, run_badge, run_colour
-from fallow_tui.text import count, duration, fit, sparkline
+from fallow_tui.text import count, duration, figure, fit, sparkline
 from fallow_tui.view import View
 
 SOON_S = 60.0
@@ -103,9 +103,9 @@ class RunsTable(DataTable[Text]):
             step += f" {100 * run.step // run.total_steps}%"
         left = view.next_release(run, self._now)
         spark = _spark_width(width)
-        bars = sparkline(view.rate_history(run.run), spark)
+        bars = sparkline(view.rate_history(run.run), spark - 1)
         rate = Text(f"{count(run.samples_per_s):>6}")
-        rate.append(fit(bars, spark), Style(color=run_colour(view, run.run)))
+        rate.append(" " + fit(bars, spark - 1), Style(color=run_colour(view, run.run)))
         row = [
             run_badge(view, run.run),
             Text(run.name or run.run),
@@ -113,7 +113,7 @@ class RunsTable(DataTable[Text]):
             Text(f"{nodes}/{run.min_nodes}-{run.max_nodes}"),
             Text(str(run.generation)),
             Text(step),
-            Text(f"{run.loss:.4g}" if run.loss is not None else "-"),
+            Text(figure(run.loss)),
             rate,
             Text(duration(left), WARN if left is not None and left <= SOON_S else ""),
         ]
