@@ -263,7 +263,7 @@ def test_a_cluster_without_slurmdbd_is_told_in_words() -> None:
     assert (view.limits, view.shares, view.priorities) == ([], [], [])
     assert view.notes == [
         "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share",
-        "no priorities of pending jobs (sprio: You are not running a supported priority plugin)",
+        "jobs have no priority by factors here (sprio knows only priority/multifactor)",
     ]
 
 

@@ -77,8 +77,10 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
         allocation.state = AllocationState.PENDING
     run.record.refusals.pop(_place(allocation), None)
     turn.dirty.add(run.id)
+    # Of a base job the options say it, which are sbatch's to read; the next poll shows it.
+    where = f" in {allocation.partition}" if allocation.partition else ""
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
-    turn.record(run, "submit", f"{token}: job {job_id} in {allocation.partition or 'default'}{limit}")
+    turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
 
 
 def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[str], news: bool) -> None:

@@ -43,7 +43,10 @@ async def owner(query: Query, user: str, at: float) -> OwnerView:
     try:
         priorities = parse_priorities(await query(["sprio", "-h", "-u", user, "-o", _SPRIO]))
     except FallowError as error:
-        notes.append(f"no priorities of pending jobs ({error.message})")
+        if "not running a supported priority plugin" in error.message:
+            notes.append("jobs have no priority by factors here (sprio knows only priority/multifactor)")
+        else:
+            notes.append(f"no priorities of pending jobs ({error.message})")
     return OwnerView(user=user, at=at, limits=limits, shares=shares, priorities=priorities, notes=notes)
 
 
