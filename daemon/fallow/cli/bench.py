@@ -7,14 +7,14 @@ import re
 
 import click
 
-from fallow.cli.common import json_option, print_json
+from fallow.cli.common import Finite, json_option, print_json
 from fallow.model import Exit, FallowError
 
 
 @click.command(short_help="Measure, side by side with peers.")
 @click.option("--members", default="4", show_default=True, metavar="N,...", help="Worlds to measure.")
 @click.option("--params", default="10", show_default=True, metavar="M,...", help="Models, in millions of parameters.")
-@click.option("--seconds", type=click.FloatRange(min=30), default=300.0, show_default=True, help="Of harvest.")
+@click.option("--seconds", type=Finite(min=30), default=300.0, show_default=True, help="Of harvest.")
 @click.option(
     "--profile", type=click.Choice(["plain", "preempt"]), default="plain", show_default=True, help="Of harvest."
 )
@@ -55,10 +55,11 @@ def bench(
         return _harvest(seconds, profile, seed, as_json)
     from fallow.bench.main import check_names, main
     from fallow.bench.rows import Settings
+    from fallow.core.schedule import MOST_MEMBERS
 
     check_names(names)
-    worlds = [int(number) for number in _numbers(members, "--members", least=2)]
-    sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01)]
+    worlds = [int(number) for number in _numbers(members, "--members", least=2, most=MOST_MEMBERS)]
+    sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01, most=100_000)]
     return int(main(names, Settings(members=worlds, params=sizes, n=n), json=as_json))
 
 
@@ -86,7 +87,7 @@ def _harvest(seconds: float, profile: str, seed: int, as_json: bool) -> int:
     return Exit.TEMPFAIL if report.stopped else Exit.OK
 
 
-def _numbers(text: str, option: str, least: float) -> list[float]:
+def _numbers(text: str, option: str, least: float, most: int) -> list[float]:
     if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", text):
         raise FallowError(f"{option} {text!r}: numbers with commas between them, such as 2,4", Exit.USAGE)
     found = [float(word) for word in text.split(",")]
@@ -94,4 +95,6 @@ def _numbers(text: str, option: str, least: float) -> list[float]:
         raise FallowError(f"{option} {text!r}: whole numbers", Exit.USAGE)
     if min(found) < least:
         raise FallowError(f"{option} {text!r}: at least {least:g}", Exit.USAGE)
+    if max(found) > most:
+        raise FallowError(f"{option} {text!r}: at most {most:,} on one machine", Exit.USAGE)
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import click
 
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
 from fallow.text import clean_block
 
 T = TypeVar("T")
@@ -17,6 +18,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON value.")(command)
+
+
+class Finite(click.FloatRange):
+    """A range of numbers; unlike click's it has no place for `nan`, nor for `inf` where it is open above."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number to count with.", param, ctx)
+        return float(number)
 
 
 @overload
@@ -28,6 +39,8 @@ def ask(method: str, type_: Any = Any, **params: Any) -> Any:
     from fallow.control.client import call
     from fallow.files import Paths
 
+    if params.get("run") == "":
+        raise FallowError("the name of the run is empty; `fallow status` lists the runs", Exit.USAGE)
     return call(Paths.default().head_file, method, type_, **params)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
 
 from fallow.cli.common import ask, json_option, print_json
+from fallow.model import Exit, FallowError
+
+MOST_NODES = 100_000
+"""In one node list: every name of a range is made before anybody can look at it."""
 
 
 def _done(as_json: bool, text: str, **result: Any) -> None:
@@ -51,6 +56,8 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     Node lists may be folded, e.g. n[01-04].
     """
     names = unfold(nodes)
+    if not names:
+        raise FallowError(f"run {run}: no node is named; `fallow status {run}` lists those it holds", Exit.USAGE)
     ask("drain", run=run, nodes=names)
     _done(
         as_json,
@@ -118,12 +125,27 @@ def unfold(nodes: tuple[str, ...]) -> list[str]:
     """Node names of folded lists, in order, each once."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
-    from fallow.model import Exit, FallowError
-
     names: dict[str, None] = {}
     for word in nodes:
+        if _count(word) > MOST_NODES:
+            raise FallowError(f"{word[:64]!r}: names more than {MOST_NODES} nodes", Exit.USAGE)
         try:
             names |= dict.fromkeys(NodeSet(word, resolver=RESOLVER_NOGROUP))
         except NodeSetException as error:
             raise FallowError(f"{word[:64]!r} is no node list ({error}); e.g. n[01-04],n7", Exit.USAGE) from error
     return list(names)
+
+
+def _count(word: str) -> int:
+    """How many names a folded list has, at most; nothing is unfolded for it."""
+    total = 0
+    for piece in re.split(r",(?![^\[]*\])", word):
+        names = 1
+        for inside in re.findall(r"\[([^\]]*)\]", piece):
+            ends = re.findall(r"(\d+)-(\d+)", inside)
+            if any(len(last) > 18 for _, last in ends):
+                # Python refuses to read numbers of thousands of digits, and nobody has such nodes.
+                return MOST_NODES + 1
+            names *= max(1, inside.count(",") + 1 + sum(int(last) - int(first) for first, last in ends))
+        total += names
+    return total

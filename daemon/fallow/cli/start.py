@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from fallow.cli.common import json_option
+from fallow.cli.common import Finite, json_option
 from fallow.model import Exit, FallowError
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -64,9 +64,7 @@ def top(read_only: bool, demo: bool) -> int:
 
 
 @click.command(short_help="The whole story on a private Slurm.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="About how long it may take."
-)
+@click.option("--seconds", type=Finite(10, 3600), default=120.0, show_default=True, help="About how long it may take.")
 @json_option
 def demo(seconds: float, as_json: bool) -> int:
     """Start a private Slurm on this machine, train on its idle nodes while others use it, and report."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fallow.cli.common import json_option, print_json, say
+from fallow.cli.common import Finite, json_option, print_json, say
 from fallow.model import Exit, FallowError
 
 _folder = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
@@ -87,12 +87,10 @@ def status(as_json: bool) -> None:
 
 @testbed.command(short_help="Play other users' jobs on it.")
 @_folder
-@click.option("--seconds", type=click.FloatRange(min=1), default=300.0, show_default=True)
+@click.option("--seconds", type=Finite(min=1), default=300.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--utilisation", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True, help="Of the nodes."
-)
-@click.option("--mean", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Length of jobs, seconds.")
+@click.option("--utilisation", type=Finite(0, 1, min_open=True), default=0.7, show_default=True, help="Of the nodes.")
+@click.option("--mean", type=Finite(min=1), default=20.0, show_default=True, help="Length of jobs, seconds.")
 @click.option("--trace", help="Play a recorded cluster instead: a name (helios) or a file.")
 @click.option("--as-user", help="Submit as this user (root only).")
 @json_option

@@ -13,6 +13,9 @@ import msgspec
 
 from fallow.model import Exit, FallowError
 
+MOST_MEMBERS = 512
+"""Of one training on one machine, each a process that imports torch."""
+
 
 class Action(StrEnum):
     ADD = "add"
@@ -59,6 +62,11 @@ def parse_schedule(text: str, members: int) -> tuple[Item, ...]:
                 raise _bad(number, word, "is empty")
             continue
         items.append(_item(number, word.strip()))
+    total = members + sum(item.count for item in items if item.action is Action.ADD)
+    if total > MOST_MEMBERS:
+        raise FallowError(
+            f"{total} members in all are more than one machine can start; at most {MOST_MEMBERS}", Exit.USAGE
+        )
     items.sort(key=lambda item: item.step)
     _check(items, members)
     return tuple(items)

@@ -63,7 +63,7 @@ def main(
         sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended at step {result.steps}\n")
     encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
     if report is not None:
-        report.write_bytes(encoded + b"\n")
+        _write(report, encoded + b"\n")
     if json:
         sys.stdout.write(encoded.decode() + "\n")
     else:
@@ -86,15 +86,24 @@ async def _train(driver: Driver) -> RunReport:
     return await driver.train()
 
 
+def _write(report: Path, content: bytes) -> None:
+    try:
+        report.write_bytes(content)
+    except OSError as error:
+        # The training is done all the same, so what it came to is shown.
+        sys.stderr.write(f"fallow local: --report {report}: cannot be written ({error.strerror})\n")
+
+
 def summary(report: RunReport) -> str:
     """A few lines for people."""
     changes = [g for g in report.generations if g.pause_s is not None]
+    loss = report.final_loss
     planned = report.pause_s.planned
     lines = [
         f"run {report.run}: {report.status}, {report.steps} steps, {len(report.generations)} generations",
         f"samples: {report.samples.consumed} used, {report.samples.lost} lost, {report.samples.duplicated} repeated"
         + (f", {report.samples.unknown} unknown (the disk was full)" if report.samples.unknown else ""),
-        f"final loss {report.final_loss}, state {(report.final_digest or '-')[:16]}",
+        f"final loss {'-' if loss is None else loss}, state {(report.final_digest or '-')[:16]}",
     ]
     if planned.p50 is not None:
         lines.append(f"planned pauses: p50 {planned.p50:.3f} s, p95 {planned.p95:.3f} s ({len(changes)} changes)")

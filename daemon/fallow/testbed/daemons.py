@@ -24,11 +24,17 @@ def make_folder(folder: Path | None) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"fallow-testbed-{os.getuid()}-", dir="/tmp"))
     else:
         folder = folder.absolute()
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        try:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise FallowError(
+                    f"testbed: {folder} is not empty; name a new folder, or take the testbed in it down",
+                    Exit.CANTCREAT,
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise FallowError(
-                f"testbed: {folder} is not empty; name a new folder, or take the testbed in it down", Exit.CANTCREAT
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+                f"testbed: {folder} cannot be made ({error.strerror}); name another folder", Exit.CANTCREAT
+            ) from error
     if len(os.fsencode(folder)) + _SOCKET_TAIL >= SOCKET_PATH_LIMIT:
         folder.rmdir()
         raise FallowError(
