@@ -1,8 +1,10 @@
-"""The training of `fallow bench harvest`: steps of a given length that cost next to no processor time.
+"""The training of `fallow bench harvest`: shards of a given length that cost next to no processor time.
 
-usage: paced.py STEPS SECONDS_PER_STEP
+usage: paced.py STEPS SECONDS_PER_SHARD
 
-What is measured is what becomes of idle nodes, and all nodes of a testbed share one small machine.
+What is measured is what becomes of idle nodes, and all nodes of a testbed share one small machine. Each node makes the
+training faster, as many as there are: the head learns what nodes are worth to a run, and rightly leaves those idle from
+which it would gain nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 
-SAMPLES, BATCH, GLOBAL_BATCH = 64, 2, 16
+SAMPLES, BATCH, GLOBAL_BATCH = 4096, 2, 64
+"""32 shards in a step: up to 8 members, with each one more the slowest has fewer."""
 
 
 def main() -> None:
@@ -31,8 +34,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, batches = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)
     for x, y in run.steps(batches, epochs=steps * GLOBAL_BATCH // SAMPLES):
-        if run.final_shard:
-            nothing.wait(pace_s)
+        nothing.wait(pace_s)
         nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
