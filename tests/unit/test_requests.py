@@ -325,6 +325,55 @@ def test_nodes_that_administrators_want_are_left() -> None:
     )
 
 
+# -- nodes that others still have ---------------------------------------------------------------------------------
+
+
+AHEAD = HarvestRules(max_pending=8, ahead=2)
+
+
+def theirs(job_id: str, node: str, **more: object) -> JobInfo:
+    values = {"name": "theirs", "user": "alice", "state": "RUNNING", "partition": "urgent", "nodes": [node], **more}
+    return JobInfo(job_id=job_id, **values)  # type: ignore[arg-type]
+
+
+def busy(*jobs: JobInfo, **more: object) -> ClusterState:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED")]
+    taken = [theirs("1", "n1", end_at=NOW + 900.0), theirs("2", "n2", end_at=NOW + 60.0), theirs("3", "n3")]
+    return cluster(nodes, [*taken, *jobs], **more)
+
+
+def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_them_back() -> None:
+    run = Demand("r", 5)
+    assert plan(busy(), [run], [], AHEAD, fixed()) == [
+        Ask("r", "scavenge", 120, ahead=True),
+        Ask("r", "scavenge", 119, ahead=True),
+    ]
+    assert plan(busy(), [run], [], RULES, fixed()) == []
+    one = [held("h1", AllocationState.PENDING, requested_at=NOW - 300, minutes=120, ahead=True)]
+    assert len(asks(plan(busy(), [run], one, AHEAD, fixed()))) == 1, "one waits already"
+    assert len(asks(plan(busy(), [Demand("r", 1)], [], AHEAD, fixed()))) == 1
+    assert plan(busy(), [Demand("r", 0)], [], AHEAD, fixed()) == []
+    # Never where nothing gives a node back but us, nor where somebody else waits.
+    alone = HarvestRules(max_pending=8, ahead=2, allow_without_preemption=True)
+    assert asks(plan(busy(preempt_mode="OFF"), [run], [], alone, fixed())) == []
+    assert asks(plan(busy(waiting()), [run], [], AHEAD, fixed())) == []
+    # Nor for our own nodes, or those that take no jobs.
+    mine = [held(f"h{i}", nodes=[f"n{i}"], end_at=NOW + 6000.0, start_at=NOW - 60.0) for i in (1, 2)]
+    ours = [theirs(str(i), f"n{i}", name=f"h{i}") for i in (1, 2)]
+    drained = cluster([node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED", flags=["DRAIN"])],
+                      [*ours, theirs("3", "n3")])  # fmt: skip
+    assert asks(plan(drained, [run], mine, AHEAD, fixed())) == []
+
+
+def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> None:
+    planned = waiting(planned_nodes=["n1"], start_at=NOW + 600, reason="BeginTime", partition="other")
+    state = cluster([node("n1")], [planned])
+    long = held("h1", AllocationState.PENDING, requested_at=NOW - 60, minutes=90)
+    assert asks(plan(state, [Demand("r", 1)], [long], AHEAD, fixed())) == [Ask("r", "scavenge", 10)]
+    for_it = held("h1", AllocationState.PENDING, requested_at=NOW - 60, minutes=11)
+    assert asks(plan(state, [Demand("r", 1)], [for_it], AHEAD, fixed())) == []
+
+
 # -- properties ---------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +418,7 @@ def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Alloca
         max_nodes=draw(st.none() | st.integers(0, 12)),
         partition_nodes=draw(st.just({}) | st.fixed_dictionaries({"scavenge": st.integers(0, 10)})),
         lead_s=draw(st.sampled_from([0.0, 600.0])),
+        ahead=draw(st.integers(0, 2)),
         whole_nodes=draw(st.booleans()),
     )
     demands = [
@@ -399,6 +449,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     state, demands, allocations, rules, known = situation
     wishes = plan(state, demands, allocations, rules, known)
     assert wishes == plan(state, demands, allocations, rules, known), "nothing has changed"
+    assert sum(1 for ask in asks(wishes) if ask.ahead) <= rules.ahead
     new = asks(wishes)
     withdrawn = {w.token for w in wishes if isinstance(w, Withdraw)}
     pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
@@ -414,7 +465,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     idle = [n.node for n in state.nodes if n.state == "IDLE"]
     lengths = sorted(((ends.get(name, 1e18) - NOW) / 60 for name in idle), reverse=True)
     # Slurm may put them anywhere: the longest fits somewhere, the second longest somewhere else, and so on.
-    whole = sorted((a.least_minutes or a.minutes for a in more if a.part is None), reverse=True)
+    whole = sorted((a.least_minutes or a.minutes for a in more if a.part is None and not a.ahead), reverse=True)
     assert all(minutes <= length for minutes, length in zip(whole, lengths, strict=False)) and len(whole) <= len(idle)
     for ask in new:
         (demand,) = [d for d in demands if d.run == ask.run]

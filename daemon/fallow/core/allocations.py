@@ -50,6 +50,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "nodes that are of no use to the run, folded"
     replaces: str = ""
     "token of the allocation whose place it takes"
+    ahead: bool = False
+    "when it was asked for, others had all nodes: how long it waits says nothing of Slurm"
     active_at: float | None = None
     "Unix time of its first step in the training"
     hurried: bool = False

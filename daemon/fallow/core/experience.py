@@ -48,9 +48,12 @@ class Experience(msgspec.Struct, kw_only=True):
         kept.append((round(spell.left_s), spell.ended, round(spell.entered_s)))
         del kept[:-SPELLS]
 
-    def started(self, partition: str, wait_s: float, start_s: float, at: float) -> None:
-        """A node came: `wait_s` from request to job start, `start_s` from there to its first step at `at`."""
+    def started(self, partition: str, wait_s: float | None, start_s: float, at: float) -> None:
+        """A node came: `wait_s` from request to job start (None: there was no idle node), `start_s` from there to its
+        first step at `at`."""
         for kept, seconds in ((self.waits, wait_s), (self.starts, start_s)):
+            if seconds is None:
+                continue
             samples = kept.setdefault(partition, [])
             samples.append((round(at), round(max(0.0, seconds), 1)))
             del samples[:-SAMPLES]

@@ -6,9 +6,11 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 
+from fallow.core.waiting import is_ours
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 UNUSABLE = frozenset(
@@ -140,3 +142,36 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
             for node in reservation.nodes:
                 bound(node, reservation.start_at)
     return ends
+
+
+def find_coming(
+    cluster: ClusterState, partitions: list[PartitionInfo], ours: Collection[str], kept: Collection[str]
+) -> Iterator[Hole]:
+    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first.
+
+    Args:
+        cluster: one poll.
+        partitions: where to look.
+        ours: tokens of our allocations; nodes on which they have jobs are none of others'.
+        kept: nodes to leave alone.
+    """
+    ends: dict[str, float] = {}
+    mine: set[str] = set(kept)
+    for job in cluster.jobs:
+        if job.state != "PENDING":
+            for name in job.nodes:
+                ends[name] = max(ends.get(name, 0.0), inf if job.end_at is None else job.end_at)
+            if is_ours(job, ours):
+                mine.update(job.nodes)
+    known = {node.node: node for node in cluster.nodes}
+    planned = planned_ends(cluster, ours)
+    holes: dict[str, Hole] = {}
+    for partition in partitions:
+        for name in partition.nodes:
+            node = known.get(name)
+            if node is None or name in mine or name in holes or name not in ends:
+                continue
+            if node.state in ("ALLOCATED", "MIXED") and not (UNUSABLE - {"COMPLETING"}).intersection(node.flags):
+                end = planned.get(name)
+                holes[name] = Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at))
+    yield from sorted(holes.values(), key=lambda hole: (ends[hole.node], hole.node))

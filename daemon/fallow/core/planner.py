@@ -6,17 +6,18 @@ withdrawn, nodes whose time is nearly over are asked for again, and what is left
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
-from fallow.core.holes import Hole, is_idle
+from fallow.core.holes import Hole, find_coming, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
-from fallow.core.sharing import charge, requests_for, share_out, surplus
+from fallow.core.sharing import charge, requests_ahead, requests_for, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.model import AllocationState, ClusterState
 
@@ -90,11 +91,25 @@ def plan(
     for demand in demands:
         mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
         out += _renew(cluster, demand, mine, rules, requests, budgets)
-    out += requests_for(found, demands, requests, budgets)
+    wishes = requests_for(found, demands, requests, budgets)
+    asked = Counter(wish.run for wish in wishes)
+    coming = _coming(cluster, allocations, rules, standing) if requests.waiting < rules.ahead else []
+    out += wishes
+    out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)
     if unused is not None:
         unused.update(_closed(cluster, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
     return out
+
+
+def _coming(
+    cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, standing: Standing
+) -> list[Hole]:
+    """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
+    where others wait already."""
+    kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    there = [p for p in harvestable(cluster, rules) if p.preempts]
+    return list(find_coming(cluster, there, {a.token for a in allocations}, kept))
 
 
 def _enough(demands: Sequence[Demand]) -> str:

@@ -9,8 +9,9 @@ the node back), and is used where limits have been seen to stretch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import floor
 
 from fallow.core.allocations import Allocation
@@ -55,6 +56,9 @@ class HarvestRules:
     "nodes are asked for again so long before their end; 0: only once they are gone"
     whole_nodes: bool = True
     "the site does not share nodes between jobs"
+    ahead: int = 0
+    """So many requests may wait for nodes that others still have: Slurm starts them in the moment a node is idle.
+    Never where nothing preempts: we might have the node a moment before somebody else comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,8 @@ class Ask:
     "nodes of the partition that are of no use to the run"
     replaces: str = ""
     "token of the allocation whose place it takes"
+    ahead: bool = False
+    "there is no idle node for it yet"
 
 
 @dataclass
@@ -133,6 +139,16 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
         if partition.up and (partition.preempts or rules.allow_without_preemption) and (named or not rules.partitions):
             allowed.append(partition)
     return sorted(allowed, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
+
+
+def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:
+    """Is a pending request short enough for a hole of this length? Slurm starts nothing that runs into what is planned.
+
+    One that was made for the hole did fit a moment ago.
+    """
+    ago_s = min(at - allocation.requested_at, rules.start_patience_s)
+    least_s = 60.0 * (allocation.least_minutes or allocation.minutes or 0) - ago_s
+    return length_s is None or length_s >= least_s
 
 
 class Requests:
@@ -175,6 +191,8 @@ class Requests:
         wanted = {p for job in cluster.jobs if job.name not in ours and waits(job) for p in job.partition.split(",")}
         self._wanted = {node for p in cluster.partitions if p.partition in wanted for node in p.nodes}
         "nodes that others wait for, or might"
+        self.waiting = 0
+        "pending requests for which there is no idle node"
         self._probing = any(a.least_minutes for a in pending)
         self._holes = holes
         not_started = {a.token for a in pending}
@@ -201,9 +219,12 @@ class Requests:
             self._taken.add(allocation.part.node)
             return
         there = [h for h in self._holes if h.node not in self._taken and h.part is None]
+        there = [h for h in there if may_take(allocation, h.length_s, self._cluster.at, self._rules)]
         fitting = [h for h in there if h.partition == allocation.partition] or there
         if fitting:
             self._taken.add(fitting[0].node)
+        else:
+            self.waiting += 1
 
     def unused(self, otherwise: str) -> dict[str, str]:
         """Node of a hole -> what was decided about it; `otherwise`: about those that nobody had to look at."""
@@ -257,6 +278,25 @@ class Requests:
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, minutes, least, "", hole.part, exclude, replaces)
+        return None
+
+    def ahead(self, demand: Demand, budget_node_s: float | None, coming: Iterable[Hole]) -> Ask | None:
+        """One request that waits for any of the nodes that others still have; None: it would be no good."""
+        if self.room <= 0 or self.waiting >= self._rules.ahead or self._full():
+            return None
+        for hole in islice(coming, TRIES):
+            if hole.node in demand.barred or self._full(hole.partition):
+                continue
+            if not self._reach.suits(demand.sort, hole.node, hole.partition):
+                continue
+            minutes, least = self._limits(hole, demand, budget_node_s)
+            if minutes is None:
+                continue
+            self.waiting += 1
+            self._count(demand.run, hole.partition, minutes)
+            self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
+            exclude = self._unsuitable(demand.kind, hole.partition)
+            return Ask(demand.run, hole.partition, minutes, least, exclude=exclude, ahead=True)
         return None
 
     def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:

@@ -11,9 +11,9 @@ from typing import cast
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole
 from fallow.core.reach import Reach, Sort
-from fallow.core.requests import Ask, Demand, HarvestRules, Requests
+from fallow.core.requests import Ask, Demand, HarvestRules, Requests, may_take
 from fallow.core.targets import Party, Place, Targets, targets
-from fallow.core.worth import Worth, as_many_as
+from fallow.core.worth import Worth, as_many_as, changes
 
 
 def share_out(
@@ -43,6 +43,11 @@ def share_out(
         part = parts.get((place.node, place.partition))
         return reach.suits(cast(Sort, sort), place.node, place.partition, part)
 
+    lengths = {(hole.node, hole.partition): hole.length_s for hole in holes}
+
+    def fits(allocation: Allocation, place: Place) -> bool:
+        return may_take(allocation, lengths[place.node, place.partition], at, rules)
+
     parties = [
         Party(
             run=demand.run,
@@ -53,7 +58,7 @@ def share_out(
         for demand in demands
     ]
     idle = _within_caps(holes, held, pending, rules)
-    return targets(parties, held, pending, idle, suits, at=at, horizon_s=stay_s(rules), cap=rules.max_nodes)
+    return targets(parties, held, pending, idle, suits, fits, at=at, horizon_s=stay_s(rules), cap=rules.max_nodes)
 
 
 STAY_S = 600.0
@@ -118,6 +123,45 @@ def requests_for(
             charge(budgets, wish)
             out.append(wish)
     return out
+
+
+def requests_ahead(
+    aims: Targets,
+    demands: Sequence[Demand],
+    asked: Mapping[str, int],
+    coming: Sequence[Hole],
+    requests: Requests,
+    budgets: dict[str, float | None],
+    rules: HarvestRules,
+) -> list[Ask]:
+    """Requests for nodes that others still have, where one more is worth having and everything idle is asked for.
+
+    Args:
+        aims, demands, requests, budgets: as for `requests_for`.
+        asked: run -> requests that this plan makes for it already.
+        coming: those nodes.
+        rules: what is allowed.
+    """
+    out: list[Ask] = []
+    for demand in demands:
+        more = demand.nodes - asked.get(demand.run, 0)
+        have = aims.nodes.get(demand.run, 0)
+        while more > 0 and _wants_more(demand, have, more, rules):
+            wish = requests.ahead(demand, budgets[demand.run], coming)
+            if wish is None:
+                break
+            charge(budgets, wish)
+            out.append(wish)
+            more, have = more - 1, have + 1
+    return out
+
+
+def _wants_more(demand: Demand, have: int, more: int, rules: HarvestRules) -> bool:
+    """Is there a number of nodes above what it has that is worth more to the run?"""
+    if demand.worth is None:
+        return True
+    sizes, values = changes(demand.worth, have, have, have + more, stay_s(rules))
+    return bool(values) and sizes[values.index(max(values))] > have
 
 
 def surplus(aims: Targets) -> Mapping[str, int]:

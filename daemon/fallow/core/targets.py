@@ -67,6 +67,7 @@ def targets(
     pending: Collection[str],
     idle: Iterable[Place],
     suits: Callable[[Hashable, Place], bool],
+    fits: Callable[[Allocation, Place], bool] = lambda _, __: True,
     *,
     at: float,
     horizon_s: float,
@@ -81,11 +82,12 @@ def targets(
         pending: tokens of the requests among them.
         idle: nodes that may be asked for, those that requests will take included.
         suits: can runs of this sort use this node?
+        fits: can Slurm start this request on this idle node?
         at: Unix time.
         horizon_s: for so long nodes are expected to stay.
         cap: nodes over all runs; None: no cap.
     """
-    supply = _Supply(parties, suits)
+    supply = _Supply(parties, suits, fits)
     mine: dict[str, list[Allocation]] = {party.run: [] for party in parties}
     spare = supply.sorted_by_partition(idle)
     for allocation in held:
@@ -133,9 +135,15 @@ def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], 
 class _Supply:
     """Nodes by kind: a kind is all nodes that the same sorts of runs can use."""
 
-    def __init__(self, parties: Sequence[Party], suits: Callable[[Hashable, Place], bool]) -> None:
+    def __init__(
+        self,
+        parties: Sequence[Party],
+        suits: Callable[[Hashable, Place], bool],
+        fits: Callable[[Allocation, Place], bool],
+    ) -> None:
         self._sorts = list(dict.fromkeys(party.sort for party in parties))
         self._suits = suits
+        self._fits = fits
         self._kinds: dict[Hashable, int] = {}
         self._users: list[set[Hashable]] = []
         self.counts: list[int] = []
@@ -165,12 +173,11 @@ class _Supply:
 
     def hold(self, allocation: Allocation, pending: bool, spare: dict[str, list[Place]]) -> None:
         """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
-        place = None
         node = allocation.pinned if pending else next(iter(allocation.nodes), "")
-        if node:
-            place = Place(node, allocation.partition)
-        elif spare.get(allocation.partition):
-            place = spare[allocation.partition].pop(0)
+        there = spare.get(allocation.partition, [])
+        place = Place(node, allocation.partition) if node else None
+        if place is None and (place := next((p for p in there if self._fits(allocation, p)), None)) is not None:
+            there.remove(place)
         kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
         self.kind[allocation.token] = kind
         self._own.setdefault(allocation.run, []).append(kind)

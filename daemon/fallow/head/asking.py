@@ -27,6 +27,10 @@ from fallow.slurm.parse import folded
 DUDS = 3
 """Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
 
+AHEAD = 2
+"""Requests that wait for nodes which others still have. Jobs mostly end one by one; what a larger one leaves is seen
+with the next poll."""
+
 BACKOFF_S = 600.0
 """The longest that requests are put off."""
 
@@ -65,6 +69,7 @@ class Asking:
             # Two polls may pass before a wish is a job, and then it has to start.
             lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
             whole_nodes=whole_nodes(site),
+            ahead=AHEAD,
         )
 
     def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing) -> None:
@@ -184,6 +189,7 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         part=wish.part,
         exclude=folded(wish.exclude),
         replaces=wish.replaces,
+        ahead=wish.ahead,
     )
     turn.dirty.add(run.id)
     turn.submissions.append((run.id, allocation.token))

@@ -91,7 +91,8 @@ class Learning:
             self._trained.add(allocation.token)
             # A successor is ready early and joins when the node before it leaves.
             if not allocation.replaces:
-                wait_s, start_s = start_at - allocation.requested_at, allocation.active_at - start_at
+                wait_s = None if allocation.ahead else start_at - allocation.requested_at
+                start_s = allocation.active_at - start_at
                 experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
 
     def refused(self, turn: Turn, run: Run, asker: Asker, partition: str, minutes: int | None, reason: str) -> bool:

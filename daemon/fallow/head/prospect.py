@@ -66,7 +66,7 @@ def look(
 def _asks(
     cluster: ClusterState, demand: Demand, live: Sequence[Allocation], rules: HarvestRules, known: Known
 ) -> list[Ask]:
-    wishes = plan(cluster, [demand], list(live), rules, known)
+    wishes = plan(cluster, [demand], list(live), replace(rules, ahead=0), known)
     return [wish for wish in wishes if isinstance(wish, Ask) and wish.run == demand.run]
 
 
