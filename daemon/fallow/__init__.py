@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -14,12 +13,6 @@ if TYPE_CHECKING:
     from fallow.worker.run import Released, Run, init
 
 __all__ = ["Released", "Run", "__version__", "init"]
-
-if "FALLOW_WORKER" in os.environ:
-    # A worker's script; `init` may come too late for it.
-    from fallow.worker.exitvalue import exit_value
-
-    exit_value.install()
 
 
 def __getattr__(name: str) -> Any:

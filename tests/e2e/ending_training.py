@@ -4,14 +4,19 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and w2 dies in one. `break`: the main member alone leaves the loop. `late`: it raises after the loop.
+`exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
+loop, w1 by SystemExit(4). `hang`: the main member's process does not end. `desert`: w1's script ends in the loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +107,12 @@ def main() -> None:
         mean = run.mean(loss)  # something has acted by now
         if run.final_shard:
             schedule.step(mean)
+            if (args.harm == "exit0" and run.step == 9) or (args.harm == "desert" and WORKER == "w1"):
+                sys.exit(0)
+    if args.harm == "exit3":
+        raise SystemExit(3 if run.is_main else 4)
+    if args.harm == "hang" and run.is_main:
+        gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late" and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": run.is_main, "rate": optimizer.param_groups[0]["lr"], "step": run.step}

@@ -55,3 +55,30 @@ def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) 
     assert "the main member w0" in done.report["message"]
     assert "ValueError: the disk is full, say" in done.report["message"]
     assert "raise ValueError" in done.report["traceback"]
+
+
+@pytest.mark.parametrize(("harm", "code"), [("exit0", 0), ("exit3", 70)])
+def test_the_main_members_exit_value_is_the_runs(box: Box, harm: str, code: int) -> None:
+    done = train(box, harm, members=2)
+    assert done.code == code, done.stderr
+    if harm == "exit0":
+        assert (done.report["status"], done.report["steps"], done.report["message"]) == ("finished", 10, "")
+        assert done.report["samples"] == {"consumed": 160, "lost": 0, "duplicated": 0}
+    else:
+        assert (done.report["status"], done.report["steps"]) == ("failed", 12)
+        assert "the main member w0" in done.report["message"]
+        assert "failed after the training: exited with 3" in done.report["message"]
+
+
+def test_a_process_that_does_not_end_after_its_script_holds_the_run_up_for_its_lease(box: Box) -> None:
+    words = [SCRIPT, "--folder", str(box.folder), "--harm", "hang"]
+    done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__LEASE_S="4"))
+    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 12)
+    assert "its process was still there 4 s after its script had ended" in done.report["message"]
+
+
+def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> None:
+    done = train(box, "desert", members=2)
+    assert (done.code, done.report["status"]) == (70, "failed")
+    assert "w1" in done.report["message"]
+    assert "inside of the run.steps loop while the others go on" in done.report["message"]

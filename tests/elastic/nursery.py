@@ -38,7 +38,6 @@ import torch.utils.data
 import fallow.agent.process
 import fallow.worker.run
 from fallow.agent.__main__ import main as agent_main
-from fallow.worker.exitvalue import exit_value
 
 LONGEST = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -155,9 +154,8 @@ def be_a_worker(orders: socket.socket) -> NoReturn:
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        exit_value.value = end.code  # as the interpreter would ask for it
-        code = exit_value.status
+    except SystemExit as end:  # as the interpreter would see it
+        code = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

@@ -397,7 +397,8 @@ def test_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> Non
     join(m, "w2")
     done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
     assert not any(isinstance(i, ev.RunEnded) for i in m.handle(ev.Said(at=1, message=Finished(worker="w0", **done))))
-    out = m.handle(ev.Said(at=1, message=Finished(worker="w1", **done)))
+    assert not any(isinstance(i, ev.RunEnded) for i in m.handle(ev.Said(at=1, message=Finished(worker="w1", **done))))
+    out = m.handle(ev.WorkerGone(at=1, worker="w0", reason="exited with 0", code=0))
     assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)
     assert tells(out, Dismiss) == ["w2"]
 
@@ -411,6 +412,8 @@ def test_a_newcomer_whose_change_was_overtaken_by_the_end_is_not_waited_for() ->
     assert m.roster.members == ["w0", "w1", "w2"], "it is committed"
     done = {"generation": 1, "steps": 9, "digest": "d", "loss": 1.0, "samples": 99}
     m.handle(ev.Said(at=1, message=Finished(worker="w0", **done)))
+    assert m.roster.status is RunStatus.TRAINING
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason="exited with 0", code=0))
     assert m.roster.status is RunStatus.TRAINING
     out = m.handle(ev.Said(at=1, message=Finished(worker="w1", **done)))
     assert any(isinstance(i, ev.RunEnded) and i.status is RunStatus.FINISHED for i in out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -508,7 +509,72 @@ def test_a_failure_after_the_end_of_the_loop_does_not_undo_what_the_others_have_
     finish(m, "w0", 1.1)
     if not first:
         fail(m, "w1", 1.2, step=9)
+    exits(m, "w0", 1.3, 0)
     assert m.roster.status is RunStatus.FINISHED
+
+
+def exits(m: Membership, worker: str, at: float, code: int | None) -> None:
+    reason = "agent silent" if code is None else f"exited with {code}"
+    m.handle(ev.WorkerGone(at=at, worker=worker, reason=reason, code=code))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_main_members_exit_code_decides_and_nobody_elses(before: bool) -> None:
+    """Whether it ends before the others have finished or after them."""
+    m = started("w0", "w1")
+    finish(m, "w0", 1)
+    if before:
+        exits(m, "w0", 1.1, 0)
+    finish(m, "w1", 1.2)
+    exits(m, "w1", 1.3, 3)
+    assert before or not m.roster.status.ended
+    exits(m, "w0", 1.4, 0)
+    assert (m.roster.status, m.roster.message) == (RunStatus.FINISHED, "")
+    m = started("w0", "w1")
+    finish(m, "w0", 1)
+    if not before:
+        finish(m, "w1", 1.1)
+    exits(m, "w0", 1.2, 3)
+    assert m.roster.status is RunStatus.FAILED
+    assert m.roster.message == "the main member w0 (node n-w0) failed after the training: exited with 3"
+
+
+@pytest.mark.parametrize("how", ["signal", "lost", "hangs", "hangs, and another head"])
+def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str) -> None:
+    m = started("w0", "w1")
+    finish(m, "w0", 1)
+    finish(m, "w1", 1)
+    m.handle(ev.Ticked(at=1 + TIMING.lease_s))
+    assert not m.roster.status.ended
+    began = 1.0
+    if how == "signal":
+        m.handle(ev.WorkerGone(at=2, worker="w0", reason="killed by signal 9", signal=9))
+    elif how == "lost":
+        exits(m, "w0", 2, None)
+    else:
+        if "head" in how:
+            began = 50.0
+            roster = msgspec.msgpack.decode(msgspec.msgpack.encode(m.roster), type=Roster)
+            m = Membership(roster, term=2, timing=TIMING, at=began, validate=True)
+            m.handle(ev.Ticked(at=began + TIMING.lease_s))
+            assert not m.roster.status.ended, "its agent may be about to say"
+        m.handle(ev.Ticked(at=began + TIMING.lease_s + 0.1))
+    why = {
+        "signal": "killed by signal 9",
+        "lost": "agent silent",
+    }.get(how, f"its process was still there {TIMING.lease_s:g} s after its script had ended")
+    assert m.roster.status is RunStatus.FINISHED
+    assert m.roster.message == f"the exit code of the main member w0 (node n-w0) is not known: {why}"
+
+
+def test_a_script_that_ends_in_order_inside_of_the_loop_while_others_go_on_is_refused() -> None:
+    m = started("w0", "w1", "w2")
+    exits(m, "w2", 1, 5)
+    assert m.roster.status is not RunStatus.FAILED, "one node's failure"
+    finish_change(m, at=1)
+    exits(m, "w1", 2, 0)
+    assert m.roster.status is RunStatus.FAILED
+    assert "its script ended (exit code 0) inside of the run.steps loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -553,6 +619,7 @@ def test_who_is_held_when_another_has_finished_hears_what_that_one_knows(news_fi
     assert not beat(1.8, held=True, stalled=0.5), "not with every beat"
     assert beat(6.0, held=False, stalled=5.1)
     finish(m, "w1", 7)
+    exits(m, "w0", 7, 0)
     assert m.roster.status is RunStatus.FINISHED
 
 

@@ -11,7 +11,7 @@ from fallow.core import events as ev
 from fallow.core.effects import Effects
 from fallow.core.links import to_drop
 from fallow.core.proposals import Proposal, after_loss, involved, report_of, wanted
-from fallow.core.roster import Change, Roster
+from fallow.core.roster import Change, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Watch
 from fallow.model import (
@@ -27,6 +27,11 @@ from fallow.model import (
     RunStatus,
     WorkerPhase,
 )
+
+
+def exit_unknown(main: Worker, why: str) -> str:
+    """What is said of a main member whose training is complete and whose script's exit code nobody can tell."""
+    return f"the exit code of the main member {main.worker} (node {main.node}) is not known: {why}"
 
 
 class Changes:
@@ -57,7 +62,7 @@ class Changes:
         if r.status.ended:
             return
         if r.finishing:
-            self._end_if_all_finished()
+            self._end_if_all_finished(at)
             self._free_those_who_wait(at)
         elif r.change is None and at >= self.retry_at:
             proposal = wanted(r)
@@ -258,22 +263,30 @@ class Changes:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def _end_if_all_finished(self) -> None:
+    def _end_if_all_finished(self, at: float) -> None:
         r = self._roster
-        main = None if r.final is None else r.main_of(r.final.generation)
-        if main is not None and not r.alive(main) and not r.workers[main].finished:
-            lost = r.workers[main]
-            r.traceback = lost.traceback
-            why = lost.ended_because or "it is gone"
+        main = r.final_main()
+        if main is not None and not r.alive(main.worker) and not main.finished:
+            r.traceback = main.traceback
+            why = main.ended_because or "it is gone"
             self.end(
                 RunStatus.FAILED,
-                f"the main member {main} (node {lost.node}) ended after the training, before its script had: {why}",
+                f"the main member {main.worker} (node {main.node}) ended after the training, before its script had: "
+                f"{why}",
             )
             return
         # A newcomer without state was overtaken by the end: the others never came to the boundary of its generation.
         awaited = [w for w in r.members if r.alive(w) and r.workers[w].has_state]
-        if all(r.workers[w].finished for w in awaited):
-            self.end(RunStatus.FINISHED, r.message if r.final is None else "")
+        if not all(r.workers[w].finished for w in awaited):
+            return
+        if main is not None and r.alive(main.worker):
+            # With which exit code its script has ended is known when its process is gone.
+            if not self._watch.silent(main.worker, at):
+                return
+            why = f"its process was still there {self._timing.lease_s:g} s after its script had ended"
+            main.ended_because = exit_unknown(main, why)
+            self._effects.record("exit", main.ended_because, worker=main.worker)
+        self.end(RunStatus.FINISHED, "" if main is None else main.ended_because)
 
     def _free_those_who_wait(self, at: float) -> None:
         """Some have finished, so nothing is rebuilt: who waits for them hears what they know, and ends by itself."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from fallow.core import events as ev
 from fallow.core import failures
-from fallow.core.changes import Changes
+from fallow.core.changes import Changes, exit_unknown
 from fallow.core.checkpoints import Checkpoints
 from fallow.core.effects import Effects
 from fallow.core.invariants import check
@@ -51,6 +51,11 @@ from fallow.model import (
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
+
+_DESERTED = (
+    "its script ended (exit code 0) inside of the run.steps loop while the others go on; all have to leave it in the "
+    "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
+)
 
 
 class Membership:
@@ -324,17 +329,48 @@ class Membership:
         worker = self.roster.workers.get(event.worker)
         if worker is None or worker.phase is WorkerPhase.GONE:
             return
-        kind, signature = None, ""
+        if worker.finished:
+            self._exited(worker, event)
+            return
+        kind, signature, reason = None, "", event.reason
         if event.signal in CRASHES:
             kind, signature = FailureKind.CRASH, f"signal {event.signal}"
         elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):
             kind, signature = FailureKind.EXCEPTION, f"exit code {event.code}"
-        if kind is not None and not worker.finished and not worker.leaving_because:
+        elif event.code == Exit.OK and self._deserts(worker):
+            kind, signature, reason = FailureKind.EXCEPTION, failures.APART + "exit code 0", _DESERTED
+        if kind is not None and not worker.leaving_because:
+            if kind is FailureKind.EXCEPTION and worker.phase is not WorkerPhase.STARTING:
+                text = f"{worker.worker} on node {worker.node}: the script ended with exit code {event.code}"
+                self._effects.record("failed", text, worker=worker.worker, code=event.code, step=worker.step)
             if worker.phase is WorkerPhase.STARTING:
-                self._note(worker, kind, signature, event.reason)
-            elif self._is_the_scripts(worker, kind, signature, event.reason, event.tail):
+                self._note(worker, kind, signature, reason)
+            elif self._is_the_scripts(worker, kind, signature, reason, event.tail):
                 return
         self._lose(event.at, [worker], event.reason, event.code)
+
+    def _deserts(self, worker: Worker) -> bool:
+        """Its script has ended in order, but in the middle of the training, in which others go on."""
+        r = self.roster
+        here = worker.phase is WorkerPhase.MEMBER and not worker.leaving_because and not r.finishing
+        return here and any(w != worker.worker for w in r.staying())
+
+    def _exited(self, worker: Worker, event: ev.WorkerGone) -> None:
+        """Its script had ended, and now its process has: on the main member, how it did decides about the run."""
+        worker.phase = WorkerPhase.GONE
+        self._watch.forget(worker.worker)
+        if event.code == Exit.OK:
+            return
+        is_main = worker is self.roster.final_main()
+        if event.code is None:
+            worker.ended_because = exit_unknown(worker, event.reason) if is_main else event.reason
+            self._effects.record("exit", f"{worker.worker} on {worker.node}: {event.reason}", worker=worker.worker)
+            return
+        text = f"{worker.worker} on node {worker.node}: its script ended after the training, but {event.reason}"
+        self._effects.record("failed", text, worker=worker.worker, code=event.code, step=worker.step)
+        if is_main:
+            text = f"the main member {worker.worker} (node {worker.node}) failed after the training: {event.reason}"
+            self._changes.end(RunStatus.FAILED, text)
 
     def _eject(self, at: float, overdue: Sequence[Overdue]) -> None:
         """Have these killed, and go on without them."""
@@ -359,8 +395,6 @@ class Membership:
                 continue
             if name not in involved(r):
                 self._effects.record("eject", f"standby {where} is gone: {reason}", worker=name)
-                continue
-            if worker.finished:
                 continue
             if change is not None and change.committed and name in change.leavers:
                 # Whoever is active in the new generation has passed the boundary, and so had the leaver.
@@ -441,6 +475,7 @@ class Membership:
             return
         worker.finished = True
         worker.step = finished.steps
+        self._watch.hear(finished.worker, at)
         if r.final is None:
             r.final = finished
         elif r.final.digest != finished.digest:

@@ -227,6 +227,11 @@ class Roster(msgspec.Struct, kw_only=True):
         named = (report.members for report in reversed(self.history) if report.generation == generation)
         return next((members[0] for members in named if members), None)
 
+    def final_main(self) -> Worker | None:
+        """The main member of the generation in which the training ended; None: it has not, or nobody knows it."""
+        name = None if self.final is None else self.main_of(self.final.generation)
+        return None if name is None else self.workers.get(name)
+
     @property
     def finishing(self) -> bool:
         """A member's script has ended: the membership is frozen from here on."""

@@ -115,6 +115,10 @@ class Watch:
         others = [self._beats[w] for w in self._roster.members if w != worker and w in self._beats]
         return any(beat.doing is Doing.WAITING for _, beat in others)
 
+    def silent(self, worker: str, at: float) -> bool:
+        """It was not heard of for as long as its lease."""
+        return at - self._heard.setdefault(worker, at) > self._timing.lease_s
+
     def waits_in_vain(self, worker: str, at: float) -> bool:
         """Others have finished, and it waits for them: for longer than what is on its way already can take."""
         came, beat = self._beats.get(worker, (at, None))

@@ -161,7 +161,11 @@ class Turn:
         """End allocations all of whose workers are gone, because they left or because they cannot go on."""
         if run.roster.status.ended:
             return
+        # At the end, the one that will run the rest of the batch script stays.
+        kept = self._elect(run) if run.roster.finishing else None
         for allocation in run.live_allocations():
+            if allocation is kept:
+                continue
             workers = allocation.workers
             places = [(node, w) for node, names in allocation.agents.items() for w in names]
             coming = any(run.roster.alive(w) or run.restarts(allocation, node, w) for node, w in places)

@@ -188,7 +188,7 @@ class CheckpointDamaged(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The user's script ended normally on a member."""
+    """The user's script came to its end on a member, in order or by a SystemExit: `WorkerExit` tells its exit code."""
 
     worker: str
     generation: int

@@ -39,6 +39,8 @@ class Head(NamedTuple):
     "members whose final body made no backward"
     left: float = 0.0
     "members that have left the loop"
+    ended: float = 0.0
+    "those of them whose script has ended"
 
 
 @dataclass(frozen=True, slots=True)

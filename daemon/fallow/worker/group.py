@@ -70,6 +70,11 @@ class Group:
         return self._broken
 
     @property
+    def pending(self) -> bool:
+        """Something was launched that nobody has waited for."""
+        return bool(self._kept)
+
+    @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
         return self._broken is not None and self._pg is not None

@@ -13,6 +13,7 @@ from fallow.worker.capture import backward_seen
 from fallow.worker.compiled import graphs_cut_at_buckets
 from fallow.worker.member import Member
 from fallow.worker.prepared import signature_of
+from fallow.worker.reducer import EndedAlone
 from fallow.worker.signature import signature
 from fallow.worker.source import Source
 from fallow.worker.step import Step
@@ -96,7 +97,7 @@ class Loop:
         at = self._member.place.position
         return not at.left and at.passes < epochs and (max_steps is None or at.call_steps < max_steps)
 
-    def _agree_on_end(self) -> bool:
+    def _agree_on_end(self, *, script: bool = False) -> bool:
         """All members are at the end of the call; False: they went back to a checkpoint instead."""
         loader, place = self._open, self._member.place
         assert loader is not None
@@ -105,7 +106,7 @@ class Loop:
             if not place.position.left:
                 return ask_all(self._member.group, Kind.END, 0.0)
             # The others may be in the next step, and learn it there.
-            self.step.leave(loader)
+            self.step.leave(loader, ended=script)
             return 0.0
 
         if not self._turn.agree(Kind.END, 0.0, ask):
@@ -114,15 +115,21 @@ class Loop:
         self._open = None
         return True
 
-    def end_call(self) -> None:
+    def end_call(self, *, script: bool = False) -> None:
         """Agree on the end of a call that the script has left by itself, before anything else is done together.
+
+        Args:
+            script: it is the script's end, too.
 
         Raises:
             FallowError: the others go on in it.
+            EndedAlone: so they do, and it is the script's end.
         """
         if self._open is not None and not self._member.gate.in_body:
+            if script and self._member.group.pending:
+                raise EndedAlone  # ended in the middle of an exchange: the next one would be taken for its end
             self._member.place.position.left = True
-            self._agree_on_end()
+            self._agree_on_end(script=script)
             self._open = None
 
     def together(self, kind: Kind, value: float) -> float:

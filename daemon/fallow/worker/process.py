@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -14,13 +15,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import msgspec
 
 import fallow
 from fallow.core.failures import APART, Apart
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
-from fallow.worker.exitvalue import exit_value
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
@@ -105,18 +106,35 @@ def signature_of(error: BaseException, trace: TracebackType | None) -> str:
     return f"{type(error).__name__} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
+def leave_things_be(*things: Any) -> None:
+    """Have the interpreter end with the script's exit value, which it alone knows, but tear as little down as it can.
+
+    Args:
+        things: stay as they are until the process is gone, with all that they refer to.
+    """
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    gc.freeze()
+    # Runs in the place of libraries' own ends, for which native threads must not be at work; it is handed the value.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+
+
 class Ending:
     """Decides what happens when the script ends, and with which exit code.
 
+    What a `sys.exit` or `raise SystemExit` carries is nobody's to see here: whoever waits for the process has it.
+
     Args:
-        finished: called when the script has ended normally.
-        failed: called with (code, message, traceback, signature) when it has not.
+        finished: called when the script has ended without an exception, or by a SystemExit; gives the exit code that
+            the process has to have, None: the one that the script wants.
+        failed: called with (code, message, traceback, signature) when it has ended by another exception.
         at_once: called last; True if the process has to end without the interpreter's own teardown.
     """
 
     def __init__(
         self,
-        finished: Callable[[], None],
+        finished: Callable[[], int | None],
         failed: Callable[[int, str, str, str], None],
         at_once: Callable[[], bool],
     ) -> None:
@@ -126,11 +144,10 @@ class Ending:
         self._owner = os.getpid()
         self._outermost = _outermost_code()
         self.code: int | None = None
-        "exit code of an end by an exception; None: the script is running, or has ended without one"
+        "exit code that the process has to have; None: the script is running, or ends with the one that it wants"
 
     def install(self) -> None:
-        """Take over `sys.excepthook`, `sys.exit` and the process end; call before the script registers its own."""
-        exit_value.install()
+        """Take over `sys.excepthook` and the process end; call before the script registers its own."""
         sys.excepthook = self._on_exception
         atexit.register(self._at_exit)
 
@@ -160,19 +177,16 @@ class Ending:
         if os.getpid() != self._owner:
             return
         self._look_at_exception()
-        if self.code is None and exit_value.status:
-            self.code = exit_value.status
-            how = f"exit code {self.code}"
-            said = "" if isinstance(exit_value.value, int) else f": {exit_value.value}"
-            self._failed(self.code, f"the script ended with {how}{said}", "", how)
-        elif self.code is None:
+        if self.code is None:
             try:
-                self._finished()
+                self.code = self._finished()
             except FallowError as error:
                 self._on_exception(FallowError, error, None)
-        code = self.code or 0
         # Python itself would exit with 1 after an exception, whatever its code.
-        if code <= 1 and not self._at_once():
+        at_once = (self.code or 0) > 1 or self._at_once()
+        if self.code is None and at_once:
+            leave_things_be(self)
+        if self.code is None or not at_once:
             return
         # What the script and its libraries registered still runs; only the teardown is left out.
         atexit.unregister(self._at_exit)
@@ -180,4 +194,4 @@ class Ending:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(code)
+        os._exit(self.code)

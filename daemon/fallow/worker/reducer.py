@@ -47,6 +47,10 @@ class _Told(NamedTuple):
     extent: torch.Tensor | None
 
 
+class EndedAlone(Exception):
+    """This member's script has ended inside of a loop in which others go on. Never reaches the user's code."""
+
+
 class Reducer:
     """Accumulates and reduces the gradients of all prepared modules.
 
@@ -118,8 +122,8 @@ class Reducer:
         "the membership may change"
         self.skipped = False
         "the final body made no backward"
-        self.left = False
-        "the script has left the loop: this is no step, only the question whether all have"
+        self.left = self.ended = False
+        "the script has left the loop, or it is over: this is no step, only the question whether all have"
         self.agreement = 0
         "32 bits that must be the same on all members in this step"
         self.piece = 0
@@ -424,6 +428,7 @@ class Reducer:
             agreement=float(self.agreement),
             skipped=float(self.skipped),
             left=float(self.left),
+            ended=float(self.ended),
         )
         self.read_losses()
         losses = [0.0] * plan.shards
@@ -450,6 +455,12 @@ class Reducer:
         if told.buffers is not None:
             _scatter_bytes(told.buffers, self._buffers())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
+        if self.elastic and control.head.ended and control.head.left < self._group.size:
+            if self.ended:
+                raise EndedAlone
+            # By `sys.exit`, say: its exit code tells whether it is to blame. To the others it is one that was lost.
+            self._group.interrupt("a member's script has ended inside of the loop")
+            raise Interrupted("a member's script has ended inside of the loop")
         ctl.check(control, self._plan, self._group.size, self.rounds, self.agreement, drift=self.drift)
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True

@@ -21,6 +21,7 @@ from fallow.worker.loader import ElasticLoader, check_loader
 from fallow.worker.loop import Loop
 from fallow.worker.member import Member
 from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.reducer import EndedAlone
 from fallow.worker.session import Channel, Dismissed, Session
 from fallow.worker.source import Source
 from fallow.worker.stream_loader import StreamLoader
@@ -301,19 +302,26 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def _finished(self) -> None:
+    def _finished(self) -> int | None:
+        """The script has ended; returns the exit code of who has left the run, None: the script's own."""
         session = self._session
         if self._released:
-            return
+            return 0
         if self._call is not None:
             self._call.close()  # it may be one that nobody has taken to its end
         try:
-            self._end_call()
+            with self._released_by_head():
+                self._loop.end_call(script=True)
         except Released:
-            return
+            return 0
+        except EndedAlone:
+            # Whether it wanted to is told by its exit code.
+            if session is not None:
+                session.close()
+            return None
         self._member.ledger.flush()
         if session is None or not self._place.joined:
-            return
+            return None
         if self._member.saver is not None:
             self._member.saver.end()
         at = self._place.position
@@ -333,6 +341,7 @@ class Run:
             self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S,
         )
         session.close()
+        return None
 
     def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
         session = self._session

@@ -176,23 +176,27 @@ class Step:
         self._member.gate.open = False
         self._member.drop_gradients()
 
-    def leave(self, loader: Source) -> None:
+    def leave(self, loader: Source, *, ended: bool) -> None:
         """The script has left the loop by itself: tell those who may go on, in the exchange in which they would wait.
 
+        Args:
+            ended: it is over.
+
         Raises:
+            EndedAlone: it is over, and some members go on.
             FallowError: some members go on.
             Interrupted: the group broke.
         """
         member, reducer = self._member, self._member.reducer
         at = member.place.position
         reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase))
-        reducer.left = True
+        reducer.left, reducer.ended = True, ended
         try:
             reducer.begin_body(0, 0.0, final=True, live=True)
             reducer.before_backward()
             reducer.finish_round()
         finally:
-            reducer.left = False
+            reducer.left = reducer.ended = False
         if reducer.interrupted:
             raise Interrupted(member.group.broken or "the group broke")
 
