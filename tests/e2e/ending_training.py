@@ -5,7 +5,8 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and w2 dies in one. `break`: the main member alone leaves the loop. `late`: it raises after the loop.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
-loop, w1 by SystemExit(4). `hang`: the main member's process does not end. `desert`: w1's script ends in the loop.
+loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
+`hang`: the main member's process does not end. `desert`: w1's script ends in the loop.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ def main() -> None:
     told: list[float] = []
     for (x,) in run.steps(loader):  # 6 steps
         loss = model(x).square().mean()
+        if args.harm == "mean before" and run.is_main and run.step == 3:
+            run.mean(loss)
         loss.backward()
         mean = run.mean(loss)
+        if args.harm == "mean after" and run.is_main and run.final_shard and run.step == 3:
+            run.barrier()
         optimizer.step()
         optimizer.zero_grad()
         if run.final_shard:

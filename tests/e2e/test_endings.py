@@ -82,3 +82,15 @@ def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> N
     assert (done.code, done.report["status"]) == (70, "failed")
     assert "w1" in done.report["message"]
     assert "inside of the run.steps loop while the others go on" in done.report["message"]
+
+
+@pytest.mark.parametrize("harm", ["mean before", "mean after"])
+def test_a_mean_that_one_member_alone_asks_for_in_a_body_is_refused_at_the_deadline(box: Box, harm: str) -> None:
+    words = [SCRIPT, "--folder", str(box.folder), "--harm", harm]
+    done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__PROGRESS_S="8"))
+    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 4 if harm == "mean after" else 3)
+    assert done.report["generations"][0]["members"] == ["w0", "w1"]
+    assert len(done.report["generations"]) == 1, "nobody was to blame, and nothing was built anew"
+    assert "w0" in done.report["message"]
+    assert "in different places of the script" in done.report["message"]
+    assert "every member has to make the same run.mean and run.barrier calls" in done.report["message"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fallow.core import events as ev
 from fallow.core.effects import Effects
 from fallow.core.links import to_drop
-from fallow.core.proposals import Proposal, after_loss, involved, report_of, wanted
+from fallow.core.proposals import Proposal, after_loss, involved, named, report_of, wanted
 from fallow.core.roster import Change, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Watch
@@ -26,6 +26,12 @@ from fallow.model import (
     Prepare,
     RunStatus,
     WorkerPhase,
+)
+
+_APART = (
+    "step {step}: the members have waited for each other for {s:.0f} s in different places of the script: {inside} in "
+    "run.mean or run.barrier, the others not; in a body every member has to make the same run.mean and run.barrier "
+    "calls: no `if run.is_main` around them, nor one on a member's own loss or samples"
 )
 
 
@@ -94,8 +100,12 @@ class Changes:
         if r.status.ended or r.finishing or not r.members or (change is not None and not change.committed):
             return
         # A leaver that has not left keeps the others waiting as a member does.
-        stuck = self._watch.stuck_s([w for w in involved(r) if r.alive(w)], at)
-        if stuck > self._timing.progress_s:
+        alive = [w for w in involved(r) if r.alive(w)]
+        stuck = self._watch.stuck_s(alive, at)
+        inside = self._watch.in_mean(alive)
+        if stuck > self._timing.progress_s and 0 < len(inside) < len(alive):
+            self.end(RunStatus.FAILED, _APART.format(s=stuck, inside=named(r, inside), step=r.front))
+        elif stuck > self._timing.progress_s:
             self.break_off(at, f"all members waited for each other for {stuck:.1f} s")
         elif stuck > self._probe_s and len(r.members) > 1:
             reason = f"all members wait for each other, for {stuck:.1f} s now"

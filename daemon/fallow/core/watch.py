@@ -127,6 +127,10 @@ class Watch:
         patience_s = self._timing.held_grace_s if beat.held else self._timing.probe_s
         return beat.stalled_s + at - came > patience_s
 
+    def in_mean(self, workers: Iterable[str]) -> list[str]:
+        """Those whose script is in a `run.mean` or `run.barrier` of a body, as they last said."""
+        return [worker for worker in workers if worker in self._beats and self._beats[worker][1].in_mean]
+
     def stuck_s(self, workers: Iterable[str], at: float) -> float:
         """For how long each of them has waited for the others: 0 if anybody does something else."""
         waits = [self._waited_s(worker, at) for worker in workers]

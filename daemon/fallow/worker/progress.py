@@ -25,6 +25,7 @@ class Progress:
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
     unrecorded: int | None = None
+    in_mean: bool = False
     in_loop: bool = False
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
@@ -66,5 +67,6 @@ class Progress:
             scalars=self.scalars,
             doing=doing,
             stalled_s=stalled_s,
+            in_mean=self.in_mean,
             unrecorded=self.unrecorded,
         )

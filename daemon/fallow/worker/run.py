@@ -277,14 +277,21 @@ class Run:
                 self._loop.together(Kind.BARRIER, 0.0)
 
     def _sum_shards(self, parts: dict[int, float]) -> float | None:
-        # A place for each shard and an exact sum: who computed which shard does not show in the last bit.
-        cells = torch.tensor([parts.get(shard, 0.0) for shard in range(self._loop.step.shards)], dtype=torch.float64)
+        # All parts and an exact sum: who computed which shard does not show in the last bit. Gathered, not reduced:
+        # if others are in the step's reduction by mistake, gloo takes neither for a part of the other.
+        values = [*parts.values(), *[0.0] * (self._loop.step.most - len(parts))]
+        progress = self._session.progress if self._session is not None else None
+        if progress is not None:
+            progress.in_mean = True
         try:
-            self._member.group.all_reduce(cells)
+            cells = self._member.group.all_gather(torch.tensor(values, dtype=torch.float64))
             self._member.group.wait()
         except Interrupted:
             return None
-        return exact_sum(cells.tolist())
+        finally:
+            if progress is not None:
+                progress.in_mean = False
+        return exact_sum([float(value) for part in cells for value in part])
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.

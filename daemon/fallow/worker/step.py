@@ -37,6 +37,8 @@ class Step:
         self.shards = 1
         "shards in a full step"
         self.shard = 0
+        self.most = 1
+        "shards of the member that has the most of this step"
         self.weight = 0.0
         self.slots: list[dict[int, float]] = []
         "run.mean: weight x value by shard, for each call in a body, in order"
@@ -72,6 +74,7 @@ class Step:
         samples, shards, crcs = cut.samples, len(cut.sizes), cut.crcs
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         mine = member.duties(shards)
+        self.most = max(member.division.shares(shards))
         pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase))
