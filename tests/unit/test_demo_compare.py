@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from math import log2
 from typing import cast
 
 import msgspec
 import pytest
 
+from fallow.core import gain
 from fallow.demo.compare import JobTimes, compare
 from fallow.demo.figures import Plan, Seen, figures, in_short
+from fallow.demo.harvest import NODES, PACE_S
 from fallow.demo.measure import Sample
 from fallow.demo.observer import Observer
 from fallow.model import ClusterState, FallowError, JobInfo, NodeInfo
@@ -133,3 +136,15 @@ def test_figures_of_a_measurement_in_which_nothing_happened() -> None:
     found = figures(Plan(), Seen(looked(), looked(), [], 0.0, 0.0))
     assert (found.ratio, found.start_up_s, found.hole_to_step_s.p50, found.jobs.compared) == (None, None, None, 0)
     assert in_short(found).startswith("0 s: - (0 of 0 node-seconds)")
+
+
+def test_the_training_of_the_measurement_gains_from_every_node() -> None:
+    pytest.importorskip("torch")
+    from fallow.demo import paced
+
+    shards = paced.GLOBAL_BATCH // paced.BATCH
+    # With a step's fixed part and reduction as on a small machine. The head leaves idle what a run gains nothing from.
+    steps = {m: PACE_S * -(-shards // m) + 0.02 + 0.005 * log2(m) for m in range(1, NODES + 1)}
+    seen = {m: gain.Seen(step_s, 300.0, 0.0) for m, step_s in steps.items()}
+    speeds = gain.fit(gain.Curve(seen=seen, shard_s=PACE_S), shards, 0.0).speeds(1, NODES)
+    assert [nodes for nodes, _ in speeds] == list(range(1, NODES + 1))
