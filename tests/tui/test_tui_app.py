@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from textual.widgets import Input
+from textual.widgets._footer import FooterKey
 from tui_rig import START, Rig, event, member, node_view, run_view, snapshot
 
 from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunStatus
@@ -75,6 +76,24 @@ async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_re
         await pilot.press("end")
         await rig.source.send(pilot, event(61, text="story 61."))
         assert "story 61." in rig.text()
+
+
+@pytest.mark.parametrize("keys", [(), ("enter",)])
+async def test_the_footer_is_made_anew_only_where_other_keys_are_valid(make_rig: Make, keys: tuple[str, ...]) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(100, 24)) as pilot:
+        await rig.source.send(pilot, snapshot())
+        await pilot.press(*keys)
+        await pilot.pause()
+        before = list(rig.app.screen.query(FooterKey))
+        assert before
+        for number in range(3):
+            await rig.source.send(pilot, snapshot(runs=[run_view(step=200 + number)]))
+            await pilot.pause()
+        assert list(rig.app.screen.query(FooterKey)) == before
+        await rig.source.send(pilot, snapshot(runs=[run_view(paused=True)]))
+        await pilot.pause()
+        assert "Resume" in rig.screen()[-1]
 
 
 async def test_filter_narrows_the_events_until_escape(make_rig: Make) -> None:

@@ -81,6 +81,8 @@ class OperatorScreen(Screen[None]):
         Binding("q", "app.quit", "Quit", id="quit"),
     ]
 
+    _valid: tuple[bool | None, ...] = ()
+
     @property
     def top(self) -> TopApp:
         """The application, by its own type."""
@@ -114,6 +116,17 @@ class OperatorScreen(Screen[None]):
             return False
         # One of the two: whoever sees the other key knows that it is paused.
         return parameters not in ([("resume",)] if not run.paused else [("pause",)])
+
+    def refresh_keys(self) -> None:
+        """Has the footer drawn again if other keys are valid now.
+
+        Not more often: the footer makes all its parts anew, and whatever they are bound to keeps the old ones. With
+        every drawing, that slows the monitor down until it stands still.
+        """
+        valid = tuple(self.check_action("operate", (method,)) for method in ACTIONS)
+        if valid != self._valid:
+            self._valid = valid
+            self.refresh_bindings()
 
     def action_help(self) -> None:
         """Shows the keys that are valid here."""

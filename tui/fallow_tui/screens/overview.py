@@ -55,7 +55,7 @@ class OverviewScreen(OperatorScreen):
         self.query_one(Timeline).show(view, now)
         self.query_one(ChangeList).show(view)
         self.query_one(EventLog).show(view)
-        self.refresh_bindings()
+        self.refresh_keys()
 
     def selected_run(self) -> RunView | None:
         run = self.query_one(RunsTable).selected
@@ -70,7 +70,7 @@ class OverviewScreen(OperatorScreen):
         return (nodes.selected, run) if run is not None else None
 
     def on_descendant_focus(self) -> None:
-        self.refresh_bindings()
+        self.refresh_keys()
 
     @on(DataTable.RowSelected)
     def _open(self, event: DataTable.RowSelected) -> None:

@@ -105,7 +105,7 @@ class RunScreen(OperatorScreen):
         else:
             figures.update(self._figures(view, run, now))
             self.query_one(MemberTable).show(run.members, view.age(now) or 0.0)
-        self.refresh_bindings()
+        self.refresh_keys()
 
     def selected_run(self) -> RunView | None:
         return self.top.view.run(self._run)
