@@ -80,6 +80,23 @@ def test_errors_are_one_clear_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--help"], ["status", "--json"]], ids=" ".join)
+def test_output_that_nobody_takes_is_no_bug(words: list[str]) -> None:
+    """A full disk, and an output that was closed."""
+    fallow = [sys.executable, "-m", "fallow.cli.main", *words]
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(fallow, stdout=full, env=environ, stderr=subprocess.PIPE, text=True, check=False)
+    if words == ["--help"]:
+        assert (done.returncode, done.stderr) == (74, "fallow: input or output failed: No space left on device\n")
+    else:
+        assert done.returncode == Exit.UNAVAILABLE
+        assert (done.stderr.count("\n"), "start one with: fallow daemon" in done.stderr) == (1, True)
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *fallow], stderr=subprocess.PIPE, text=True, check=False)
+    assert closed.returncode == (Exit.OK if words == ["--help"] else Exit.UNAVAILABLE)
+    assert closed.stderr == ""
+
+
 def test_with_json_the_error_is_the_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["status", "--json"]) == Exit.UNAVAILABLE
     out, err = capsys.readouterr()

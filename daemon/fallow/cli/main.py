@@ -95,11 +95,17 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Who closed them (`>&-`) wants none of it; Python has None then, on which every print would fail.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
     code = invoke(words)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
+    except OSError as error:
+        code = _not_possible(error, as_json=False) or code
     sys.exit(code)
 
 
@@ -114,15 +120,15 @@ def invoke(words: Sequence[str]) -> int:
         return 130
     except click.UsageError as error:
         hint = f" (see: {error.ctx.command_path} --help)" if error.ctx is not None else ""
-        print_error(FallowError(error.format_message() + hint, Exit.USAGE), as_json)
+        _tell(FallowError(error.format_message() + hint, Exit.USAGE), as_json)
         return Exit.USAGE
     except click.ClickException as error:
-        print_error(FallowError(error.format_message(), Exit.NOINPUT), as_json)
+        _tell(FallowError(error.format_message(), Exit.NOINPUT), as_json)
         return Exit.NOINPUT
     except FallowError as error:
         if os.environ.get("FALLOW_DEBUG") == "1":
             raise
-        print_error(error, as_json)
+        _tell(error, as_json)
         return error.code
     except KeyboardInterrupt:
         return 130
@@ -130,11 +136,15 @@ def invoke(words: Sequence[str]) -> int:
         # SystemExit: click has met the broken pipe before us.
         _discard_output()
         return Exit.IOERR
+    except OSError as error:
+        if os.environ.get("FALLOW_DEBUG") == "1":
+            raise
+        return _not_possible(error, as_json)
     except Exception as error:
         if os.environ.get("FALLOW_DEBUG") == "1":
             raise
         what = f"a bug in Fallow ({type(error).__name__}: {error}); run it again with FALLOW_DEBUG=1 and report it"
-        print_error(FallowError(what, Exit.SOFTWARE), as_json)
+        _tell(FallowError(what, Exit.SOFTWARE), as_json)
         return Exit.SOFTWARE
     return result if isinstance(result, int) else Exit.OK
 
@@ -144,6 +154,26 @@ def wants_json(words: Sequence[str]) -> bool:
     if words and words[0] in ("submit", "run"):
         return False
     return "--json" in words[: words.index("--") if "--" in words else len(words)]
+
+
+def _not_possible(error: OSError, as_json: bool) -> int:
+    """The operating system refused something that no part of ours expects: a full disk, a folder that is gone."""
+    why = error.strerror or str(error)
+    if error.filename is None:
+        _discard_output()
+        print_error(FallowError(f"input or output failed: {why}", Exit.IOERR), as_json=False)
+        return Exit.IOERR
+    _tell(FallowError(f"{error.filename}: {why}", Exit.OSERR), as_json)
+    return Exit.OSERR
+
+
+def _tell(error: FallowError, as_json: bool) -> None:
+    try:
+        print_error(error, as_json)
+    except OSError:
+        # Nobody takes the JSON value; perhaps somebody sees this, and the exit code stays.
+        _discard_output()
+        print_error(error, as_json=False)
 
 
 def _discard_output() -> None:
