@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fallow.model import FromWorker, ToWorker
-from fallow.worker import handover
 from fallow.worker import run as run_module
+from fallow.worker import supply
 from fallow.worker.session import Session
 
 
@@ -83,18 +83,18 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
 
 def stall_late_part(folder: Path, generation: int) -> None:
     """Hold up this worker's late pieces of one generation until the test says go."""
-    real = handover.send_piece
-    begun: set[socket.socket] = set()
+    real = supply.send_piece
+    begun: list[socket.socket] = []
 
     def send_piece(line, memory, number, pieces):
-        if line in begun and threading.current_thread().name == f"stream-{generation}":
+        if begun.count(line) == supply.LATE and threading.current_thread().name == f"stream-{generation}":
             assert sum(array.size for array in memory) > 1 << 16
             (folder / f"late-{generation}").touch()
             wait_for(folder / f"go-late-{generation}")
-        begun.add(line)
+        begun.append(line)
         return real(line, memory, number, pieces)
 
-    handover.send_piece = send_piece
+    supply.send_piece = send_piece
 
 
 def main() -> None:

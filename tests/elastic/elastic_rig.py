@@ -295,15 +295,15 @@ class Elastic:
         gate.touch()
         return gate
 
-    def hold_late(self, what: str, worker: str) -> Path:
-        """Have this worker wait before it does that (`give`, `take`) with the part of the state that comes late."""
-        gate = self.gates / f"hold-{what}-{worker}"
+    def hold_part(self, what: str, part: str, worker: str) -> Path:
+        """Have this worker wait before it does that (`give`, `take`) with a part of the state (`middle`, `late`)."""
+        gate = self.gates / f"hold-{what}-{part}-{worker}"
         gate.touch()
         return gate
 
-    async def held_late(self, what: str, worker: str) -> None:
-        """Wait until it does so: everything else has been handed over."""
-        await until((self.gates / f"held-{what}-{worker}").exists, f"{worker} does not {what} the late part")
+    async def held_part(self, what: str, part: str, worker: str) -> None:
+        """Wait until it does so: what comes before that part has been handed over."""
+        await until((self.gates / f"held-{what}-{part}-{worker}").exists, f"{worker} does not {what} the {part} part")
 
     async def taking_over(self, worker: str) -> None:
         """Wait until it does so."""

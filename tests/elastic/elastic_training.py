@@ -10,7 +10,7 @@ behind the first forward. In the folder `--gates` the tests say what happens whe
 `fast`: steps take no longer than they must, from now on
 `late-WORKER`: this worker waits at the end of the script until the file is gone
 `hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
-`hold-give-WORKER`, `hold-take-WORKER`: before it sends, or receives, the part of the state that comes late
+`hold-give-PART-WORKER`, `hold-take-PART-WORKER`: before it sends, or receives, that part of the state (`PARTS`)
 
 There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line).
 """
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -36,9 +36,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
-from fallow.worker import arithmetic, buckets, exact, handover, reducer, stream
+from fallow.worker import arithmetic, buckets, exact, intake, reducer, stream, supply
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
+PARTS = ("early", "middle", "late")
 
 
 class Stream(IterableDataset[Any]):
@@ -92,23 +93,22 @@ class Pull:
 def take_for_large(gates: Path) -> None:
     """Limits as small as the model: several buckets in each step, a late part in each hand-over."""
     vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
-    vars(handover).update(
-        _LATE=128,
-        send_piece=held_late(stream.send_piece, gates / f"hold-give-{WORKER}"),
-        receive_piece=held_late(stream.receive_piece, gates / f"hold-take-{WORKER}"),
-    )
+    vars(supply).update(_LARGE=128, send_piece=held_up(stream.send_piece, gates, "give"))
+    vars(intake).update(receive_piece=held_up(stream.receive_piece, gates, "take"))
     for module in (arithmetic, exact, reducer):
         vars(module).update(SMALL=64)
 
 
-def held_late(piece: Callable[..., int], gate: Path) -> Callable[..., int]:
-    """Of each line the first piece goes as it is; the second one, which is the late part's, waits at the gate."""
-    begun: WeakSet[socket.socket] = WeakSet()
+def held_up(piece: Callable[..., int], gates: Path, what: str) -> Callable[..., int]:
+    """On each line comes one piece of each part, in order: each waits at its gate."""
+    gone: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
 
     def after(line: socket.socket, *rest: Any) -> int:
-        if line in begun and gate.exists():
+        part = gone.get(line, 0)
+        gone[line] = part + 1
+        gate = gates / f"hold-{what}-{PARTS[part]}-{WORKER}"
+        if gate.exists():
             hold(gate)
-        begun.add(line)
         return piece(line, *rest)
 
     return after
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
+    parser.add_argument("--clip", type=float, help="each body begins by cutting off weights beyond that")
     args = parser.parse_args()
     take_for_large(args.gates)
     torch.set_num_threads(1)
@@ -154,6 +155,9 @@ def main() -> None:
     objects = (model, optimizer, scheduler, *rich, Guest(args.gates), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
+        if args.clip is not None:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-args.clip, args.clip)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
             loss = nn.functional.cross_entropy(model(x).to(x.dtype), y)
         if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:

@@ -1,4 +1,7 @@
-"""The part of the state that comes behind a generation's first forward, under a real head. Scenario ids: README.md."""
+"""The parts of the state that come while members compute in a new generation, under a real head.
+
+Scenario ids: README.md.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ SWITCH = 10
 """The step after which newcomers come in. There is no `run.mean` in the next one, which would hold donors back, too."""
 
 
-async def switching(rig: Rig, members: int) -> Elastic:
+async def switching(rig: Rig, members: int, *options: object) -> Elastic:
     """A run that goes over to its next generation after that step, and a standby."""
-    run = await rig.run("--steps", 60)
+    run = await rig.run("--steps", 60, *options)
     for i in range(members):
         run.plan("switch", f"w{i}", SWITCH)
     await run.begin(members)
@@ -25,15 +28,19 @@ async def switching(rig: Rig, members: int) -> Elastic:
     return run
 
 
-async def test_s16_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
-    make_rig: MakeRig, undisturbed: Undisturbed
+@pytest.mark.parametrize("part", ["middle", "late"])
+async def test_s16_donors_compute_but_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
+    part: str, make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Donors send from live memory: held up there, they would send what the first step has changed."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
-        gate = run.hold_late("give", "w1")
+        computing = run.hold("w0", SWITCH + 1)
+        gate = run.hold_part("give", part, "w1")
         await run.grow()
-        await run.held_late("give", "w1")
+        await run.held_part("give", part, "w1")
+        await run.held("w0", SWITCH + 1)  # behind its forward
+        computing.unlink()
         await asyncio.sleep(1.0)  # a step takes 0.02 s
         assert (await run.view()).step == SWITCH + 1, "a step was finished without the newcomer's state"
         gate.unlink()
@@ -44,24 +51,49 @@ async def test_s16_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
     assert report.steps_discarded == 0
 
 
-async def test_s17_newcomer_and_donor_die_while_the_late_part_is_on_its_way(
-    make_rig: MakeRig, undisturbed: Undisturbed
+@pytest.mark.parametrize("part", ["middle", "late"])
+async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(
+    part: str, make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """First the newcomer; then one of the next one's donors, which leaves it with a part that no one else sends."""
     async with make_rig() as rig:
         run = await switching(rig, 2)
-        run.hold_late("take", "w2")
+        run.hold_part("take", part, "w2")
         await run.grow()
-        await run.held_late("take", "w2")
+        await run.held_part("take", part, "w2")
         run.kill("w2")
         await run.becomes(["w0", "w1"])
         await run.arrive()
-        run.hold_late("give", "w0")
+        run.hold_part("give", part, "w0")
         await run.grow()
-        await run.held_late("give", "w0")
+        await run.held_part("give", part, "w0")
         run.kill("w0")
         await run.becomes(["w1", "w3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject", "eject"]
     assert report.generations[1].first_step == SWITCH + 1
+
+
+async def test_s18_weights_that_a_script_changes_while_they_are_sent(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """The newcomer sees that they are torn; the step is done again, and from then on members wait for all weights."""
+    options = ("--clip", 0.1)
+    async with make_rig() as rig:
+        run = await switching(rig, 2, *options)
+        computing = run.hold("w1", SWITCH + 1)
+        gate = run.hold_part("give", "middle", "w1")
+        await run.grow()
+        await run.held("w1", SWITCH + 1)  # its weights are cut off now
+        gate.unlink()
+        await run.until(lambda view: view.generation == 3, "the group is not built again")
+        computing.unlink()
+        await run.becomes(["w0", "w1", "w2"])
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w0", "w1", "w2", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60, *options), losses=1)
+    print([(g.kind, g.first_step, g.reason, g.bytes_in_pause, g.bytes_behind) for g in report.generations])
+    assert report.steps_discarded == 1

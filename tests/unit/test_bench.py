@@ -15,7 +15,7 @@ from fallow.core.neighbour import GiveBack
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, HarvestRules
 from fallow.core.schedule import Action
-from fallow.model import FallowError
+from fallow.model import ChangeKind, FallowError, GenerationReport, Parts
 
 
 def done(process: str, step: int, generation: int, at: float) -> Finished:
@@ -36,6 +36,18 @@ def test_standstill_is_what_progress_fell_behind() -> None:
     assert steplog.standstill(finished, 9.5, 30.0) == pytest.approx(12.0)
     assert steplog.standstill(finished, 0.0, 9.5) == pytest.approx(0.0)
     assert steplog.progress(finished)[10] == done("b", 10, 2, 22.0)
+
+
+def test_a_first_step_is_longer_by_what_is_neither_pause_nor_a_usual_step() -> None:
+    finished = [done(w, s, 1, s) for s in range(4) for w in ("w0", "w1")]
+    for worker, late in (("w0", 0.0), ("w1", 0.2)):
+        finished += [done(worker, 4 + s, 2, 5.5 + late + 1.1 * s) for s in range(3)]
+    finished.append(done("w2", 4, 2, 9.0))  # a newcomer
+    change = GenerationReport(
+        generation=2, kind=ChangeKind.ABSORB, members=[], first_step=4, pause_s=0.9, parts=Parts()
+    )
+    assert pause.beyond(change, finished) == pytest.approx(2.6 - 0.9 - 1.1)
+    assert pause.beyond(change, [one for one in finished if one.step < 5]) is None
 
 
 def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:

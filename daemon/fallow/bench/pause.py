@@ -3,14 +3,19 @@
 A pause is from the end of the last step in the old generation to the start of the first one in the new, on the member
 that waited longest. Members come and go in turn: the youngest and the oldest leave alternately, so that rank 0 changes
 hands, too. Head, store, agents and workers are real; the groups are gloo over loopback.
+
+A part of the state comes to newcomers while the others are at work in the new generation's first step, so the note also
+tells how much longer that step took than a usual one, on those who were members before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from fallow.bench import rows, session
 from fallow.bench.rows import Progress, Row, Settings
+from fallow.bench.steplog import Finished
 from fallow.core.quantile import quantile
 from fallow.core.schedule import Item, parse_schedule
 from fallow.model import ChangeKind, GenerationReport
@@ -33,8 +38,7 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
 def measure(members: int, params: int, changes: int) -> list[Row]:
     """One run with that many planned changes around `members` members."""
     steps = FIRST_STEP + 6 * changes + 10
-    with session.folder() as scratch:
-        done = session.train(scratch, params, steps, members, schedule(members, changes), most=members + 1)
+    done, finished = session.train_noting(params, steps, members, schedule(members, changes), most=members + 1)
     generations = [g for g in done.report.generations if g.kind is not ChangeKind.START and g.pause_s is not None]
     wanted = {
         "planned pause": set(ChangeKind),
@@ -45,7 +49,7 @@ def measure(members: int, params: int, changes: int) -> list[Row]:
     for name, kinds in wanted.items():
         some = [generation for generation in generations if generation.kind in kinds]
         if some:
-            found.append(_row(name, some, members, params))
+            found.append(_row(name, some, finished, members, params))
     return found
 
 
@@ -68,7 +72,34 @@ def schedule(members: int, changes: int) -> tuple[Item, ...]:
     return parse_schedule(",".join(words), members)
 
 
-def _row(name: str, changes: Sequence[GenerationReport], members: int, params: int) -> Row:
+def beyond(change: GenerationReport, finished: Sequence[Finished]) -> float | None:
+    """Seconds by which a generation's first step took longer than its others, the pause not counted.
+
+    The median over those who also finished the step before it; None if there is no other step to compare with.
+    """
+    first = change.first_step
+    assert first is not None
+    ends = {(one.process, one.step): one for one in finished}
+    usual = [
+        after.at - before.at
+        for one, before in ends.items()
+        if before.generation == change.generation
+        and (after := ends.get((one[0], one[1] + 1))) is not None
+        and after.generation == change.generation
+    ]
+    took = [
+        one.at - before.at
+        for (process, step), one in ends.items()
+        if step == first and (before := ends.get((process, first - 1))) is not None
+    ]
+    if not usual or not took:
+        return None
+    return median(took) - (change.pause_s or 0.0) - median(usual)
+
+
+def _row(
+    name: str, changes: Sequence[GenerationReport], finished: Sequence[Finished], members: int, params: int
+) -> Row:
     pauses = [change.pause_s or 0.0 for change in changes]
     words = [f"max {max(pauses):.3f}"]
     for part in PARTS:
@@ -76,6 +107,9 @@ def _row(name: str, changes: Sequence[GenerationReport], members: int, params: i
         words.append(f"{part} {quantile(values, 0.5):.3f}/{quantile(values, 0.95):.3f}")
     still = [change.pause_s - change.parts.drain for change in changes if change.pause_s is not None]
     words.append(f"all but drain {quantile(still, 0.5):.3f}/{quantile(still, 0.95):.3f}")
+    more = [value for change in changes if (value := beyond(change, finished)) is not None]
+    if more:
+        words.append(f"first step longer by {quantile(more, 0.5):.3f}/{quantile(more, 0.95):.3f}")
     received = [change for change in changes if change.bytes_in_pause]
     if received:
         inside = quantile([change.bytes_in_pause / 1e6 for change in received], 0.5)

@@ -171,6 +171,12 @@ class Prepared:
         """What modules contribute to `export`, in its order."""
         return [tensor for module in self.modules for tensor in _module_tensors(module).values()]
 
+    def trained_weights(self) -> list[int]:
+        """Numbers, among `weight_tensors`, of the parameters that prepared optimizers change."""
+        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        weights = (tensor for module in self.modules for tensor in _named(module).values())
+        return [number for number, tensor in enumerate(weights) if id(tensor) in held]
+
     def devices(self) -> set[torch.device]:
         """Where the modules are."""
         return {tensor.device for tensor in self.weights()}
@@ -289,8 +295,12 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in _named(module).items()}
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {plain_name(name): tensor.detach() for name, tensor in named.items()}
+    return {plain_name(name): tensor for name, tensor in named.items()}
 
 
 def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:

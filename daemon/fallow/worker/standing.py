@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fallow.worker.group import Interrupted
-from fallow.worker.handover import Intake, Supply
+from fallow.worker.intake import Intake
+from fallow.worker.supply import Supply
 
 FRESH, HOLDS, TORN = 0, 1, 2
 """As the script made it; the run's, complete; partly overwritten by a transfer, so that it can only receive."""
@@ -15,9 +16,11 @@ class Standing:
     def __init__(self) -> None:
         self.value = FRESH
         self.intake: Intake | None = None
-        "what comes to this member behind its first backward"
+        "what comes to this member while its first backward runs"
         self.supply: Supply | None = None
         "what others take from this member"
+        self.whole = False
+        "a member's script changes weights before a backward, so all of them are sent while nobody computes"
 
     @property
     def holds(self) -> bool:

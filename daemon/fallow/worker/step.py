@@ -312,6 +312,9 @@ class Step:
                 "or write one run.steps loop per phase, or step once at the end"
             )
         reducer = self._member.reducer
+        if self.final_shard and not self._backwards and self.watch.wrote():
+            # From here on the weights are sent to newcomers only while nobody computes.
+            self._member.standing.whole = True
         self.phases.before_backward()
         gate.in_backward = True
         self._backwards += 1

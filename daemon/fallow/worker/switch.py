@@ -14,11 +14,12 @@ import torch
 from fallow.model import Exit, FallowError
 from fallow.worker import state
 from fallow.worker.group import Group
-from fallow.worker.handover import Intake, Supply
+from fallow.worker.intake import Changed, Intake
 from fallow.worker.position import Position
 from fallow.worker.prepared import Prepared
 from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
 from fallow.worker.stream import sources
+from fallow.worker.supply import Supply
 from fallow.worker.together import NOTHING_TOLD, Kind, Told, conclude
 
 
@@ -35,6 +36,8 @@ class View(NamedTuple):
     "of the weights; 0 unless it holds the state"
     pace: int
     "nanoseconds per shard; 0: not measured"
+    whole: int = 0
+    "see `Standing.whole`"
     agreed: int = 0
     "this and the rest: see `together.Told`"
     answer: int = 0
@@ -145,14 +148,19 @@ def exchange(
             position = load_state(prepared, saved)
     there = {*donors, *level}
     receivers = [rank for rank, view in enumerate(views) if rank not in there and (begun or view.standing == FRESH)]
+    standing.whole = any(view.whole for view in views)
+    # Who trains on with the old state if the new one does not come is not torn, but gets none of it in place.
+    whole = standing.whole or not begun or any(views[rank].standing == HOLDS for rank in receivers)
     plan = sources(donors, receivers)
     intake: Intake | None = None
     if group.rank in plan:
-        intake, position = _receive(group, plan[group.rank], prepared, standing, begun=begun)
+        total = views[donors[0]].fingerprint
+        intake, position = _receive(group, plan[group.rank], prepared, standing, total, begun=begun)
     else:
         pieces = sum(row.count(group.rank) for row in plan.values())
         if pieces:
-            standing.supply = Supply(group, prepared, export_state(prepared, position), pieces)
+            tree = export_state(prepared, position)
+            standing.supply = Supply(group, prepared, tree, pieces, whole=whole)
             standing.supply.wait_early()
         else:
             group.end_transfers()
@@ -188,6 +196,7 @@ def _view(
         call=position.call,
         fingerprint=fingerprint,
         pace=round(pace * 1e9),
+        whole=standing.whole,
         **part._asdict(),
     )
 
@@ -235,7 +244,7 @@ def judge(generation: int, views: Sequence[View], *, drift: bool = False) -> Ver
 
 
 def _receive(
-    group: Group, donors: Sequence[int], prepared: Prepared, standing: Standing, *, begun: bool
+    group: Group, donors: Sequence[int], prepared: Prepared, standing: Standing, fingerprint: int, *, begun: bool
 ) -> tuple[Intake, Position]:
     """Take the state; late tensors are left to come where nothing is lost if they do not."""
     # An old state, or the very first one, is worth something until a whole new one is here.
@@ -243,11 +252,15 @@ def _receive(
     if not at_once:
         standing.value = TORN
     intake = Intake(group, prepared, donors, in_place=not at_once)
-    tree = intake.wait_early()
-    if at_once:
-        intake.settle()
-        intake.early_bytes, intake.late_bytes = intake.early_bytes + intake.late_bytes, 0
-    position = load_state(prepared, tree)
+    try:
+        tree = intake.wait_weights()
+        if at_once:
+            intake.settle()
+        position = load_state(prepared, tree)
+        intake.check(fingerprint)
+    except Changed:
+        standing.whole = True
+        raise
     if not at_once:
         intake.adopt()
     standing.intake = intake

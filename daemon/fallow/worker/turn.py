@@ -14,7 +14,7 @@ from fallow.worker.align import EVERY, align, source
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.fixed import check_arithmetic
 from fallow.worker.group import Group, Interrupted
-from fallow.worker.handover import Intake
+from fallow.worker.intake import Intake
 from fallow.worker.ledger import Start
 from fallow.worker.member import Member
 from fallow.worker.session import OthersEnded
@@ -221,7 +221,7 @@ class Turn:
             first_step=arrival.step,
             pause_s=0.0 if arrival.newcomer else now - member.boundary,
             parts=Parts(drain=old.drain, group=old.group, state=old.state, data=now - arrival.entered),
-            bytes_received=intake.early_bytes if intake is not None else 0,
+            bytes_received=intake.bytes_in_pause if intake is not None else 0,
             steps_discarded=member.discarded,
             healed=arrival.healed,
         )
@@ -230,7 +230,7 @@ class Turn:
             self._tell(message)
         else:
             # Until all of the state is here this member cannot give it to others.
-            intake.when_complete(lambda: self._tell(msgspec.structs.replace(message, bytes_behind=intake.late_bytes)))
+            intake.when_complete(lambda: self._tell(msgspec.structs.replace(message, bytes_behind=intake.bytes_behind)))
 
     def _tell(self, message: Active) -> None:
         session = self._member.session

@@ -133,6 +133,10 @@ class Watch:
         self._gate.refusal = None
         self._versions = self._version()
 
+    def wrote(self) -> bool:
+        """Whether this body has changed weights until now. What is written to `.data` is not seen."""
+        return self._version() != self._versions
+
     def end_body(self, *, void: bool) -> None:
         """A body has ended.
 
@@ -143,7 +147,7 @@ class Watch:
         gate.stepped = False
         if gate.refusal is not None:
             raise gate.refusal
-        if void and self._version() != self._versions:
+        if void and self.wrote():
             raise FallowError(
                 "a body that is not the step's last one on this member has changed weights, which would happen once "
                 "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first (an Embedding with "

@@ -1,19 +1,9 @@
-"""State from the members that have it to those that have not: what must be there first, and what may come behind.
-
-The *early* part goes inside the pause: parameters, buffers, small tensors and everything that is no tensor. The *late*
-part, the large tensors of plain optimizers, comes while the first forward and backward run, straight into the
-receiver's optimizer. Each receiver takes an equal piece of both parts from several donors at once.
-
-Donors send from live memory. It stays as it is until every receiver has everything, since a receiver takes part in the
-first step's reduction only then, and nobody's optimizer acts before that reduction is complete.
-"""
+"""A receiver's part in the hand-over of the state: see `supply`, which is the other end."""
 
 from __future__ import annotations
 
 import socket
-import struct
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,101 +13,28 @@ from fallow.model import FallowError
 from fallow.worker import state
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.prepared import Prepared
-from fallow.worker.stream import Bytes, arrays, receive, receive_piece, send_piece
+from fallow.worker.stream import Bytes, arrays, receive, receive_piece
+from fallow.worker.supply import ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
 
-_LATE = 1 << 16
-"""Bytes from which on an optimizer's tensor may come late."""
-
-_ASK = struct.Struct("<II")
-_HEAD = struct.Struct("<QI")
-_DONE = b"\x01"
-
-
-class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """What a donor says before the bytes."""
-
-    state: state.Encoded
-    weights: int
-    "the first so many tensors are those of the modules"
-    late: list[int]
-    "numbers of the tensors that come late"
+_CHANGED = (
+    "weights changed while they were sent to a newcomer: the script changes them before a backward; the step is done "
+    "again, and weights are sent inside the pause from now on"
+)
 
 
-class Supply:
-    """A donor's part: hands its pieces to those who ask.
-
-    Args:
-        group: the new generation's.
-        prepared: live objects.
-        tree: their whole state; its first tensors are those of the modules.
-        pieces: how many pieces will be asked for here.
-    """
-
-    def __init__(self, group: Group, prepared: Prepared, tree: object, pieces: int) -> None:
-        encoded, tensors = state.encode(tree, "run")
-        behind = {id(tensor) for tensor in prepared.plain_optimizer_tensors()}
-        late = [
-            number
-            for number, raw in enumerate(state.tensors_in(tree))
-            if id(raw) in behind and encoded.tensors[number].nbytes >= _LATE
-        ]
-        self._text = msgspec.msgpack.encode(Outline(state=encoded, weights=len(prepared.weight_tensors()), late=late))
-        self._crc = zlib.crc32(self._text)
-        hidden = set(late)
-        self._early = arrays([tensor for number, tensor in enumerate(tensors) if number not in hidden])
-        self._late = arrays([tensors[number] for number in late])
-        self._group = group
-        self._changed = threading.Condition()
-        self._early_open = self._late_open = pieces
-        group.streams.serve(self._serve)
-
-    def _serve(self, line: socket.socket) -> None:
-        try:
-            number, pieces = _ASK.unpack(receive(line, _ASK.size))
-            line.sendall(_HEAD.pack(len(self._text), self._crc))
-            if number == 0:
-                line.sendall(self._text)
-            send_piece(line, self._early, number, pieces)
-            receive(line, len(_DONE))
-            with self._changed:
-                self._early_open -= 1
-                self._changed.notify_all()
-            send_piece(line, self._late, number, pieces)
-            receive(line, len(_DONE))
-            with self._changed:
-                self._late_open -= 1
-                self._changed.notify_all()
-        except Exception as error:  # whatever it is, the training thread must hear of it
-            self._group.interrupt(f"state for another member could not be sent: {error}")
-            with self._changed:
-                self._changed.notify_all()
-        else:
-            if not self._late_open:
-                self._group.end_transfers()
-
-    def wait_early(self) -> None:
-        """Until everybody who takes from here has the early part. Raises Interrupted."""
-        self._wait(lambda: not self._early_open)
-
-    def settle(self) -> None:
-        """Until everybody who takes from here has everything. Raises Interrupted."""
-        self._wait(lambda: not self._late_open)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        with self._group.waits(), self._changed:
-            self._changed.wait_for(lambda: done() or self._group.broken is not None)
-            if not done():
-                raise Interrupted(self._group.broken)
+class Changed(Interrupted):
+    """The donors' weights did not stay as they were until the first reduction."""
 
 
 class Intake:
-    """A receiver's part.
+    """Takes a piece of the state from each donor.
 
     Args:
         group: the new generation's.
         prepared: live objects; their parameters and buffers are overwritten from here on where `in_place` is set.
         donors: ranks that send a piece each.
-        in_place: receive weights into the live ones. Without it nothing changes before everything has arrived.
+        in_place: receive weights into the live ones, and what comes late into the live optimizers. Without it nothing
+            changes before everything has arrived.
     """
 
     def __init__(self, group: Group, prepared: Prepared, donors: Sequence[int], *, in_place: bool) -> None:
@@ -128,14 +45,14 @@ class Intake:
         self._outline: Outline | None = None
         self._crc = 0
         self._tensors: list[torch.Tensor] = []
-        self._early: list[Bytes] = []
-        self._late: list[Bytes] = []
-        self._early_open = self._late_open = len(donors)
+        self._parts: list[list[Bytes]] = []
+        self._open = [len(donors) for _ in PARTS]
+        "pieces that are not here, by part"
+        self._received = [0 for _ in PARTS]
+        "bytes, by part"
         self._error: Exception | None = None
         self._then: Callable[[], None] | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.early_bytes = 0
-        self.late_bytes = 0
         self._threads = [
             threading.Thread(
                 target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
@@ -152,23 +69,18 @@ class Intake:
         line: socket.socket | None = None
         try:
             line = streams.line(rank)
-            line.sendall(_ASK.pack(number, pieces))
-            length, crc = _HEAD.unpack(receive(line, _HEAD.size))
+            line.sendall(ASK.pack(number, pieces))
+            length, crc = HEAD.unpack(receive(line, HEAD.size))
             self._agree(receive(line, length) if number == 0 else None, crc)
-            early = receive_piece(line, self._early, number, pieces, self._group.moved)
-            line.sendall(_DONE)
-            with self._changed:
-                self.early_bytes += early
-                self._early_open -= 1
-                self._changed.notify_all()
-            late = receive_piece(line, self._late, number, pieces, self._group.moved)
-            line.sendall(_DONE)
-            with self._changed:
-                self.late_bytes += late
-                self._late_open -= 1
-                last = not self._late_open
-                then = self._then if last else None
-                self._changed.notify_all()
+            for part in PARTS:
+                got = self._receive(line, part, number, pieces)
+                line.sendall(DONE)
+                with self._changed:
+                    self._received[part] += got
+                    self._open[part] -= 1
+                    last = not self._open[LATE]
+                    then = self._then if last else None
+                    self._changed.notify_all()
             if last:
                 self._group.end_transfers()
             if then is not None:
@@ -187,13 +99,21 @@ class Intake:
             if line is not None:
                 streams.drop(line)
 
+    def _receive(self, line: socket.socket, part: int, number: int, pieces: int) -> int:
+        try:
+            return receive_piece(line, self._parts[part], number, pieces, self._group.moved)
+        except FallowError:
+            if part == MIDDLE:  # the sum was taken before the donor's memory changed
+                raise Changed(_CHANGED) from None
+            raise
+
     def _agree(self, text: bytes | None, crc: int) -> None:
         """The first donor's outline makes the room for everybody's bytes; the others must have the same."""
         with self._changed:
             if text is not None:
                 self._lay_out(text)
                 self._crc = crc
-                self.early_bytes += len(text)
+                self._received[EARLY] += len(text)
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._outline is not None or self._error is not None)
             if self._error is not None:
@@ -220,23 +140,34 @@ class Intake:
             for number, tensor in zip(numbers, state.room([specs[number] for number in numbers]), strict=True):
                 places[number] = tensor
         self._tensors = [tensor for tensor in places if tensor is not None]
-        self._early = arrays([tensor for number, tensor in enumerate(self._tensors) if number not in late])
-        self._late = arrays([self._tensors[number] for number in outline.late])
+        self._parts = [arrays([self._tensors[number] for number in numbers]) for numbers in outline.split()]
         self._outline = outline
 
     # --------------------------------------------------------------------------------------- the training thread
 
-    def wait_early(self) -> dict[str, object]:
-        """The state's tree; its late tensors are filled by `settle`.
+    def wait_weights(self) -> dict[str, object]:
+        """The state's tree, once all but the late part is here; its late tensors are filled by `settle`.
 
         Raises:
+            Changed: what came of the middle part is torn.
             Interrupted: the group broke. The weights are torn if they were received in place.
             FallowError: what came is damaged, or the donors differ.
         """
-        self._wait(lambda: not self._early_open)
+        self._wait(MIDDLE)
         assert self._outline is not None
         tree: dict[str, object] = state.decode(self._outline.state, self._tensors)
         return tree
+
+    def check(self, fingerprint: int) -> None:
+        """The tree was loaded: are these the weights that the donors had in the exchange?
+
+        Raises:
+            Changed: they are not. The group is broken, and nothing comes any more.
+        """
+        if self._parts[MIDDLE] and state.fingerprint(self._prepared.weights()) != fingerprint:
+            self._group.interrupt(_CHANGED)
+            self.give_up()
+            raise Changed(_CHANGED)
 
     def adopt(self) -> None:
         """The tree was loaded: see to it that late tensors reach the live optimizers.
@@ -262,15 +193,25 @@ class Intake:
         self._copies = [(here, there) for here, there in pairs if there.data_ptr() in wanted]
 
     @property
+    def bytes_in_pause(self) -> int:
+        """Bytes for which other members stood still."""
+        return self._received[EARLY] if self._in_place else sum(self._received)
+
+    @property
+    def bytes_behind(self) -> int:
+        """Bytes that came while they were at work."""
+        return sum(self._received) - self.bytes_in_pause
+
+    @property
     def complete(self) -> bool:
         """Everything is here."""
-        return not self._late_open
+        return not self._open[LATE]
 
     def when_complete(self, then: Callable[[], None]) -> None:
         """Call this once, as soon as everything is here; never if it does not come."""
         with self._changed:
             self._then = then
-            now = not self._late_open
+            now = not self._open[LATE]
         if now:
             then()
 
@@ -281,16 +222,16 @@ class Intake:
             Interrupted: the group broke before it was complete.
             FallowError: it arrived damaged.
         """
-        self._wait(lambda: not self._late_open)
+        self._wait(LATE)
         with torch.no_grad():
             for here, there in self._copies:
                 here.copy_(there)
         self._copies = []
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, part: int) -> None:
         with self._group.waits(), self._changed:
-            self._changed.wait_for(lambda: done() or self._error is not None)
-        if done():
+            self._changed.wait_for(lambda: not self._open[part] or self._error is not None)
+        if not self._open[part]:
             return
         # The sockets are shut: no thread writes to this memory after it has ended.
         for thread in self._threads:
