@@ -471,4 +471,4 @@ def judge(report: RunReport, undisturbed: RunReport, losses: int = 0) -> None:
     assert report.steps_discarded <= max(ejects, losses)
     for before, after in itertools.pairwise(report.generations):
         if after.kind == "absorb" and after.first_step and set(before.members) & set(after.members):
-            assert after.bytes_behind, f"generation {after.generation}: nothing came behind the first forward"
+            assert after.bytes_behind, f"generation {after.generation}: nothing came while the others computed"

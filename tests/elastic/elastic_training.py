@@ -2,8 +2,8 @@
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
 is smaller than the others; with `--rich` AdamW, bfloat16 autocast, clipping, GradScaler and a moving average besides.
-The runtime is told to take it for a large model: a step has several buckets, and a part of the state is handed over
-behind the first forward. In the folder `--gates` the tests say what happens when:
+The runtime is told to take it for a large model: a step has several buckets, and parts of the state are handed over
+while the members compute. In the folder `--gates` the tests say what happens when:
 
 `ACTION-STEP-WORKER`: in its last body of that step this worker does what `ACTIONS` says
 `switch-STEP-WORKER`: in its last body of that step this worker waits until it has heard of a change's commit
@@ -91,7 +91,7 @@ class Pull:
 
 
 def take_for_large(gates: Path) -> None:
-    """Limits as small as the model: several buckets in each step, a late part in each hand-over."""
+    """Limits as small as the model: several buckets in each step, all parts in each hand-over."""
     vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
     vars(supply).update(_LARGE=128, send_piece=held_up(stream.send_piece, gates, "give"))
     vars(intake).update(receive_piece=held_up(stream.receive_piece, gates, "take"))

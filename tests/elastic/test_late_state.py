@@ -95,5 +95,9 @@ async def test_s18_weights_that_a_script_changes_while_they_are_sent(
         await run.becomes(["w0", "w1", "w2", "w3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60, *options), losses=1)
-    print([(g.kind, g.first_step, g.reason, g.bytes_in_pause, g.bytes_behind) for g in report.generations])
-    assert report.steps_discarded == 1
+    _, again, after = report.generations
+    assert "the script changes them before a backward" in again.reason
+    assert again.first_step == SWITCH + 1
+    assert report.steps_discarded == 1, "the next newcomer has cost a step, too"
+    for change in (again, after):
+        assert change.bytes_behind < change.bytes_in_pause, "weights came while others computed"

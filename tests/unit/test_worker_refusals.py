@@ -68,6 +68,23 @@ def test_the_usual_body_is_not_refused(script: Script) -> None:
     assert script.run.step == 6
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_that_a_body_changes_before_its_backward_are_not_sent_while_members_compute(
+    early: bool, script: Script
+) -> None:
+    def body(x: torch.Tensor) -> None:
+        clip = script.run.final_shard
+        if clip and early:
+            weights.clamp_(-1, 1)
+        script.usual(x)
+        if clip and not early:
+            weights.clamp_(-1, 1)
+
+    weights = script.model[0].weight.detach()  # of one version counter with the parameter
+    script.train(body)
+    assert script.run._member.standing.whole is early
+
+
 @pytest.mark.parametrize("make", [nn.DataParallel, nn.SyncBatchNorm, nn.LazyLinear])
 def test_wrapped_and_unfinished_modules(make: Callable[..., nn.Module], script: Script) -> None:
     part = make(nn.Linear(3, 1)) if make is nn.DataParallel else make(3)

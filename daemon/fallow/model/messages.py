@@ -117,9 +117,9 @@ class Active(Message, frozen=True, kw_only=True):
     "end of the last step in the old generation to start of the first in this one; 0 for a newcomer"
     parts: Parts
     bytes_received: int = 0
-    "bytes of state that it received inside the pause"
+    "bytes of state that it received while others stood still"
     bytes_behind: int = 0
-    "bytes of state that it received during its first step"
+    "bytes of state that it received while others computed"
     steps_discarded: int = 0
     healed: bool = False
     "it was as far as the others with other weights than most of them, and received theirs"

@@ -39,7 +39,7 @@ class GenerationReport(Struct, frozen=True, kw_only=True):
     bytes_in_pause: int = 0
     "of state that newcomers received inside the pause"
     bytes_behind: int = 0
-    "of state that they received while the first step ran"
+    "of state that they received while the others were in the first step"
     reason: str = ""
     at: float = 0.0
     took_s: float | None = None
