@@ -12,11 +12,15 @@ from typing import TypeVar
 
 import msgspec
 
+from fallow.core.room import ON_NODES
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo, ReservationInfo
 from fallow.slurm.client import carries
 from fallow.slurm.parse import ENDED_STATES
 
 Info = TypeVar("Info", NodeInfo, JobInfo, ReservationInfo)
+
+# Of one that is completing only the nodes are shown that it has not left yet; one that is idle now has been left since.
+_KEEPING = ON_NODES - {"COMPLETING"}
 
 _INFOS: tuple[type[msgspec.Struct], ...] = (NodeInfo, JobInfo, ReservationInfo)
 _TIMES = {kind: [name for name in kind.__struct_fields__ if name.endswith(("_at", "_since"))] for kind in _INFOS}
@@ -58,15 +62,16 @@ def cluster_state(
     user: str,
     names_prefix: str,
 ) -> ClusterState:
-    """As `SlurmClient.poll` promises: others' ended jobs left out, no node of a running job idle.
+    """As `SlurmClient.poll` promises: others' ended jobs left out, no node idle that a job keeps.
 
     Args:
         user: our name, as Slurm shows it.
         names_prefix: what our own ended jobs must carry.
     """
     shown = [job for job in jobs if job.state not in ENDED_STATES or (job.user == user and carries(job, names_prefix))]
-    # Two answers, two moments: a job may have started between them. What was seen running is not idle.
-    busy = {name for job in shown if job.state == "RUNNING" for name in job.nodes}
+    # Two answers, two moments: a job may have started between them. And Slurm calls a node idle whose only job is
+    # suspended, though that job keeps its memory and GPUs.
+    busy = {name for job in shown if job.state in _KEEPING for name in job.nodes}
     return ClusterState(
         at=at,
         nodes=[

@@ -1,0 +1,29 @@
+"""One poll from what was read at several moments."""
+
+from __future__ import annotations
+
+import pytest
+
+from fallow.core.holes import find_holes
+from fallow.model import JobInfo, NodeInfo, PartitionInfo
+from fallow.slurm.state import cluster_state
+
+
+@pytest.mark.parametrize(
+    ("job_state", "node_state"),
+    [
+        ("RUNNING", "ALLOCATED"),
+        ("CONFIGURING", "ALLOCATED"),
+        ("SUSPENDED", "ALLOCATED"),  # Slurm says IDLE, CPUAlloc=0, and starts nothing there
+        ("STOPPED", "ALLOCATED"),
+        ("COMPLETING", "IDLE"),  # of the two nodes that it had it has left this one meanwhile
+        ("PENDING", "IDLE"),
+    ],
+)
+def test_a_node_that_a_job_keeps_is_not_idle(job_state: str, node_state: str) -> None:
+    node = NodeInfo(node="n1", state="IDLE", cpus=4, memory_mb=4000, memory_used_mb=4000)
+    job = JobInfo(job_id="1", name="x", user="bob", state=job_state, partition="p", nodes=["n1"])
+    partition = PartitionInfo(partition="p", nodes=["n1"])
+    found = cluster_state([node], [partition], [], [job], at=1e6, user="me", names_prefix="fallow-")
+    assert [n.state for n in found.nodes] == [node_state]
+    assert [hole.node for hole in find_holes(found, found.partitions)] == (["n1"] if node_state == "IDLE" else [])
