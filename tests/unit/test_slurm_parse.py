@@ -106,6 +106,17 @@ def test_what_a_node_has_and_has_given_away(version: str) -> None:
     assert (full.cpus_used, full.features, full.owner, full.gpu_types) == (4, [], "", {"": 4})
 
 
+def test_what_the_system_keeps_to_itself_is_not_there_for_jobs() -> None:
+    text = (
+        "NodeName=n1 State=ALLOCATED CPUAlloc=62 CPUEfctv=62 CPUTot=64 "
+        "RealMemory=100000 AllocMem=1000 MemSpecLimit=2000\n"
+        "NodeName=n2 CPUAlloc=0 CPUTot=64 RealMemory=100000 AllocMem=0 State=IDLE\n"
+    )
+    kept, old = parse.cluster(text)[0]
+    assert (kept.cpus, kept.cpus_used, kept.memory_mb) == (62, 62, 98000)
+    assert (old.cpus, old.memory_mb) == (64, 100000)
+
+
 def test_partitions_say_who_may_use_them_and_how() -> None:
     text = (
         "PartitionName=gpu AllowGroups=ml,bio AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES "

@@ -15,6 +15,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     arch: str = ""
     "as `uname -m` says: x86_64, aarch64; empty when not known"
     cpus: int = 0
+    "that jobs can get: none that are kept for the system; so with memory"
     cpus_used: int = 0
     memory_mb: int = 0
     memory_used_mb: int = 0

@@ -321,9 +321,10 @@ def node(row: Mapping[str, str]) -> NodeInfo:
         flags=flags,
         partitions=names(row.get("Partitions", "")),
         arch=word(row.get("Arch", "")),
-        cpus=count(row.get("CPUTot", "")),
+        # What the system keeps to itself (CoreSpecCount, MemSpecLimit) no job gets; CPUEfctv came with 22.05.
+        cpus=count(row.get("CPUEfctv", "")) or count(row.get("CPUTot", "")),
         cpus_used=count(row.get("CPUAlloc", "")),
-        memory_mb=count(row.get("RealMemory", "")),
+        memory_mb=max(0, count(row.get("RealMemory", "")) - count(row.get("MemSpecLimit", ""))),
         memory_used_mb=count(row.get("AllocMem", "")),
         gpus=gpus(row.get("Gres", "")),
         # sites that count GPUs as a TRES show it without -d too

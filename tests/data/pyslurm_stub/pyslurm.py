@@ -38,7 +38,13 @@ class Nodes:
         _behave()
         node = SimpleNamespace(name="from-pyslurm", state="IDLE", partitions=["gpu"], architecture="x86_64", owner=None)
         vars(node).update(
-            total_cpus=8, allocated_cpus=0, real_memory=1000, allocated_memory=0, last_busy_time=1795226000
+            total_cpus=8,
+            effective_cpus=8,
+            allocated_cpus=0,
+            real_memory=1000,
+            allocated_memory=0,
+            memory_reserved_for_system=None,
+            last_busy_time=1795226000,
         )
         vars(node).update(configured_gres={"gpu:a100": 4}, allocated_tres={}, active_features=[])
         return {"n": node}
