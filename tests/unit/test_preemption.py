@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core import checks
 from fallow.core.preemption import as_for_us
 from fallow.core.requests import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
@@ -30,7 +31,9 @@ LINE = (
     "State={state} TotalCPUs=8 TotalNodes=2 SelectTypeParameters=NONE\n"
 )
 
-QOS = "normal||cluster\nhigh|normal,idle|requeue\nidle||cluster\nlow|low|cancel\ncalm||suspend\nboss|calm|cluster\n"
+QOS = (
+    "normal||cluster|\nhigh|normal,idle|requeue|\nidle||cluster|\nlow|low|cancel|\ncalm||suspend|\nboss|calm|cluster|\n"
+)
 
 
 def line(name: str, tier: int, nodes: str = "n[1-2]", mode: str = "REQUEUE", state: str = "UP") -> str:
@@ -77,6 +80,32 @@ def test_by_qos_the_tier_of_a_partition_preempts_nobody() -> None:
     assert harvested(both, "partition_prio", "idle") == ["scavenge"]
 
 
+@pytest.mark.parametrize(
+    ("cluster_wide", "modes", "qos", "partition_qos", "preempted"),
+    [
+        ("00:00:00", QOS, None, "N/A", True),
+        ("01:00:00", QOS, None, "N/A", False),
+        ("1-00:00:00", QOS, "idle", "N/A", False),
+        ("UNLIMITED", QOS, "idle", "N/A", True),  # -1: the option is off
+        ("01:00:00", QOS.replace("idle||cluster|", "idle||cluster|00:00:00"), "IDLE", "N/A", True),
+        ("00:00:00", QOS.replace("idle||cluster|", "idle||cluster|00:10:00"), "idle", "N/A", False),
+        ("00:00:00", QOS.replace("boss|calm|cluster|", "boss|calm|cluster|00:10:00"), "idle", "N/A", True),
+        ("00:00:00", QOS.replace("boss|calm|cluster|", "boss|calm|cluster|00:10:00"), "idle", "boss", False),
+        ("00:00:00", QOS.replace("boss|calm|cluster|", "boss|calm|cluster|00:10:00"), None, "N/A", False),  # which one?
+    ],
+)
+def test_where_new_jobs_are_safe_nobody_takes_a_node_back(
+    cluster_wide: str, modes: str, qos: str | None, partition_qos: str, preempted: bool
+) -> None:
+    site, _ = parse.config(CONFIG.format(kind="partition_prio").replace("00:00:00\n", f"{cluster_wide}\n"))
+    site = msgspec.structs.replace(site, qos_exempt_s=parse.qos_exempt_s(modes))
+    both = line("normal", 10) + line("scavenge", 1).replace("QoS=N/A", f"QoS={partition_qos}")
+    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(both)[1]), site, qos)
+    assert [p.partition for p in state.partitions if p.preempts] == (["scavenge"] if preempted else [])
+    told = checks.harvest_qos(site, qos)
+    assert preempted or partition_qos != "N/A" or (told is not None and "no preemption" in told.found)
+
+
 def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt() -> None:
     cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(line("a", 1) + line("b", 2))[1])
     assert {p.preempt_mode for p in as_for_us(cluster, None, "idle").partitions} == {"OFF"}
@@ -84,7 +113,7 @@ def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt()
 
 def test_how_jobs_of_a_qos_are_preempted() -> None:
     assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
-    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within\nh|idle|off\n", "OFF") == {
+    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within|\nh|idle|off|\n", "OFF") == {
         "idle": "CANCEL"
     }
     assert parse.config("PreemptMode = GANG,SUSPEND\nPreemptType = preempt/none\n")[0].preempt_mode == "SUSPEND"
@@ -105,10 +134,14 @@ async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeyp
     command("sacctmgr", "", 1)
     assert (await client.config()).qos_preempt_modes == {}
     asked = await asyncio.to_thread((tmp_path / "asked").read_text)
-    assert asked.count("show qos format=Name,Preempt,PreemptMode") == 2
-    command("scontrol", CONFIG.format(kind="partition_prio"))
+    assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime") == 2
+    command("scontrol", CONFIG.format(kind="none"))
     await client.config()
     assert (await asyncio.to_thread((tmp_path / "asked").read_text)).count("show qos") == 2
+    command("scontrol", CONFIG.format(kind="partition_prio"))
+    command("sacctmgr", QOS.replace("calm||suspend|", "calm||suspend|1-00:00:00"))
+    config = await client.config()
+    assert (config.qos_preempt_modes, config.qos_exempt_s) == ({}, {"calm": 86400.0})
 
 
 @given(

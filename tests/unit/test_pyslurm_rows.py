@@ -155,6 +155,7 @@ def test_partitions_and_reservations() -> None:
         preempt_mode="REQUEUE",
         preemption_grace_time=10,
         oversubscribe="EXCLUSIVE",
+        qos=None,
         is_user_exclusive=False,
         max_nodes="UNLIMITED",
         is_root_only=False,

@@ -9,7 +9,7 @@ import msgspec
 
 from fallow.core.courtesy import needed_nice, nice_for
 from fallow.core.kinds import open_to
-from fallow.core.preemption import preemptable_qos
+from fallow.core.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MIN_FILES = 1024
@@ -127,7 +127,13 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
 
 
 def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
-    """Is it one that others preempt? Only preempt/qos cares."""
+    """Is it one that others preempt (only preempt/qos cares), and at once?"""
+    if config.preempt_type and (safe_s := exempt_s(config, qos)) > 0.0:
+        fix = (
+            "harvested like a partition without preemption; for others' sake set [harvest] qos to a QOS whose "
+            "PreemptExemptTime is 0, or ask the site for one"
+        )
+        return Check("harvest qos", Level.WARN, f"Slurm leaves new jobs alone for {safe_s:g} s: no preemption", fix)
     if qos is None or config.preempt_type != "preempt/qos":
         return None
     if preemptable_qos(config, qos):

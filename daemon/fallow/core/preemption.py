@@ -2,7 +2,8 @@
 
 `scontrol show partition` tells how a partition's jobs would be preempted, not whether anybody may: one without a
 PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c). So a poll is put right when it comes in,
-and `PartitionInfo.preempts` is true for every reader. Who may: slurm.conf(5), PreemptType and PreemptMode.
+and `PartitionInfo.preempts` is true for every reader. Who may: slurm.conf(5), PreemptType and PreemptMode. Where jobs
+are safe at first (PreemptExemptTime there and in sacctmgr(1)), others would have to wait for us: that is no preemption.
 """
 
 from __future__ import annotations
@@ -41,10 +42,24 @@ def preemptable_qos(site: ClusterConfig, qos: str | None) -> bool:
     return qos is not None and site.qos_preempt_modes.get(qos.lower()) in ENDS
 
 
+def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> float:
+    """For how long at most harvest jobs are safe after their start. A QOS's own value goes before the cluster's.
+
+    Args:
+        site: where it all stands.
+        qos: of every harvest job; None: whatever the user's own jobs have, so the longest of all counts.
+        partition_qos: of the partition that they are in.
+    """
+    if qos is None:
+        return max(site.preempt_exempt_s, *site.qos_exempt_s.values(), 0.0)
+    own = [site.qos_exempt_s[name] for name in (qos.lower(), partition_qos.lower()) if name in site.qos_exempt_s]
+    return max(own, default=site.preempt_exempt_s)
+
+
 def _preempted(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
 ) -> bool:
-    if site is None or not partition.preempts:
+    if site is None or not partition.preempts or exempt_s(site, qos, partition.qos) > 0.0:
         return False
     if site.preempt_type == "preempt/qos":
         return preemptable_qos(site, qos)

@@ -92,6 +92,8 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     preempt_mode: str = "OFF"
     "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND; whether anybody may: `core.preemption`"
     grace_s: float = 0.0
+    qos: str = ""
+    "whose limits hold for its jobs; empty: none"
     exclusive: bool = False
     "OverSubscribe=EXCLUSIVE: every job takes whole nodes"
     exclusive_user: bool = False
@@ -144,6 +146,10 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "of jobs whose partition or QOS has none of its own; as in `PartitionInfo`"
     qos_preempt_modes: dict[str, str] = {}
     "under preempt/qos: QOS -> how its jobs are preempted; those alone that some other QOS may preempt"
+    preempt_exempt_s: float = 0.0
+    "nobody preempts a job before it has run for so long, where no QOS says otherwise"
+    qos_exempt_s: dict[str, float] = {}
+    "QOS -> the same; those alone that have a value of their own"
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
     message_timeout_s: float = 10.0

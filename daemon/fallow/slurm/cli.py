@@ -67,8 +67,11 @@ class CliClient:
     async def config(self) -> ClusterConfig:
         asked_at = time.time()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
-        if config.preempt_type == "preempt/qos":
-            config = msgspec.structs.replace(config, qos_preempt_modes=await self._qos_preempt_modes(config))
+        if config.preempt_type:
+            qos = await self._qos()
+            modes = parse.qos_preempt_modes(qos, config.preempt_mode) if config.preempt_type == "preempt/qos" else {}
+            exempt = parse.qos_exempt_s(qos)
+            config = msgspec.structs.replace(config, qos_preempt_modes=modes, qos_exempt_s=exempt)
         offset = 0.0 if as_of is None else as_of - (asked_at + time.time()) / 2
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
@@ -148,13 +151,13 @@ class CliClient:
         )
         return on_our_clock(state, at, self.clock_offset_s)
 
-    async def _qos_preempt_modes(self, config: ClusterConfig) -> dict[str, str]:
-        """Which QOSes may be preempted; none as long as the accounting does not say."""
+    async def _qos(self) -> str:
+        """What the accounting says of who preempts whom; empty where there is none, or as long as it is away."""
+        columns = "format=Name,Preempt,PreemptMode,PreemptExemptTime"
         try:
-            text = await self._query(["sacctmgr", "-n", "-P", "show", "qos", "format=Name,Preempt,PreemptMode"])
+            return await self._query(["sacctmgr", "-n", "-P", "show", "qos", columns])
         except SlurmUnavailable:
-            return {}
-        return parse.qos_preempt_modes(text, config.preempt_mode)
+            return ""
 
     # -- processes ----------------------------------------------------------------------------------------------
 

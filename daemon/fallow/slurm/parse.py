@@ -353,6 +353,7 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
         priority_tier=count(row.get("PriorityTier", "")),
         preempt_mode=preempt_mode(row.get("PreemptMode", "")),
         grace_s=float(count(row.get("GraceTime", ""))),
+        qos=word(row.get("QoS", "")),
         exclusive=exclusive in ("NODE", "TOPO") or row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
         exclusive_user=exclusive == "USER" or row.get("ExclusiveUser", "").upper() == "YES",
         max_nodes=count(most) if (most := word(row.get("MaxNodes", ""))) else None,
@@ -374,14 +375,24 @@ def preempt_mode(text: str) -> str:
 
 
 def qos_preempt_modes(text: str, default: str) -> dict[str, str]:
-    """`sacctmgr -n -P show qos format=Name,Preempt,PreemptMode`: QOS that another one may preempt -> how.
+    """`sacctmgr -n -P show qos format=Name,Preempt,PreemptMode,PreemptExemptTime`: QOS that another may preempt -> how.
 
     `default` is the cluster's mode, which holds for a QOS without one of its own (`cluster`).
     """
-    rows = [row for line in text.splitlines() if len(row := line.strip().split("|")) == 3]
-    victims = {name for own, preempts, _ in rows for name in names(preempts) if name != own}
-    modes = {name: default if mode.lower() in ("", "cluster") else preempt_mode(mode) for name, _, mode in rows}
+    rows = _qos_rows(text)
+    victims = {name for own, preempts, *_ in rows for name in names(preempts) if name != own}
+    modes = {name: default if mode.lower() in ("", "cluster") else preempt_mode(mode) for name, _, mode, *_ in rows}
     return {name: mode for name, mode in modes.items() if name in victims}
+
+
+def qos_exempt_s(text: str) -> dict[str, float]:
+    """The same output: QOS -> seconds for which its jobs are safe; those alone that say."""
+    found = {name: duration(exempt) for name, _, _, exempt in _qos_rows(text)}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def _qos_rows(text: str) -> list[list[str]]:
+    return [row for line in text.splitlines() if len(row := line.strip().split("|")) == 4]
 
 
 def reservation(row: Mapping[str, str]) -> list[ReservationInfo]:
@@ -415,6 +426,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         slurm_version=values.get("SLURM_VERSION", ""),
         preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
         preempt_mode=preempt_mode(values.get("PreemptMode", "")),
+        preempt_exempt_s=duration(values.get("PreemptExemptTime", "")) or 0.0,
         kill_wait_s=_seconds(values.get("KillWait"), 30.0),
         backfill_interval_s=float(interval[1]) if interval else 30.0,
         message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),

@@ -130,6 +130,7 @@ def partition(found: Any) -> dict[str, str]:
         "PriorityTier": _number(found.priority_tier),
         "PreemptMode": found.preempt_mode or "",
         "GraceTime": _number(found.preemption_grace_time),
+        "QoS": found.qos or "",
         "OverSubscribe": found.oversubscribe or "",
         "ExclusiveUser": _yes(found.is_user_exclusive),
         "MaxNodes": _number(found.max_nodes),
