@@ -91,7 +91,12 @@ def test_idle_nodes_only_and_the_longest_hole_first() -> None:
         reservations=[ReservationInfo(reservation="maint", nodes=["n2"], start_at=NOW + 60, end_at=NOW + 120)],
     )
     holes = find_holes(state, state.partitions)
-    assert [(h.node, h.length_s) for h in holes] == [("n1", 600.0), ("n2", 60.0)]
+    assert [(h.node, h.partition, h.length_s) for h in holes] == [
+        ("n1", "scavenge", 600.0),
+        ("n1", "urgent", 600.0),
+        ("n2", "scavenge", 60.0),
+        ("n2", "urgent", 60.0),
+    ]
 
 
 def test_a_hole_ends_at_the_earliest_thing_that_is_planned() -> None:

@@ -192,7 +192,7 @@ def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
 
 def test_a_typed_part_takes_the_type_of_which_most_are_idle() -> None:
     mixed = node("m", "MIXED", gpus=6, gpu_types={"a": 2, "b": 4}, gpus_used=3, gpu_types_used={"a": 1, "b": 2})
-    (hole,) = find_holes(cluster([mixed]), cluster([mixed]).partitions, whole_nodes=False)
+    (hole,) = find_holes(cluster([mixed]), cluster([mixed]).partitions[:1], whole_nodes=False)
     assert hole.part is not None and (hole.part.gpus, hole.part.gpu_type) == (2, "b")
 
 
@@ -456,10 +456,11 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     running = [a for a in allocations if a.state is AllocationState.RUNNING]
     assert not new or len(pending) + len(new) <= rules.max_pending
     more = [ask for ask in new if not ask.node]
-    for most in (rules.max_nodes, rules.partition_nodes.get("scavenge")):
-        if most is not None and more:
-            assert len(running) + len(pending) + len(more) <= most
-    ends = planned_ends(state)
+    there = [ask for ask in more if ask.partition == "scavenge"]
+    for most, some in ((rules.max_nodes, more), (rules.partition_nodes.get("scavenge"), there)):
+        if most is not None and some:
+            assert len(running) + len(pending) + len(some) <= most
+    ends, partitions = planned_ends(state), {p.partition: p for p in state.partitions}
     bounds = Counter(a.part.node for a in new if a.part)
     assert all(count == 1 for count in bounds.values())
     idle = [n.node for n in state.nodes if n.state == "IDLE"]
@@ -470,7 +471,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     for ask in new:
         (demand,) = [d for d in demands if d.run == ask.run]
         assert rules.min_minutes <= (ask.least_minutes or ask.minutes) <= ask.minutes <= rules.max_minutes
-        assert ask.minutes * 60 <= (state.partitions[0].max_time_s or 1e18)
+        assert ask.minutes * 60 <= (partitions[ask.partition].max_time_s or 1e18)
         if ask.part:
             assert ask.minutes * 60 <= ends.get(ask.part.node, 1e18) - NOW
         elif ask.node:

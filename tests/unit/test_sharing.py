@@ -7,29 +7,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, fit
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules
+from fallow.core.requests import Ask, Demand, HarvestRules, Known
 from fallow.core.worth import Worth
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0
+RULES = HarvestRules()
 
 
 class Site:
-    """Idle and held nodes of two partitions; wishes are carried out at once."""
+    """Idle and held nodes of two partitions, and of both at once; wishes are carried out at once."""
 
-    def __init__(self, p: int, q: int) -> None:
-        self.idle = {"p": [f"p{i}" for i in range(p)], "q": [f"q{i}" for i in range(q)]}
-        self.names = {name: list(nodes) for name, nodes in self.idle.items()}
+    def __init__(self, p: int, q: int, both: int = 0) -> None:
+        self.names = {
+            "p": [f"p{i}" for i in range(p)] + [f"b{i}" for i in range(both)],
+            "q": [f"q{i}" for i in range(q)] + [f"b{i}" for i in range(both)],
+        }
+        self.idle = {*self.names["p"], *self.names["q"]}
         self.mine: list[Allocation] = []
 
     def give(self, run: str, partition: str) -> None:
-        if not self.idle[partition]:
-            self.names[partition].append(f"{partition}x{len(self.mine)}")
-            self.idle[partition].append(self.names[partition][-1])
-        node = self.idle[partition].pop(0)
+        node = next((name for name in self.names[partition] if name in self.idle), "")
+        if not node:
+            node = f"{partition}x{len(self.mine)}"
+            self.names[partition].append(node)
+        self.idle.discard(node)
         self.mine.append(
             Allocation(
                 token=f"{run}-{node}-{len(self.mine)}",
@@ -48,10 +54,13 @@ class Site:
         return sum(a.run == run for a in self.mine)
 
     def cluster(self) -> ClusterState:
+        where: dict[str, list[str]] = {}
+        for p, names in self.names.items():
+            for n in names:
+                where.setdefault(n, []).append(p)
         nodes = [
-            NodeInfo(node=n, state="IDLE" if n in self.idle[p] else "ALLOCATED", partitions=[p])
-            for p, names in self.names.items()
-            for n in names
+            NodeInfo(node=n, state="IDLE" if n in self.idle else "ALLOCATED", partitions=there)
+            for n, there in where.items()
         ]
         parts = [PartitionInfo(partition=p, nodes=names, preempt_mode="REQUEUE") for p, names in self.names.items()]
         return ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=parts)
@@ -64,7 +73,7 @@ class Site:
                 case GiveBack(token=token) | Withdraw(token=token):
                     (gone,) = [a for a in self.mine if a.token == token]
                     self.mine.remove(gone)
-                    self.idle[gone.partition].append(gone.nodes[0])
+                    self.idle.add(gone.nodes[0])
 
 
 def demand(site: Site, run: str, most: int, worth: Worth, partitions: str = "") -> Demand:
@@ -80,6 +89,63 @@ def test_a_run_that_can_go_elsewhere_leaves_the_node_that_another_one_needs() ->
     one = Worth(curve(1))
     wishes = plan(site.cluster(), [demand(site, "both", 1, one), demand(site, "only", 1, one, "p")], [], HarvestRules())
     assert {(w.run, w.partition) for w in wishes if isinstance(w, Ask)} == {("both", "q"), ("only", "p")}
+
+
+def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
+    site = Site(0, 0, both=4)
+
+    def asked(rules: HarvestRules, *demands: Demand) -> list[tuple[str, str]]:
+        wishes = plan(site.cluster(), list(demands), site.mine, rules)
+        return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
+
+    only_q = Demand("q", 2, partitions=("q",))
+    assert asked(HarvestRules(), only_q) == [("q", "q")] * 2
+    assert asked(HarvestRules(), Demand("any", 2)) == [("any", "p")] * 2, "the first will do"
+    assert asked(HarvestRules(), Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
+    # A cap on one of them leaves the other, and what may be held there goes to whoever can have nothing else.
+    capped = HarvestRules(partition_nodes={"p": 1})
+    assert asked(capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 3]
+    only_p = Demand("p", 4, partitions=("p",))
+    assert asked(capped, only_p) == [("p", "p")]
+    assert asked(capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
+    # What one account may not use, or is kept from for a while, another partition has.
+    known = Known()
+    known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
+    known.backoff.strike("PartitionNodeLimitNotAllowed", Asker("b"), "p", 30, NOW)
+    wishes = plan(
+        site.cluster(), [Demand("a", 1, asker=Asker("a")), Demand("b", 1, asker=Asker("b"))], [], RULES, known
+    )
+    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
+
+
+def test_a_request_stands_for_no_node_of_another_partition() -> None:
+    site = Site(0, 1)
+    waits = Allocation(
+        token="t",
+        run="a",
+        kind=AllocationKind.HARVEST,
+        public_key="k",
+        state=AllocationState.PENDING,
+        partition="p",
+        requested_at=NOW,
+    )
+    demands = [Demand("a", 0, partitions=("p",)), Demand("b", 1, partitions=("q",))]
+    wishes = plan(site.cluster(), demands, [waits], RULES)
+    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
+
+
+def test_a_held_node_goes_to_a_run_that_has_it_through_another_partition() -> None:
+    site = Site(0, 0, both=8)
+    for _ in range(8):
+        site.give("rich", "p")
+    demands = [
+        demand(site, "rich", 8, Worth(curve(64), base=24)),
+        demand(site, "poor", 8, Worth(curve(64), going=True), "q"),
+    ]
+    wishes = plan(site.cluster(), demands, site.mine, HarvestRules(max_pending=100))
+    assert wishes and all(isinstance(w, GiveBack) for w in wishes)
+    full = HarvestRules(max_pending=100, partition_nodes={"q": 0})
+    assert plan(site.cluster(), demands, site.mine, full) == []
 
 
 def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> None:
@@ -121,7 +187,7 @@ def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
-    site = Site(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6)))
+    site = Site(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6)), data.draw(st.integers(0, 4)))
     most, worths, where = {}, {}, {}
     for i in range(data.draw(st.integers(1, 4))):
         run = f"r{i}"
@@ -139,10 +205,11 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
             pause_s=data.draw(st.sampled_from([0.1, 2.0, 30.0])),
         )
     before = {run: site.held(run) for run in most}
+    there = {p: sum(a.partition == p for a in site.mine) for p in "pq"}
     rules = HarvestRules(
         max_nodes=data.draw(st.none() | st.integers(0, 12)),
         max_pending=data.draw(st.sampled_from([1, 4, 100])),
-        partition_nodes=data.draw(st.sampled_from([{}, {"p": 2}])),
+        partition_nodes=data.draw(st.sampled_from([{}, {"p": 2}, {"p": 2, "q": 3}])),
     )
     begin = len(site.mine)
     for _ in range(60):
@@ -158,6 +225,8 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         site.carry_out(wishes)
         if rules.max_nodes is not None and asked:
             assert len(site.mine) <= max(rules.max_nodes, begin)
+        for p, cap in rules.partition_nodes.items():
+            assert sum(a.partition == p for a in site.mine) <= max(cap, there[p])
         for run in most:
             assert site.held(run) <= max(most[run], before[run])
             least = worths[run].least - worths[run].base

@@ -30,7 +30,7 @@ def held(run: str, number: int, place: Place, pending: bool = False, left_s: flo
         kind=AllocationKind.HARVEST,
         public_key="k",
         state=AllocationState.PENDING if pending else AllocationState.RUNNING,
-        partition=place.partition,
+        partition=place.partitions[0],
         nodes=[] if pending else [place.node],
         start_at=None if pending else NOW - 3600 + number,
         end_at=None if pending else NOW + left_s,
@@ -38,7 +38,7 @@ def held(run: str, number: int, place: Place, pending: bool = False, left_s: flo
 
 
 def suits(sort: Hashable, place: Place) -> bool:
-    return isinstance(sort, frozenset) and place.partition in sort
+    return isinstance(sort, frozenset) and not sort.isdisjoint(place.partitions)
 
 
 def party(run: str, worth: Worth, room: int = 100, partitions: str = "p") -> Party:
@@ -46,7 +46,7 @@ def party(run: str, worth: Worth, room: int = 100, partitions: str = "p") -> Par
 
 
 def places(count: int, partition: str = "p") -> list[Place]:
-    return [Place(f"{partition}{i}", partition) for i in range(count)]
+    return [Place(f"{partition}{i}", (partition,)) for i in range(count)]
 
 
 def decide(parties: list[Party], mine: list[Allocation], idle: list[Place], cap: int | None = None) -> Targets:
@@ -92,7 +92,7 @@ def test_a_node_moves_where_the_gain_pays_for_it_and_not_otherwise() -> None:
 
 def test_small_differences_move_nothing() -> None:
     mine = [held("a", i, place) for i, place in enumerate(places(10))]
-    mine += [held("b", i, Place(f"q{i}", "p")) for i in range(9)]
+    mine += [held("b", i, Place(f"q{i}", ("p",))) for i in range(9)]
     parties = [party("a", Worth(as_many_as(64), weight=1.0)), party("b", Worth(as_many_as(64), weight=1.05))]
     assert decide(parties, mine, []).release == []
 
@@ -117,7 +117,7 @@ def test_minimum_and_maximum_hold() -> None:
 
 
 def test_requests_too_many_are_withdrawn_and_what_trains_is_left_alone() -> None:
-    mine = [held("a", i, place) for i, place in enumerate(places(3))] + [held("a", 9, Place("", "p"), pending=True)]
+    mine = [held("a", i, place) for i, place in enumerate(places(3))] + [held("a", 9, Place("", ("p",)), pending=True)]
     found = decide([party("a", Worth(as_many_as(64)), room=-2)], mine, places(2))
     assert found.more == {"a": -1}
     assert found.release == []
@@ -164,7 +164,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Party], list[Allocation], list[Place],
         partitions = draw(st.sampled_from(["p", "q", "pq"]))
         for _ in range(draw(st.integers(0, 4))):
             number += 1
-            where = Place(f"h{number}", partitions[-1])
+            where = Place(f"h{number}", (partitions[-1],))
             mine.append(held(f"r{i}", number, where, draw(st.booleans()), draw(st.sampled_from([60.0, 7200.0]))))
         parties.append(party(f"r{i}", worth, draw(st.integers(-2, 12)), partitions))
     idle = places(draw(st.integers(0, 6)), "p") + places(draw(st.integers(0, 6)), "q")
@@ -216,7 +216,7 @@ def test_a_plan_that_was_carried_out_is_followed_by_none(
         for token in [a.token for a in found.release + found.unused]:
             (gone,) = [a for a in mine if a.token == token]
             mine = [a for a in mine if a.token != token]
-            idle = [*idle, Place(gone.nodes[0], gone.partition)]
+            idle = [*idle, Place(gone.nodes[0], (gone.partition,))]
             rooms[gone.run] += 1
         for run, more in found.more.items():
             (sort,) = [p.sort for p in parties if p.run == run]

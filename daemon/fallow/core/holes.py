@@ -37,7 +37,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """An idle node, or part of one, and the time for which nobody is known to want it."""
+    """An idle node, or part of one, as one of its partitions offers it, and the time for which nobody is known to want
+    it."""
 
     node: str
     partition: str
@@ -63,7 +64,8 @@ def find_holes(
 ) -> list[Hole]:
     """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then the oldest.
 
-    A node of several partitions counts once, for the first of `partitions` that has it. Parts of nodes come last.
+    A node is offered in each of its partitions, one after the other in the order of `partitions`: not everybody may use
+    all of them. Parts of nodes come last.
 
     Args:
         cluster: one poll.
@@ -81,23 +83,23 @@ def find_holes(
     }
     unsure_nodes = {node for p in cluster.partitions if p.partition in unsure for node in p.nodes}
     nodes = {node.node: node for node in cluster.nodes}
+    offers: dict[str, Part | None] = {node.node: None for node in cluster.nodes if is_idle(node)}
+    if not whole_nodes:
+        offers |= {node.node: part for node in cluster.nodes if (part := idle_part(node)) is not None}
     holes: list[Hole] = []
-    taken: set[str] = set()
     for partition in partitions:
         for name in partition.nodes:
-            node = nodes.get(name)
-            if node is None or name in taken:
+            if name not in offers:
                 continue
-            idle = is_idle(node)
-            part = None if idle or whole_nodes or partition.exclusive else idle_part(node)
-            if idle or part is not None:
-                taken.add(name)
-                end = ends.get(name)
-                length_s = None if end is None else max(0.0, end - cluster.at)
-                old = age_s(name) if idle else 0.0
-                # A node that is planned for we know not what: nobody shows us that job.
-                sure = name not in unsure_nodes and not (end is None and "PLANNED" in node.flags)
-                holes.append(Hole(name, partition.partition, length_s, old, sure, part))
+            part = offers[name]
+            if part is not None and partition.exclusive:
+                continue
+            end = ends.get(name)
+            length_s = None if end is None else max(0.0, end - cluster.at)
+            old = age_s(name) if part is None else 0.0
+            # A node that is planned for we know not what: nobody shows us that job.
+            sure = name not in unsure_nodes and not (end is None and "PLANNED" in nodes[name].flags)
+            holes.append(Hole(name, partition.partition, length_s, old, sure, part))
     return sorted(
         holes, key=lambda h: (h.part is not None, h.length_s is not None, -(h.length_s or 0.0), -h.age_s, h.node)
     )
@@ -165,13 +167,13 @@ def find_coming(
                 mine.update(job.nodes)
     known = {node.node: node for node in cluster.nodes}
     planned = planned_ends(cluster, ours)
-    holes: dict[str, Hole] = {}
+    holes: list[Hole] = []
     for partition in partitions:
         for name in partition.nodes:
             node = known.get(name)
-            if node is None or name in mine or name in holes or name not in ends:
+            if node is None or name in mine or name not in ends:
                 continue
             if node.state in ("ALLOCATED", "MIXED") and not (UNUSABLE - {"COMPLETING"}).intersection(node.flags):
                 end = planned.get(name)
-                holes[name] = Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at))
-    yield from sorted(holes.values(), key=lambda hole: (ends[hole.node], hole.node))
+                holes.append(Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at)))
+    yield from sorted(holes, key=lambda hole: (ends[hole.node], hole.node))

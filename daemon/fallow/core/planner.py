@@ -72,7 +72,7 @@ def plan(
     taboo = _taboo(cluster, standing)
     holes = holes_of(cluster, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
-    reach = Reach(cluster, harvestable(cluster, rules), known.backoff)
+    reach = Reach(cluster, [p for p in harvestable(cluster, rules) if p.partition not in taboo], known.backoff)
     staying = [a for a in _counted(harvest) if a.token not in given]
     found = share_out(demands, staying, {a.token for a in pending}, holes, reach, rules, cluster.at)
     if aims is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.holes import Part
@@ -27,6 +27,7 @@ class Reach:
         self._nodes = {node.node: node for node in cluster.nodes}
         self._partitions = list(partitions)
         self._backoff = backoff
+        self._of_node: dict[str, list[str]] = {}
         self._known: dict[Hashable, frozenset[str]] = {}
 
     def partitions(self, sort: Sort) -> frozenset[str]:
@@ -42,9 +43,18 @@ class Reach:
             )
         return self._known[sort]
 
-    def suits(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> bool:
-        """Can they use this node, or this part of it?"""
-        return not self.unsuited(sort, node, partition, part)
+    def of_node(self, node: str) -> Sequence[str]:
+        """Names of the partitions that have a node, and may be harvested."""
+        if not self._of_node:
+            for partition in self._partitions:
+                for name in partition.nodes:
+                    self._of_node.setdefault(name, []).append(partition.partition)
+        return self._of_node.get(node, ())
+
+    def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
+        """Can they use this node, or this part of it, in any of these partitions?"""
+        known = self._nodes.get(node)
+        return known is not None and not self.partitions(sort).isdisjoint(partitions) and sort[0].suits(known, part)
 
     def unsuited(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> str:
         """Why they cannot; empty: they can."""

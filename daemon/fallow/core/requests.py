@@ -26,7 +26,7 @@ from fallow.core.worth import Worth
 from fallow.model import ClusterState, PartitionInfo
 
 TRIES = 32
-"""Holes that are looked at for one request; they are sorted, so the ones behind are hardly any better."""
+"""Nodes that are looked at for one request; they are sorted, so the ones behind are hardly any better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +206,12 @@ class Requests:
             if not allocation.pinned:
                 self._take_one(allocation)
         self.room = rules.max_pending - len(pending)
-        self._why: dict[str, str] = {}
-        "node -> why it was not asked for when it was looked at"
-        self._unsuited_for: dict[str, str] = {}
-        "node -> why a run cannot use it"
+        self._why: dict[tuple[str, str], str] = {}
+        "(node, partition) -> why it was not asked for there when it was looked at"
+        self._unsuited_for: dict[tuple[str, str], str] = {}
+        "(node, partition) -> why a run cannot use it there"
+        self._usable: set[tuple[str, str]] = set()
+        "those that another run can use"
         self._stop = ""
         "why nothing more was asked for, whatever the hole"
 
@@ -218,23 +220,29 @@ class Requests:
         if allocation.part is not None:
             self._taken.add(allocation.part.node)
             return
-        there = [h for h in self._holes if h.node not in self._taken and h.part is None]
-        there = [h for h in there if may_take(allocation, h.length_s, self._cluster.at, self._rules)]
-        fitting = [h for h in there if h.partition == allocation.partition] or there
-        if fitting:
-            self._taken.add(fitting[0].node)
+        there = (h for h in self._holes if h.partition == allocation.partition and h.node not in self._taken)
+        whole = (h for h in there if h.part is None)
+        fitting = (h for h in whole if may_take(allocation, h.length_s, self._cluster.at, self._rules))
+        if (hole := next(fitting, None)) is not None:
+            self._taken.add(hole.node)
         else:
             self.waiting += 1
 
     def unused(self, otherwise: str) -> dict[str, str]:
         """Node of a hole -> what was decided about it; `otherwise`: about those that nobody had to look at."""
-        return {hole.node: self._decided(hole) or otherwise for hole in self._holes}
+        # Of several partitions the one counts that is the kindest of those that can be used.
+        unsuited = {key: why for key, why in self._unsuited_for.items() if key not in self._usable}
+        out = {node: why for (node, _), why in reversed(unsuited.items())}
+        for hole in reversed(self._holes):
+            if (hole.node, hole.partition) not in unsuited:
+                out[hole.node] = self._decided(hole) or otherwise
+        return out | dict.fromkeys(
+            (hole.node for hole in self._holes if hole.node in self._taken),
+            "asked for: a request waits for Slurm to start it",
+        )
 
     def _decided(self, hole: Hole) -> str:
-        if hole.node in self._taken:
-            return "asked for: a request waits for Slurm to start it"
-        why = self._why.get(hole.node) or self._unsuited_for.get(hole.node)
-        if why:
+        if why := self._why.get((hole.node, hole.partition)):
             return why
         if self._full():
             return f"limited: {self._rules.max_nodes} nodes may be held at most"
@@ -258,16 +266,17 @@ class Requests:
             return None
         if self._full():
             return None
-        tries = 0
+        tried: set[str] = set()
         for hole in self._holes_for(demand):
             if hole.node in self._taken or self._full(hole.partition):
                 continue
             if hole.node in demand.barred:
-                self._why[hole.node] = f"barred: {demand.run} does without it"
+                self._why[hole.node, hole.partition] = f"barred: {demand.run} does without it"
                 continue
             if among is not None and not among(hole):
                 continue
-            if (tries := tries + 1) > TRIES:
+            tried.add(hole.node)
+            if len(tried) > TRIES:
                 self._stop = f"not looked at: {TRIES} better ones are of no use either"
                 break
             minutes, least = self._limits(hole, demand, budget_node_s)
@@ -287,7 +296,7 @@ class Requests:
         for hole in islice(coming, TRIES):
             if hole.node in demand.barred or self._full(hole.partition):
                 continue
-            if not self._reach.suits(demand.sort, hole.node, hole.partition):
+            if not self._reach.suits(demand.sort, hole.node, (hole.partition,)):
                 continue
             minutes, least = self._limits(hole, demand, budget_node_s)
             if minutes is None:
@@ -335,9 +344,10 @@ class Requests:
             for hole in self._holes:
                 why = self._reach.unsuited(demand.sort, hole.node, hole.partition, hole.part)
                 if why:
-                    self._unsuited_for[hole.node] = why
+                    self._unsuited_for[hole.node, hole.partition] = why
                 else:
                     suited.append(hole)
+                    self._usable.add((hole.node, hole.partition))
             self._suited[demand.sort] = suited
         return self._suited[demand.sort]
 
@@ -374,7 +384,7 @@ class Requests:
             self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
         best = self._best[key]
         if best is None:
-            self._why[hole.node] = _not_worth(hole, shortest, longest, most)
+            self._why[hole.node, hole.partition] = _not_worth(hole, shortest, longest, most)
             return None, None
         lengths = self._otherwise(hole, best, shortest)
         roomy = (m for m in lengths if not self._crowded(demand, m, costs) and self._pays(hole, m, costs, demand))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import floor
 from typing import cast
@@ -36,17 +36,16 @@ def share_out(
         rules: what is allowed.
         at: Unix time of the poll.
     """
-    parts = {(hole.node, hole.partition): hole.part for hole in holes}
+    parts = {hole.node: hole.part for hole in holes}
+    lengths = {hole.node: hole.length_s for hole in holes}
     have = Counter(allocation.run for allocation in held)
+    offers = _Offers(holes, held, pending, reach, rules)
 
     def suits(sort: Hashable, place: Place) -> bool:
-        part = parts.get((place.node, place.partition))
-        return reach.suits(cast(Sort, sort), place.node, place.partition, part)
-
-    lengths = {(hole.node, hole.partition): hole.length_s for hole in holes}
+        return reach.suits(cast(Sort, sort), place.node, place.partitions, parts.get(place.node))
 
     def fits(allocation: Allocation, place: Place) -> bool:
-        return may_take(allocation, lengths[place.node, place.partition], at, rules)
+        return may_take(allocation, lengths[place.node], at, rules)
 
     parties = [
         Party(
@@ -57,8 +56,8 @@ def share_out(
         )
         for demand in demands
     ]
-    idle = _within_caps(holes, held, pending, rules)
-    return targets(parties, held, pending, idle, suits, fits, at=at, horizon_s=stay_s(rules), cap=rules.max_nodes)
+    stay, most = stay_s(rules), rules.max_nodes
+    return targets(parties, held, pending, offers.idle, suits, fits, offers.elsewhere, at=at, horizon_s=stay, cap=most)
 
 
 STAY_S = 600.0
@@ -78,15 +77,35 @@ def _room(demand: Demand, rules: HarvestRules) -> int:
     return min(demand.nodes, max(0, floor(demand.budget_node_s / 60 / shortest)))
 
 
-def _within_caps(
-    holes: Sequence[Hole], held: Sequence[Allocation], pending: AbstractSet[str], rules: HarvestRules
-) -> Iterator[Place]:
-    """Holes that may be taken, those that requests will take included."""
-    used = Counter(allocation.partition for allocation in held if allocation.token not in pending)
-    for hole in holes:
-        if used[hole.partition] < rules.partition_nodes.get(hole.partition, 1 << 30):
-            used[hole.partition] += 1
-            yield Place(hole.node, hole.partition)
+class _Offers:
+    """In which of its partitions each node may be asked for: in none of them more than may be held there."""
+
+    def __init__(
+        self,
+        holes: Sequence[Hole],
+        held: Sequence[Allocation],
+        pending: AbstractSet[str],
+        reach: Reach,
+        rules: HarvestRules,
+    ) -> None:
+        self._rules, self._reach = rules, reach
+        self._offered = Counter(allocation.partition for allocation in held if allocation.token not in pending)
+        there: dict[str, list[str]] = {}
+        for hole in holes:
+            there.setdefault(hole.node, []).append(hole.partition)
+        open_to = ((node, self._with_room(names)) for node, names in there.items())
+        self.idle = [Place(node, names) for node, names in open_to if names]
+        "holes that may be taken, those that requests will take included"
+
+    def elsewhere(self, node: str, partition: str) -> tuple[str, ...]:
+        """Partitions besides this one in which a node that we hold could be asked for."""
+        return self._with_room([name for name in self._reach.of_node(node) if name != partition])
+
+    def _with_room(self, partitions: Sequence[str]) -> tuple[str, ...]:
+        most = self._rules.partition_nodes
+        names = tuple(name for name in partitions if name not in most or self._offered[name] < most[name])
+        self._offered.update(name for name in names if name in most)
+        return names
 
 
 def requests_for(
@@ -98,6 +117,7 @@ def requests_for(
     is too short), any other that is left will do.
     """
     known = {demand.run: demand for demand in demands}
+    kinds = {(place.node, name): kind for place, kind in aims.places.items() for name in place.partitions}
     out: list[Ask] = []
     short: dict[str, int] = {}
     for run, more in aims.more.items():
@@ -105,7 +125,7 @@ def requests_for(
         for kind, count in aims.kinds.get(run, {}).items():
 
             def alike(hole: Hole, kind: int = kind) -> bool:
-                return aims.places.get(Place(hole.node, hole.partition)) == kind
+                return kinds.get((hole.node, hole.partition)) == kind
 
             for _ in range(count):
                 wish = requests.ask(known[run], budgets[run], among=alike)

@@ -20,10 +20,10 @@ MOVABLE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node, idle or held, as far as it matters who can use it."""
+    """A node, idle or held, as far as it matters who can use it: in which of its partitions it may be asked for."""
 
     node: str
-    partition: str
+    partitions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def targets(
     idle: Iterable[Place],
     suits: Callable[[Hashable, Place], bool],
     fits: Callable[[Allocation, Place], bool] = lambda _, __: True,
+    elsewhere: Callable[[str, str], tuple[str, ...]] = lambda _, __: (),
     *,
     at: float,
     horizon_s: float,
@@ -81,23 +82,21 @@ def targets(
             requests.
         pending: tokens of the requests among them.
         idle: nodes that may be asked for, those that requests will take included.
-        suits: can runs of this sort use this node?
+        suits: can runs of this sort use this node, in any of its partitions?
         fits: can Slurm start this request on this idle node?
+        elsewhere: partitions besides this one in which a held node could be asked for.
         at: Unix time.
         horizon_s: for so long nodes are expected to stay.
         cap: nodes over all runs; None: no cap.
     """
-    supply = _Supply(parties, suits, fits)
+    supply = _Supply(parties, suits, fits, elsewhere, idle)
     mine: dict[str, list[Allocation]] = {party.run: [] for party in parties}
-    spare = supply.sorted_by_partition(idle)
     for allocation in held:
         if allocation.run not in mine:
             continue
         mine[allocation.run].append(allocation)
-        supply.hold(allocation, allocation.token in pending, spare)
-    for places in spare.values():
-        for place in places:
-            supply.add(place)
+        supply.hold(allocation, allocation.token in pending)
+    supply.add_idle()
 
     claims, staying = [], []
     for party in parties:
@@ -140,10 +139,16 @@ class _Supply:
         parties: Sequence[Party],
         suits: Callable[[Hashable, Place], bool],
         fits: Callable[[Allocation, Place], bool],
+        elsewhere: Callable[[str, str], tuple[str, ...]],
+        idle: Iterable[Place],
     ) -> None:
         self._sorts = list(dict.fromkeys(party.sort for party in parties))
         self._suits = suits
         self._fits = fits
+        self._elsewhere = elsewhere
+        self._idle = list(dict.fromkeys(idle))
+        self._taken: set[Place] = set()
+        "idle nodes that requests will take"
         self._kinds: dict[Hashable, int] = {}
         self._users: list[set[Hashable]] = []
         self.counts: list[int] = []
@@ -159,11 +164,11 @@ class _Supply:
             free[kind] -= 1
         return free
 
-    def sorted_by_partition(self, idle: Iterable[Place]) -> dict[str, list[Place]]:
-        found: dict[str, list[Place]] = {}
-        for place in idle:
-            found.setdefault(place.partition, []).append(place)
-        return found
+    def add_idle(self) -> None:
+        """Count what no request will take."""
+        for place in self._idle:
+            if place not in self._taken:
+                self.add(place)
 
     def add(self, place: Place) -> int:
         """Count a node; returns its kind."""
@@ -171,13 +176,15 @@ class _Supply:
         self.places[place] = self._count(users, set(users))
         return self.places[place]
 
-    def hold(self, allocation: Allocation, pending: bool, spare: dict[str, list[Place]]) -> None:
+    def hold(self, allocation: Allocation, pending: bool) -> None:
         """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
-        node = allocation.pinned if pending else next(iter(allocation.nodes), "")
-        there = spare.get(allocation.partition, [])
-        place = Place(node, allocation.partition) if node else None
-        if place is None and (place := next((p for p in there if self._fits(allocation, p)), None)) is not None:
-            there.remove(place)
+        node, name = allocation.pinned if pending else next(iter(allocation.nodes), ""), allocation.partition
+        if node:
+            place: Place | None = Place(node, (name, *self._elsewhere(node, name)))
+        else:
+            there = (place for place in self._idle if name in place.partitions and place not in self._taken)
+            place = next((place for place in there if self._fits(allocation, place)), None)
+            self._taken.update(() if place is None else (place,))
         kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
         self.kind[allocation.token] = kind
         self._own.setdefault(allocation.run, []).append(kind)

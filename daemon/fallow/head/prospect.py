@@ -53,7 +53,7 @@ def look(
     return Prospect(
         polled_at=cluster.at,
         by_head=by_head,
-        idle_nodes=sum(hole.part is None for hole in holes_of(cluster, live, rules, known)),
+        idle_nodes=len({hole.node for hole in holes_of(cluster, live, rules, known) if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)
             for (partition, minutes), nodes in sorted(Counter((ask.partition, ask.minutes) for ask in asks).items())
