@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,12 +57,31 @@ class Net(nn.Module):
         return self.norm(y * self.scale + self.shift.float())
 
 
+class Image(nn.Module):
+    """Large parameters that do not lie row by row in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 256, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.rand(40, 600).t())
+        self.scale = nn.Parameter(torch.rand(()))
+        self.register_buffer("count", torch.tensor(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x[:, :, None, None].expand(-1, -1, 2, 3)) * self.scale + (self.turned**3).mean()
+
+
 class Member:
     """What one worker prepared, and its standing."""
 
-    def __init__(self, seed: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        net: Callable[[], nn.Module] = Net,
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = Net()
+        self.model: Any = net()
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
@@ -161,6 +181,23 @@ def test_a_newcomer_trains_on_bit_for_bit_like_the_member_it_met(name: str, step
     held = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
     assert intake.bytes_behind >= held
     assert (intake.bytes_behind > held) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
+    for member in (old, new):
+        member.train(3)
+    equal(old, new)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}])
+def test_state_lies_in_memory_as_its_parameter_does_wherever_it_comes_from(how: dict[str, bool]) -> None:
+    """Fused kernels go along both: with other strides they take another element's momentum."""
+    old, new = (Member(seed, lambda p: torch.optim.AdamW(p, lr=0.01, **how), Image) for seed in (1, 2))
+    old.standing.value = HOLDS
+    old.train(3)
+    done = change(3, [old, new])
+    intake = done[1].intake
+    assert intake is not None
+    assert intake.bytes_behind >= 2 * 4 * (old.model.conv.weight.numel() + old.model.turned.numel()), "it came late"
+    for parameter in (new.model.conv.weight, new.model.turned):
+        assert new.optimizer.state[parameter]["exp_avg"].stride() == parameter.stride()
     for member in (old, new):
         member.train(3)
     equal(old, new)

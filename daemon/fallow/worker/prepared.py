@@ -229,6 +229,7 @@ class Prepared:
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
                     _keep_dtypes(optimizer, saved)
+                _keep_strides(optimizer)
             for thing, saved in zip(self.others, state["others"], strict=True):
                 thing.load_state_dict(saved)
             self.arithmetic.load(state["arithmetic"])
@@ -292,6 +293,18 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and value.dtype != live[key].dtype:
                 live[key] = value.to(live[key].device)
+
+
+def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
+    """State travels row by row, but fused kernels go through it and its parameter as both lie in memory."""
+    for parameter, entry in optimizer.state.items():
+        if not isinstance(entry, dict) or parameter.is_contiguous():
+            continue
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                lying = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if lying.stride() != value.stride():
+                    entry[key] = lying.copy_(value)
 
 
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
