@@ -95,6 +95,44 @@ def test_usual_bodies_equal_plain_pytorch(zero_first: bool, clip: float | None, 
     equal(model, reference)
 
 
+class Laid(nn.Module):
+    """Parameters on both sides of the size from which on they are worked on alone, in three orders in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Conv2d(5, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.many = nn.Conv2d(8, 256, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(200, 256).t() / 30)
+        self.gaps = nn.Parameter((torch.randn(200, 2) / 15)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.many(self.few(x[:, :, None, None].expand(-1, -1, 2, 3))).mean((2, 3))
+        return (y @ self.turned).tanh() @ self.gaps
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
+    model, reference = Laid(), Laid()
+    reference.load_state_dict(model.state_dict())
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9), 2)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        DataLoader(points(), 4),
+        global_batch=16,
+        reproducible=reproducible,
+    )
+    for x, y in run.steps(loader, epochs=2):
+        F.mse_loss(model(x), y).backward()
+        if run.final_shard:
+            for parameter in (model.few.weight, model.many.weight, model.turned):
+                assert parameter.grad.stride() == parameter.stride(), "fused kernels rely on it"
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model, reference)
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_state(
     complete: bool, monkeypatch: pytest.MonkeyPatch

@@ -66,10 +66,10 @@ class Buckets:
 
 def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """`part` as the parameter lies in memory, so that adding and stepping go along both in order."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
-    if layout is None or parameter.is_contiguous() or not parameter.is_contiguous(memory_format=layout):
+    if parameter.is_contiguous():
         return part.view(parameter.shape)
-    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+    # Not the parameter's own strides, which may leave gaps; torch's optimizers make their state like this.
+    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset())
 
 
 def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:

@@ -115,7 +115,7 @@ class Exact:
             if first:
                 place.zero_()
             return
-        flat, into = grad.reshape(-1), place.view(-1)
+        flat, into = _in_order(grad, place), _in_order(place, place)
         size = flat.numel()
         if size < SMALL:
             self._waiting.append((number, index, into, flat, weight, first))
@@ -227,14 +227,14 @@ class Exact:
         for index, place in places.items():
             grad = self._grads.get(index)
             if grad is None:
-                grad = torch.empty(place.shape, dtype=like[index].dtype, device=place.device)
+                grad = torch.empty_like(place, dtype=like[index].dtype)
                 self._grads[index] = grad
             if index in self._spoilt:
                 grad.fill_(math.nan)
             elif grad.numel() < SMALL and _direct(grad.dtype, self._shift(self._number, index)):
                 small.append(index)
             else:
-                self._write(grad.view(-1), place.view(-1), self._shift(self._number, index))
+                self._write(_in_order(grad, place), _in_order(place, place), self._shift(self._number, index))
         if small:
             grads = [self._grads[index] for index in small]
             torch._foreach_copy_(grads, [places[index] for index in small])
@@ -282,6 +282,15 @@ class Exact:
         self.forget()
         self._reference = {(phase, number): dict(known) for phase, number, known in state["references"]}
         self.repeated = int(state["repeated"])
+
+
+def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor`, flat, as those of `place` lie in memory; a view if both lie alike."""
+    if place.is_contiguous():
+        return tensor.reshape(-1)
+    if tensor.stride() != place.stride():
+        tensor = torch.empty_like(place, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> Any:
