@@ -181,6 +181,17 @@ def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> 
     assert late.worth.urgent_nodes == 8
 
 
+def test_a_run_without_nodes_has_done_what_it_has_done(desk: Desk) -> None:
+    """Its workers are gone and forgotten; nodes of normal priority are not bought for steps that are finished."""
+    run = desk.run("a", members=2, deadline_at=NOW + 1000.0)
+    step, _ = desk.train(run, 100.0, 0.4)
+    run.roster.forgotten_step, run.roster.workers, run.roster.members = step, {}, []
+    found = gains(desk.book.runs.values(), NOW + desk.at, 30.0, 3600.0)[run.id].schedule
+    assert found is not None
+    assert found.ahead_s == pytest.approx(1000.0 * step / 1000 - 100.0, abs=1.0)
+    assert not found.behind
+
+
 class Slurm:
     """The head's harvest of a desk, and a cluster of idle nodes that starts nothing by itself."""
 

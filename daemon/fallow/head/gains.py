@@ -111,5 +111,4 @@ def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
     total = r.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
     if spec.deadline_at is None or not total or not _known(curve):
         return None
-    done = max([w.step for w in r.workers.values()], default=0)
-    return pacing.schedule(spec.created_at, spec.deadline_at, total, done, at)
+    return pacing.schedule(spec.created_at, spec.deadline_at, total, r.front, at)
