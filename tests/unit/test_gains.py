@@ -12,11 +12,14 @@ from fallow.config import Config
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.deadline import deadline_at
+from fallow.core.fairshare import HALF_LIFE_S
 from fallow.core.roster import Worker
 from fallow.core.script import parse_script
+from fallow.core.spans import Span
 from fallow.core.timing import Timing
+from fallow.core.worth import Gain
 from fallow.files import Paths
-from fallow.head import gauge
+from fallow.head import accounts, gauge
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.gains import gains
 from fallow.head.harvest import Harvest
@@ -164,6 +167,38 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     held.state, held.start_at = AllocationState.RUNNING, NOW - 50 * 3600.0
     later = {run: gain.worth.weight for run, gain in gains(desk.book.runs.values(), NOW, 30.0, 3600.0).items()}
     assert later[two.id] / later[one.id] < 0.7 * weight[two.id] / weight[one.id], "it has had more than its due"
+
+
+def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: Desk) -> None:
+    greedy, modest = (desk.run(one, members=1, harvest_options=[f"--account={one}"]) for one in ("greedy", "modest"))
+    for number in range(50):
+        held = desk.book.new_allocation(greedy, AllocationKind.HARVEST, NOW, partition="p")
+        held.state, held.start_at, held.end_at, held.settled = AllocationState.ENDED, NOW, NOW + 3600.0, True
+        held.spans = {"1": Span(nodes={f"n{number}": 0}, start_at=NOW, end_at=NOW + 3600.0, partition="p")}
+
+    def ratio(at: float) -> float:
+        weight = {run.spec.name: gain.worth.weight for run in desk.book.runs.values() for gain in found(at, run)}
+        return weight["greedy"] / weight["modest"]
+
+    def found(at: float, run: Run) -> list[Gain]:
+        known = gains(desk.book.runs.values(), at, 30.0, 3600.0)
+        return [known[run.id]] if run.id in known else []
+
+    before = ratio(NOW + 3600.0)
+    assert before < 0.5
+    accounts.settle(desk.turn(), NOW + 3600.0)
+    assert ratio(NOW + 3600.0) == pytest.approx(before), "what is settled counts no less, and not twice"
+    accounts.settle(desk.turn(), NOW + 7300.0)
+    assert len(greedy.record.allocations) == 1, "its jobs are forgotten one by one"
+    assert ratio(NOW + 7300.0) == pytest.approx(before, rel=0.02)
+    greedy.roster.status = RunStatus.FINISHED
+    again = desk.run("greedy", members=1, harvest_options=["--account=greedy"])
+    assert ratio(NOW + 7300.0) == pytest.approx(before, rel=0.02), "another run of the project"
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(greedy.record), type=RunRecord)
+    assert kept.harvested.faded(NOW + 7300.0 + HALF_LIFE_S) == pytest.approx(
+        greedy.record.harvested.faded(NOW + 7300.0) / 2
+    )
+    assert again.record.harvested.faded(NOW + 7300.0) == 0.0
 
 
 def test_a_run_shows_its_curve_and_how_it_stands_to_its_deadline(desk: Desk) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 HALF_LIFE_S = 86400.0
 """Of past use."""
 
@@ -32,6 +34,23 @@ def faded_use(spans: Iterable[tuple[float, float]], at: float) -> float:
         if last > begin:
             total += 0.5 ** ((at - last) / HALF_LIFE_S) - 0.5 ** ((at - begin) / HALF_LIFE_S)
     return total * HALF_LIFE_S / 0.6931471805599453
+
+
+class PastUse(msgspec.Struct, kw_only=True):
+    """Faded use of what is no longer looked at one by one."""
+
+    node_s: float = 0.0
+    "as it counted at `at`"
+    at: float = 0.0
+    "Unix time"
+
+    def faded(self, at: float) -> float:
+        """Node-seconds, as they count at that Unix time."""
+        return float(self.node_s * 0.5 ** (max(0.0, at - self.at) / HALF_LIFE_S))
+
+    def add(self, spans: Iterable[tuple[float, float]], at: float) -> None:
+        """Take in what is over; see `faded_use`."""
+        self.node_s, self.at = self.faded(at) + faded_use(spans, at), at
 
 
 def factors(use: Mapping[str, float]) -> dict[str, float]:

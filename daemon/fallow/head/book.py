@@ -12,6 +12,7 @@ import msgspec
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
+from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
@@ -52,6 +53,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "how fast it was with how many members"
     usage: dict[str, Tally] = {}
     "sums over its jobs that are over (`core.usage`)"
+    harvested: PastUse = msgspec.field(default_factory=PastUse)
+    "by those of them that were harvested, for its project's fair share"
     accounted_generation: int = 0
     "the newest whose pause is in the allocations' uses"
     accounted_discarded: int = 0

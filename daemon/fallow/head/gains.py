@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 from fallow.core import fairshare, pacing
+from fallow.core.allocations import Allocation
 from fallow.core.gain import Curve, fit, pooled, with_losses
 from fallow.core.pacing import Schedule
 from fallow.core.worth import Gain, Worth
@@ -31,7 +32,7 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> 
     for run in sorted(runs, key=lambda run: -run.spec.created_at):
         alike.setdefault(_script(run), []).append(run)
     live = [run for run in runs if not run.roster.status.ended]
-    weights = _weights(live, at)
+    weights = _weights(live, runs, at)
     return {run.id: _gain(run, alike[_script(run)], weights[run.id], at, start_s, stay_s) for run in live}
 
 
@@ -46,18 +47,25 @@ def project(run: Run) -> str:
     return run.spec.harvest_given.get("account", "")
 
 
-def _weights(live: list[Run], at: float) -> dict[str, float]:
-    """A project's part does not depend on the number of its runs; within it their own weights count."""
-    spans: dict[str, list[tuple[float, float]]] = {project(run): [] for run in live}
-    sums: dict[str, float] = dict.fromkeys(spans, 0.0)
+def _weights(live: list[Run], runs: list[Run], at: float) -> dict[str, float]:
+    """A project's part does not depend on the number of its runs, nor on whether those that had nodes have ended."""
+    sums: dict[str, float] = {}
     for run in live:
-        sums[project(run)] += run.spec.weight
-        for a in run.record.allocations.values():
-            if a.harvested and a.start_at is not None:
-                end = at if a.live or a.end_at is None else min(at, a.end_at)
-                spans[project(run)].append((a.start_at, end))
-    factors = fairshare.factors({name: fairshare.faded_use(held, at) for name, held in spans.items()})
+        sums[project(run)] = sums.get(project(run), 0.0) + run.spec.weight
+    use = dict.fromkeys(sums, 0.0)
+    for run in runs:
+        if project(run) in use:
+            held = [_held(a, at) for a in run.record.allocations.values() if a.harvested and not a.counted]
+            use[project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(filter(None, held), at)
+    factors = fairshare.factors(use)
     return {run.id: factors[project(run)] * run.spec.weight / sums[project(run)] for run in live}
+
+
+def _held(allocation: Allocation, at: float) -> tuple[float, float] | None:
+    if allocation.start_at is None:
+        return None
+    ended = not allocation.live and allocation.end_at is not None
+    return allocation.start_at, min(at, allocation.end_at or at) if ended else at
 
 
 def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float, stay_s: float) -> Gain:
