@@ -13,6 +13,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.deadline import deadline_at
 from fallow.core.fairshare import HALF_LIFE_S
+from fallow.core.gain import Curve, pooled
 from fallow.core.roster import Worker
 from fallow.core.script import parse_script
 from fallow.core.spans import Span
@@ -155,6 +156,30 @@ def test_a_new_run_of_the_same_script_begins_with_what_the_last_one_knew(desk: D
     assert found[changed.id].measured == set(), "the same script with another model is another thing"
 
 
+def test_only_the_newest_runs_alike_are_learnt_from(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each poll would take longer with every run that has ended; one that was not measured teaches nothing."""
+    ended = []
+    for number in range(60):
+        one = desk.run(f"a{number}", members=2)
+        one.spec = msgspec.structs.replace(one.spec, created_at=NOW + number)
+        one.record.curve.observe(2, 1.0 if number < 50 else 0.5, 60.0, NOW)
+        one.roster.status = RunStatus.FINISHED
+        ended.append(one)
+    for one in ended[-2:]:
+        one.record.curve.seen.clear()
+    fresh = desk.run("fresh")
+    asked: list[int] = []
+
+    def counting(own: Curve, others: list[Curve], at: float) -> Curve:
+        asked.append(len(others))
+        return pooled(own, others, at)
+
+    monkeypatch.setattr("fallow.head.gains.pooled", counting)
+    worth = gains(desk.book.runs.values(), NOW, 30.0, 3600.0)[fresh.id].worth
+    assert asked == [8]
+    assert worth.speed(2) == pytest.approx(2.0, rel=0.05)
+
+
 def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     one = desk.run("one", members=1, harvest_options=["--account=physics"])
     two = desk.run("two", members=1, harvest_options=["--account=biology"], weight=3.0)
@@ -170,7 +195,8 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
 
 
 def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: Desk) -> None:
-    greedy, modest = (desk.run(one, members=1, harvest_options=[f"--account={one}"]) for one in ("greedy", "modest"))
+    greedy = desk.run("greedy", members=1, harvest_options=["--account=greedy"])
+    desk.run("modest", members=1, harvest_options=["--account=modest"])
     for number in range(50):
         held = desk.book.new_allocation(greedy, AllocationKind.HARVEST, NOW, partition="p")
         held.state, held.start_at, held.end_at, held.settled = AllocationState.ENDED, NOW, NOW + 3600.0, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import islice
 
 from fallow.core import fairshare, pacing
 from fallow.core.allocations import Allocation
@@ -14,8 +15,13 @@ from fallow.head.book import Run
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
 
+ALIKE = 8
+"""A run learns from so many of the newest like it: evidence fades, and each poll would take longer for ever."""
+
 PAUSE_S = 0.5
 """Stall at a change, until this run has had one."""
+
+_Model = tuple[str, str | None, int | None, int | None, int | None]
 
 
 def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> dict[str, Gain]:
@@ -28,12 +34,21 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> 
         stay_s: for so long nodes stay.
     """
     runs = [run for run in all_runs if not run.spec.local]
-    alike: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: -run.spec.created_at):
-        alike.setdefault(_script(run), []).append(run)
+    told = [run for run in runs if run.roster.signature is not None]
+    alike: dict[_Model, list[Run]] = {}
+    newest: dict[str, _Model] = {}
+    for run in sorted(told, key=lambda run: -run.spec.created_at):
+        alike.setdefault(_model(run), []).append(run)
+        newest.setdefault(_script(run), _model(run))
     live = [run for run in runs if not run.roster.status.ended]
     weights = _weights(live, runs, at)
-    return {run.id: _gain(run, alike[_script(run)], weights[run.id], at, start_s, stay_s) for run in live}
+    found: dict[str, Gain] = {}
+    for run in live:
+        # As long as a run has not said what it has, what the newest run of the script has is the best guess.
+        model = _model(run) if run.roster.signature is not None else newest.get(_script(run), _model(run))
+        others = _teachers(run, alike.get(model, []))
+        found[run.id] = _gain(run, others, weights[run.id], at, start_s, stay_s)
+    return found
 
 
 def _script(run: Run) -> str:
@@ -68,9 +83,8 @@ def _held(allocation: Allocation, at: float) -> tuple[float, float] | None:
     return allocation.start_at, min(at, allocation.end_at or at) if ended else at
 
 
-def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float, stay_s: float) -> Gain:
+def _gain(run: Run, others: list[Run], weight: float, at: float, start_s: float, stay_s: float) -> Gain:
     r, spec = run.roster, run.spec
-    others = _same_model(run, alike)
     curve = pooled(run.record.curve, [other.record.curve for other in others], at)
     slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
     shards = r.shards or (others[0].roster.shards if others else None) or spec.max_nodes * slots
@@ -94,20 +108,15 @@ def _gain(run: Run, alike: list[Run], weight: float, at: float, start_s: float, 
     return Gain(worth, speeds, frozenset(curve.seen), schedule, known=_known(curve))
 
 
-def _same_model(run: Run, alike: list[Run]) -> list[Run]:
-    """Runs of its script with the same tensors, shards, global batch and workers per node.
-
-    As long as a run has not said what it has, those of the newest run of the script are the best guess.
-    """
-    mine = _model(run)
-    known = [(other, _model(other)) for other in alike if other is not run and other.roster.signature is not None]
-    if run.roster.signature is None and known:
-        mine = known[0][1]
-    return [other for other, model in known if model == mine]
+def _model(run: Run) -> _Model:
+    """Runs of a script with the same tensors, shards, global batch and workers per node learn from each other."""
+    return _script(run), run.roster.signature, run.roster.shards, run.roster.global_batch, run.record.slots
 
 
-def _model(run: Run) -> tuple[str | None, int | None, int | None, int | None]:
-    return run.roster.signature, run.roster.shards, run.roster.global_batch, run.record.slots
+def _teachers(run: Run, alike: list[Run]) -> list[Run]:
+    """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
+    measured = (other for other in alike if other is not run and _known(other.record.curve))
+    return list(islice(measured, ALIKE)) or [other for other in alike[:2] if other is not run]
 
 
 def _known(curve: Curve) -> bool:
