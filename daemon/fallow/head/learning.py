@@ -66,6 +66,9 @@ class Learning:
             # Those that began before this head did have been taken note of by the one before.
             self._begun = {a.token for _, a in harvest if a.start_at is not None}
             self._trained = {a.token for _, a in harvest if a.active_at is not None}
+        tokens = {a.token for _, a in harvest}
+        self._begun &= tokens
+        self._trained &= tokens
         for run, allocation in harvest:
             self._follow(turn, run, allocation)
         if turn.at - self._written_at > WRITE_EVERY_S:
