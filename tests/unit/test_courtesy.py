@@ -140,6 +140,27 @@ def test_a_delay_lasts_until_our_node_is_free() -> None:
     assert again.report(NOW + 99) == delays.report(NOW + 99)
 
 
+def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fallow.core.delays.KEPT", 100)
+    delays, waits = Delays(), [100.0, *(1.0 + number % 20 for number in range(299))]
+    for number, wait in enumerate(waits):
+        at, name = NOW + 1000.0 * number, str(number)
+        delays.note(cluster([job(name, "PENDING", submit_at=at)], at), {name: frozenset(["a"])})
+        delays.note(cluster([job(name, "RUNNING", start_at=at + wait)], at + 500.0), {})
+    report = delays.report(at + 500.0)
+    assert (report.jobs, report.max_s) == (300, 100.0)
+    assert 19.0 <= report.p95_s <= 19.0 * 1.1
+    assert len(delays.jobs) == 100
+    # One that still waits is kept, however many came after it.
+    for number in range(110):
+        at += 1000.0
+        delays.note(cluster(at=at), {"waits": frozenset(["b"]), f"x{number}": frozenset(["a"])})
+        delays.note(cluster(at=at + 1.0), {"waits": frozenset(["b"])})
+    assert delays.jobs["waits"].tokens == ["b"] and len(delays.jobs) == 100
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(delays), type=Delays)
+    assert again.report(at) == delays.report(at)
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 60), st.booleans()), max_size=20))
 def test_delays_are_never_longer_than_the_time_that_passed(polls: list[tuple[float, bool]]) -> None:
     delays, at = Delays(), NOW

@@ -207,6 +207,10 @@ def test_delays_are_told_and_kept(book: Book, run: Run) -> None:
     after = turn(book, NOW + 5)
     neighbours.polled(after, cluster(run, False, NOW + 5), SITE)
     assert [(r.kind, r.data["waited_s"]) for r in after.records] == [("delayed", 5.0)]
+    assert DELAYS in after.notes
+    quiet = turn(book, NOW + 10)
+    neighbours.polled(quiet, cluster(run, False, NOW + 10), SITE)
+    assert quiet.notes == {}, "nothing new to write down"
     restored = Neighbours(CONFIG)
     restored.recall(msgspec.msgpack.encode(neighbours.delays))
     assert restored.report(NOW + 9).max_s == 5.0

@@ -8,14 +8,17 @@ earlier poll counts, unless Slurm says that it came later or that our job ended 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil, log
 
 import msgspec
 
-from fallow.core.quantile import quantile
 from fallow.model import ClusterState, DelayReport, JobInfo
 
 KEPT = 1000
-"""As many of the last delayed jobs are remembered one by one."""
+"""As many of the last delayed jobs are remembered one by one; of those before, how many waited about how long."""
+
+CLASS = 1.1
+"""Longest wait of a class of waits, in terms of the class below it."""
 
 
 class DelayedJob(msgspec.Struct, kw_only=True):
@@ -32,10 +35,29 @@ class DelayedJob(msgspec.Struct, kw_only=True):
     "of ours, whose nodes it needs; empty once it waits for us no more"
 
 
+class Past(msgspec.Struct, kw_only=True):
+    """Waits of jobs that are no longer remembered one by one."""
+
+    max_s: float = 0.0
+    classes: dict[int, int] = {}
+    "n -> jobs that waited for `CLASS` ** (n-1) to `CLASS` ** n seconds"
+
+    def add(self, waited_s: float) -> None:
+        if waited_s > 0:
+            self.max_s = max(self.max_s, waited_s)
+            number = ceil(log(waited_s) / log(CLASS))
+            self.classes[number] = self.classes.get(number, 0) + 1
+
+    def waits(self) -> list[tuple[float, int]]:
+        """(seconds that they waited at most, jobs)"""
+        return [(min(self.max_s, CLASS**number), jobs) for number, jobs in self.classes.items()]
+
+
 class Delays(msgspec.Struct, kw_only=True):
     """All of them, for as long as the head's store lives."""
 
     jobs: dict[str, DelayedJob] = {}
+    past: Past = msgspec.field(default_factory=Past)
     polled_at: float | None = None
     "Unix time of the last poll; not known to a head that has just come back"
 
@@ -61,8 +83,9 @@ class Delays(msgspec.Struct, kw_only=True):
             end = max(job.seen_at, _end(job, known.get(job.job_id), ends, cluster.at))
             job.waited_s += max(0.0, end - job.since)
             job.tokens = []
-        for job_id in list(self.jobs)[: max(0, len(self.jobs) - KEPT)]:
-            del self.jobs[job_id]
+        idle = [job_id for job_id, job in self.jobs.items() if not job.tokens]
+        for job_id in idle[: max(0, len(self.jobs) - KEPT)]:
+            self.past.add(self.jobs.pop(job_id).waited_s)
         return over
 
     def _begin(self, job: JobInfo | None, job_id: str, at: float, before: float | None) -> DelayedJob:
@@ -76,8 +99,14 @@ class Delays(msgspec.Struct, kw_only=True):
     def report(self, at: float) -> DelayReport:
         """Args: at: Unix time; those that wait still count with what they have waited until then."""
         waits = [job.waited_s + (max(0.0, at - job.since) if job.tokens else 0.0) for job in self.jobs.values()]
-        waits = [wait for wait in waits if wait > 0]
-        return DelayReport(jobs=len(waits), p95_s=quantile(waits, 0.95) or 0.0, max_s=max(waits, default=0.0))
+        groups = sorted([(wait, 1) for wait in waits if wait > 0] + self.past.waits())
+        total = sum(jobs for _, jobs in groups)
+        p95_s, rank = 0.0, 0
+        for wait, jobs in groups:
+            if rank < ceil(0.95 * total):
+                p95_s = wait
+            rank += jobs
+        return DelayReport(jobs=total, p95_s=p95_s, max_s=max([self.past.max_s, *waits]))
 
 
 def _end(delayed: DelayedJob, job: JobInfo | None, ends: Mapping[str, float | None], at: float) -> float:

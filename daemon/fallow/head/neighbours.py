@@ -68,11 +68,11 @@ class Neighbours:
         self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
         tokens = frozenset[str]().union(*standing.delayed.values())
         self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
-        waiting = bool(self.delays.jobs) or bool(standing.delayed)
-        for job in self.delays.note(cluster, standing.delayed):
+        waited = self.delays.note(cluster, standing.delayed)
+        for job in waited:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
-        if waiting:
+        if waited or standing.delayed:
             turn.notes[DELAYS] = msgspec.msgpack.encode(self.delays)
         return standing
 
