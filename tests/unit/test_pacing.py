@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,11 +30,13 @@ def test_a_run_ahead_asks_for_nothing_and_one_behind_for_what_it_takes() -> None
     assert extra_nodes(behind, SPEEDS, held=5, most=8) == 0
 
 
-def test_a_deadline_that_has_passed_takes_all_that_helps() -> None:
+def test_after_the_deadline_a_run_is_held_to_the_speed_that_the_schedule_took() -> None:
     late = schedule(0.0, 1000.0, 2000, 1999, 1001.0)
     assert late.behind
-    assert late.speed == inf
-    assert late.nodes(SPEEDS) == 8
+    assert late.speed == 2.0
+    assert late.nodes(SPEEDS) == 4, "not all that help, for ever, for one step"
+    assert extra_nodes(late, SPEEDS, held=3, most=8) == 1
+    assert extra_nodes(late, SPEEDS, held=4, most=8) == 0
     done = schedule(0.0, 1000.0, 2000, 2000, 1500.0)
     assert not done.behind
     assert done.nodes(SPEEDS) == 0

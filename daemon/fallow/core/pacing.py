@@ -2,7 +2,8 @@
 
 Uniform Progress (Can't Be Late, NSDI'24): at any time t a run should have done its part (t - begin)/(deadline - begin)
 of the whole. While it is ahead of that, idle nodes are good enough, whatever they come to; when it is behind, nodes of
-normal priority are asked for until it is ahead again.
+normal priority are asked for until it is ahead again. Once the deadline has passed nothing can make up for it: the run
+is held to the speed that the schedule took, so that it ends soon, and not at any price.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Schedule:
     span_s: float
     "from begin to deadline"
     speed: float
-    "steps per second that the rest takes; infinite once the deadline has passed"
+    "steps per second that the rest takes; once the deadline has passed, those that the whole took"
 
     @property
     def behind(self) -> bool:
@@ -65,7 +66,7 @@ def schedule(begin: float, deadline: float, total: int, done: int, at: float) ->
     span_s = max(1.0, deadline - begin)
     ahead_s = span_s * done / total - (min(at, deadline) - begin)
     left = max(0, total - done)
-    speed = 0.0 if not left else left / (deadline - at) if at < deadline else float("inf")
+    speed = 0.0 if not left else left / (deadline - at) if at < deadline else total / span_s
     return Schedule(ahead_s, span_s, speed)
 
 

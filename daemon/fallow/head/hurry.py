@@ -80,6 +80,8 @@ def _ask(
     turn.dirty.add(run.id)
     turn.submissions.append((run.id, allocation.token))
     late = f"{-standing.ahead_s / 60:.0f} min behind the schedule of its deadline"
+    if deadline <= cluster.at:
+        late += ", which has passed; it is held to the speed that the schedule took"
     turn.record(run, "hurry", f"{allocation.token}: a node of normal priority in {partition}; the run is {late}")
     return minutes
 
