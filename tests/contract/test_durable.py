@@ -89,11 +89,12 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
                 known.experience.remember("gpu", Spell(100.0, True, 3.0))
                 known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now)
                 known.backoff.too_long("cpu", 90, now)
+                known.backoff.too_long("cpu", 60, now, asker)
             head.stop()
             await serving
     assert known.experience.spells == {"gpu": [(100, True, 3)]}
     assert known.backoff.until(asker, "gpu") == known.backoff.until(asker, "cpu") == now + 60.0
-    assert known.backoff.longest("cpu", now) == 45
+    assert (known.backoff.longest(Asker(), "cpu", now), known.backoff.longest(asker, "cpu", now)) == (45, 30)
     # Nor does the count begin anew.
     known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now + 61.0)
     assert known.backoff.until(asker, "gpu") == now + 61.0 + 120.0

@@ -543,7 +543,7 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
     backoff.started(asker, "p")
     assert backoff.until(asker, "q") == 0.0
     assert not backoff.strike("Resources", asker, "p", 30, now)
-    assert backoff.strike("(PartitionTimeLimit)", asker, "p", 30, now) and backoff.longest("p", now) == 15
-    assert backoff.longest("p", now + 601) is None and backoff.until(asker, "p") == 0.0
+    assert backoff.strike("(PartitionTimeLimit)", asker, "p", 30, now) and backoff.longest(asker, "p", now) == 15
+    assert backoff.longest(asker, "p", now + 601) is None and backoff.until(asker, "p") == 0.0
     backoff.strike("QOSNotAllowed", asker, "p", 30, now)
     assert backoff.until(asker, "p") > now and backoff.until(asker, "q") == 0.0

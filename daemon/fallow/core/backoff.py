@@ -53,7 +53,7 @@ _WAITS = re.compile(
 
 def scope_of(reason: str) -> Scope:
     """What a reason of a pending job, or the words of a refusal, says must be left alone."""
-    text = reason.strip().strip("()").replace("_", " ")
+    text = _plain(reason)
     if _WAITS.match(text):
         return Scope.NOTHING
     if _LENGTH.search(text):
@@ -61,6 +61,10 @@ def scope_of(reason: str) -> Scope:
     if _OWNER.search(text) and not _PARTITION.search(text):
         return Scope.OWNER
     return Scope.PARTITION
+
+
+def _plain(reason: str) -> str:
+    return reason.strip().strip("()").replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,8 @@ class LeftAlone(msgspec.Struct, frozen=True):
 
     alone: list[tuple[str, str, str, int, float]] = []
     "partition or nothing, account, QOS, times that it was left alone, until when (Unix time)"
-    too_long: dict[str, tuple[int, float]] = {}
-    "partition -> (minutes, until)"
+    too_long: list[tuple[str, Asker | None, int, float]] = []
+    "partition, for whom (None: anybody), minutes, until"
 
 
 @dataclass
@@ -100,8 +104,8 @@ class Backoff:
 
     _alone: dict[tuple[str, str, str], _Strikes] = field(default_factory=dict)
     "(partition or nothing, account, QOS)"
-    _too_long: dict[str, tuple[int, float]] = field(default_factory=dict)
-    "partition -> (minutes, until)"
+    _too_long: dict[tuple[str, Asker | None], tuple[int, float]] = field(default_factory=dict)
+    "(partition, for whom; None: anybody) -> (minutes, until)"
 
     def strike(self, reason: str, asker: Asker, partition: str, minutes: int | None, now: float) -> bool:
         """A request waits for this reason, or was refused for it; True when it had better be withdrawn."""
@@ -109,7 +113,8 @@ class Backoff:
         if scope is Scope.NOTHING:
             return False
         if scope is Scope.LENGTH and minutes is not None and minutes > 1:
-            self.too_long(partition, minutes, now)
+            # A limit of an account or a QOS binds nobody else.
+            self.too_long(partition, minutes, now, asker if _OWNER.search(_plain(reason)) else None)
             return True
         strikes = self._alone.setdefault(_key(scope, asker, partition), _Strikes())
         if now >= strikes.until:
@@ -117,10 +122,10 @@ class Backoff:
             strikes.count += 1
         return True
 
-    def too_long(self, partition: str, minutes: int, now: float) -> None:
-        """Requests of so many minutes do not start there now."""
-        known, until = self._too_long.get(partition, (minutes, 0.0))
-        self._too_long[partition] = (min(minutes, known) if now < until else minutes, now + SHORTER_S)
+    def too_long(self, partition: str, minutes: int, now: float, asker: Asker | None = None) -> None:
+        """Requests of so many minutes do not start there now. `asker`: in whose name; None: in anybody's."""
+        known, until = self._too_long.get((partition, asker), (minutes, 0.0))
+        self._too_long[partition, asker] = (min(minutes, known) if now < until else minutes, now + SHORTER_S)
 
     def started(self, asker: Asker, partition: str) -> None:
         """A request has become a job: there is nothing to leave alone any more."""
@@ -131,28 +136,29 @@ class Backoff:
         """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
         for key in [key for key in self._alone if key[1:] == (asker.account, asker.qos)]:
             del self._alone[key]
+        self._too_long = {key: value for key, value in self._too_long.items() if key[1] != asker}
 
     def remembered(self) -> LeftAlone:
         """What the next head needs to know."""
         alone = [(*key, strikes.count, strikes.until) for key, strikes in self._alone.items()]
-        return LeftAlone(alone, dict(self._too_long))
+        return LeftAlone(alone, [(*key, *bound) for key, bound in self._too_long.items()])
 
     def recall(self, known: LeftAlone) -> None:
         """Go on from what an earlier head knew."""
         self._alone = {
             (where, account, qos): _Strikes(count, until) for where, account, qos, count, until in known.alone
         }
-        self._too_long = dict(known.too_long)
+        self._too_long = {(where, asker): (minutes, until) for where, asker, minutes, until in known.too_long}
 
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
         keys = (_key(Scope.OWNER, asker, partition), _key(Scope.PARTITION, asker, partition))
         return max(self._alone[key].until if key in self._alone else 0.0 for key in keys)
 
-    def longest(self, partition: str, now: float) -> int | None:
+    def longest(self, asker: Asker, partition: str, now: float) -> int | None:
         """Ask for no more minutes than that there; None: no bound is known."""
-        minutes, until = self._too_long.get(partition, (0, 0.0))
-        return max(1, minutes // 2) if now < until else None
+        bounds = (self._too_long.get((partition, whose), (0, 0.0)) for whose in (asker, None))
+        return min((max(1, minutes // 2) for minutes, until in bounds if now < until), default=None)
 
 
 def _key(scope: Scope, asker: Asker, partition: str) -> tuple[str, str, str]:

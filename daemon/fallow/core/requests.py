@@ -374,7 +374,8 @@ class Requests:
         if budget_node_s is not None:
             most = min(most, floor(budget_node_s / 60))
         longest = most if hole.length_s is None else min(most, floor(hole.length_s / 60))
-        if (shorter := self._known.backoff.longest(hole.partition, self._cluster.at)) is not None:
+        shorter = self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at)
+        if shorter is not None:
             longest = min(longest, shorter)
         shortest = max(rules.min_minutes, demand.min_minutes)
         curve, costs = self._curve(hole.partition), self._costs(partition, demand)
