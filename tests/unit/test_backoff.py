@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from fallow.core.backoff import Asker, Backoff
+from pathlib import Path
+
+import pytest
+
+from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff
 from fallow.core.experience import Experience
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book
+from fallow.head.learning import Learning
+from fallow.head.turn import Turn
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0
 BIO, CHEM = Asker("bio"), Asker("chem")
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "a" * 12)
 
 
 def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
@@ -31,3 +46,18 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (50, 50)
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(book: Book) -> None:
+    learning, day = Learning(), 86_400.0
+    backoff = learning.known.backoff
+    for _ in range(9):
+        backoff.strike("QOSMaxJobsPerUserLimit", BIO, "p", 60, max(NOW, backoff.until(BIO, "p")))
+    backoff.too_long("p", 60, backoff.until(BIO, "p"))
+    back = NOW - day
+    learning.polled(Turn(book, 0.0, back), ClusterState(at=back, nodes=[], jobs=[], partitions=[]), HarvestRules())
+    assert backoff.until(BIO, "p") == back + LONGEST_S
+    assert backoff.longest(BIO, "p", back + SHORTER_S) is None
+    later = back + LONGEST_S / 2
+    learning.polled(Turn(book, 0.0, later), ClusterState(at=later, nodes=[], jobs=[], partitions=[]), HarvestRules())
+    assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"

@@ -150,6 +150,13 @@ class Backoff:
         }
         self._too_long = {(where, asker): (minutes, until) for where, asker, minutes, until in known.too_long}
 
+    def bound(self, now: float) -> None:
+        """Leave nothing alone for longer than ever meant, also where a clock was set back."""
+        for strikes in self._alone.values():
+            strikes.until = min(strikes.until, now + LONGEST_S)
+        for key, (minutes, until) in self._too_long.items():
+            self._too_long[key] = (minutes, min(until, now + SHORTER_S))
+
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
         keys = (_key(Scope.OWNER, asker, partition), _key(Scope.PARTITION, asker, partition))

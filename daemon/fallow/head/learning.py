@@ -48,6 +48,7 @@ class Learning:
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
+        self.known.backoff.bound(turn.now)
         harvest = [
             (run, a)
             for run in turn.book.runs.values()
