@@ -278,6 +278,7 @@ class Slurm:
                 nodes=a.nodes,
                 start_at=a.start_at,
                 end_at=a.end_at,
+                time_limit_s=a.limit_s,
             )
             for run in self.desk.book.runs.values()
             for a in run.live_allocations()
@@ -343,6 +344,17 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     released = [a for a in run.record.allocations.values() if a.asked_at is not None]
     assert len(released) == 7
     assert all(a.hurried for a in released)
+
+
+def test_nodes_of_normal_priority_are_asked_for_as_long_as_the_base_job_was_granted(desk: Desk) -> None:
+    """Its end may be nearer: it is being preempted, or the budget is used up."""
+    slurm = Slurm(desk, 0)
+    run = desk.run("a", members=1, deadline_at=NOW + 20_000.0)
+    run.roster.total_steps, held = 10_000, base(desk, run)
+    held.limit_s, held.end_at = 7200.0, NOW + 600.0
+    desk.train(run, 100.0, 4.0)
+    turn = slurm.poll()
+    assert {run.record.allocations[token].minutes for _, token in turn.submissions} == {120}
 
 
 def test_deadlines_are_days_times_and_weekdays() -> None:

@@ -62,7 +62,8 @@ def _ask(
 ) -> int:
     """Minutes asked for; 0: nothing was."""
     bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
-    limits = [a.end_at - a.start_at for a in bases if a.end_at is not None and a.start_at is not None]
+    # Not from when it ends: a budget or a preemption may have it end sooner.
+    limits = [a.limit_s for a in bases if a.limit_s is not None]
     minutes = round(limits[-1] / 60) if limits else UNKNOWN_MINUTES
     deadline = run.spec.deadline_at or 0.0
     if deadline > cluster.at:
