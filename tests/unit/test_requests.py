@@ -275,6 +275,15 @@ def test_with_no_idle_node_the_same_one_is_asked_for_again_unless_somebody_waits
     assert gone == ["s"]
 
 
+@pytest.mark.parametrize("flag", ["REBOOT_REQUESTED", "MAINT", "INVALID_REG", "BLOCKED", "NOT_RESPONDING"])
+def test_a_node_that_takes_no_job_any_more_is_not_asked_for_again(flag: str) -> None:
+    state = cluster([node("n-h", "ALLOCATED", flags=[flag])])
+    pinned = held("s", AllocationState.PENDING, pinned="n-h", replaces="h", minutes=30, requested_at=NOW - 1)
+    assert asks(plan(state, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())) == []
+    wishes = plan(state, [Demand("r", 0)], [ending("h", 100.0), pinned], LEAD, fixed())
+    assert [w for w in wishes if isinstance(w, Withdraw)] == [Withdraw("s", "n-h takes no job any more")]
+
+
 # -- reasons ------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +316,13 @@ def test_nodes_that_administrators_want_are_left() -> None:
     drained = cluster([node("n1", "ALLOCATED", flags=["DRAIN"]), node("n2", "ALLOCATED")])
     mine = [held("h1", nodes=["n1"]), held("h2", nodes=["n2"])]
     assert [w.token for w in plan(drained, [], mine, RULES) if isinstance(w, GiveBack)] == ["h1"]
+    for flag, why in (
+        *(("DRAIN", "is being drained"), ("FAIL", "is expected to fail"), ("FAILING", "is expected to fail")),
+        *(("REBOOT_REQUESTED", "is to be rebooted"), ("POWER_DOWN", "is to be powered down")),
+    ):
+        flagged = cluster([node("n-h", "ALLOCATED", flags=[flag])])
+        wishes = plan(flagged, [Demand("r", 0)], [ending("h", 100.0)], LEAD, fixed())
+        assert wishes == [GiveBack("h", f"n-h {why}")], "and it is not asked for again"
     maintenance = ReservationInfo(reservation="m", nodes=["n2"], start_at=NOW + 70.0, end_at=NOW + 900.0)
     state = ClusterState(
         at=NOW, nodes=[node("n2", "ALLOCATED")], jobs=[], partitions=drained.partitions, reservations=[maintenance]

@@ -22,6 +22,17 @@ UNUSABLE = frozenset(
 )
 """Node states (flags) in which an idle node takes no job (man sinfo, NODE STATE CODES)."""
 
+CLOSED = UNUSABLE - {"COMPLETING"}
+"""Those in which a node that is in use takes no further job once it is idle."""
+
+WANTED_BACK = {
+    **dict.fromkeys(("DRAIN", "DRAINED", "DRAINING"), "is being drained"),
+    **dict.fromkeys(("FAIL", "FAILING"), "is expected to fail"),
+    **dict.fromkeys(("REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"), "is to be rebooted"),
+    "POWER_DOWN": "is to be powered down",
+}
+"""Flags of nodes that their administrators want, and what for: it waits for the end of our job."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -173,7 +184,7 @@ def find_coming(
             node = known.get(name)
             if node is None or name in mine or name not in ends:
                 continue
-            if node.state in ("ALLOCATED", "MIXED") and not (UNUSABLE - {"COMPLETING"}).intersection(node.flags):
+            if node.state in ("ALLOCATED", "MIXED") and not CLOSED.intersection(node.flags):
                 end = planned.get(name)
                 holes.append(Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at)))
     yield from sorted(holes, key=lambda hole: (ends[hole.node], hole.node))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
-from fallow.core.holes import Hole, find_coming, is_idle
+from fallow.core.holes import CLOSED, WANTED_BACK, Hole, find_coming, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
@@ -89,7 +89,7 @@ def plan(
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = {a.token for a in [*found.unused, *moves]}
     for demand in demands:
-        mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
+        mine = [a for a in harvest if a.run == demand.run and a.token not in freed | given]
         out += _renew(cluster, demand, mine, rules, requests, budgets)
     wishes = requests_for(found, demands, requests, budgets)
     asked = Counter(wish.run for wish in wishes)
@@ -169,6 +169,7 @@ def withdraw(
     out: list[Withdraw] = []
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
+    closed = {node.node for node in cluster.nodes if CLOSED.intersection(node.flags)}
     idle_gpus = {node.node: node.gpus - node.gpus_used for node in cluster.nodes}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s = allocation.token, cluster.at - allocation.waits_since
@@ -186,6 +187,8 @@ def withdraw(
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
         elif part is not None and not allocation.pinned and idle_gpus.get(part.node, 0) < part.gpus:
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
+        elif allocation.pinned in closed:
+            out.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
         elif allocation.pinned and allocation.partition in standing.wanted:
             out.append(Withdraw(token, "somebody else waits, and might have the node"))
         elif allocation.queued or allocation.pinned:
@@ -203,8 +206,9 @@ def _hopeless(allocation: Allocation) -> bool:
 
 
 def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRules) -> list[GiveBack]:
-    """Nodes that their administrators want: drained ones, and those of a reservation that is about to begin."""
-    drained = {node.node for node in cluster.nodes if {"DRAIN", "DRAINED", "DRAINING"}.intersection(node.flags)}
+    """Nodes that their administrators want: drained ones and the like, and those of a reservation that is about to
+    begin."""
+    wanted = {node.node: WANTED_BACK[flag] for node in cluster.nodes for flag in node.flags if flag in WANTED_BACK}
     soon = cluster.at + rules.margin_s + NOTICE_S
     coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at]
     reserved = {node: reservation.reservation for reservation in coming for node in reservation.nodes}
@@ -213,8 +217,8 @@ def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRu
         if allocation.state is not AllocationState.RUNNING:
             continue
         for node in allocation.nodes:
-            if node in drained:
-                out.append(GiveBack(allocation.token, f"{node} is being drained"))
+            if node in wanted:
+                out.append(GiveBack(allocation.token, f"{node} {wanted[node]}"))
             elif node in reserved:
                 out.append(GiveBack(allocation.token, f"{node} is reserved: {reserved[node]}"))
             else:

@@ -17,7 +17,7 @@ from math import floor
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.experience import Experience, HoleWatch
-from fallow.core.holes import Hole, Part, find_holes, planned_ends, waits
+from fallow.core.holes import CLOSED, Hole, Part, find_holes, planned_ends, waits
 from fallow.core.kinds import Kind, open_to
 from fallow.core.lengths import LADDER, Costs, best_minutes, worth
 from fallow.core.reach import Reach, Sort
@@ -314,7 +314,8 @@ class Requests:
         if self.room <= 0 or partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         (node,) = leaving.nodes
-        if node in self._wanted or node in demand.barred:
+        known = self._nodes.get(node)
+        if node in self._wanted or node in demand.barred or known is None or CLOSED.intersection(known.flags):
             return None
         end = planned_ends(self._cluster, {leaving.token}).get(node)
         length_s = None if end is None else max(0.0, end - leaving.end_at)
