@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from fallow.core.allocations import Allocation
 from fallow.core.requests import HarvestRules, Known
 from fallow.head.prospect import look
@@ -64,3 +66,28 @@ def test_why_nothing_would_be_harvested_is_said() -> None:
     named = look(state, spec(harvest_partitions=["gone"]), HarvestRules(), [], Known(), by_head=False)
     assert named.notes[0] == "there is no partition gone"
     assert look(state, spec(max_nodes=1), HarvestRules(), [], Known(), by_head=False).notes == []
+
+
+def test_the_work_grows_with_the_nodes_and_not_with_their_square() -> None:
+    """The head looks in its own loop."""
+
+    def lines(nodes: int) -> int:
+        """Lines of Python that it takes."""
+        count = 0
+
+        def trace(_frame: object, event: str, _arg: object) -> object:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        idle, wanted = cluster(nodes), spec(max_nodes=nodes)
+        before = sys.gettrace()
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            assert look(idle, wanted, HarvestRules(), [], Known(), by_head=True).nodes == nodes
+        finally:
+            sys.settrace(before)
+        return count
+
+    few, many = lines(150), lines(600)
+    assert many < 5 * few

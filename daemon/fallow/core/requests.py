@@ -9,6 +9,8 @@ the node back), and is used where limits have been seen to stretch.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -179,11 +181,11 @@ class Requests:
         self._curves: dict[str, Curve] = {}
         self._best: dict[tuple[object, ...], int | None] = {}
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
-        self._suited: dict[tuple[object, ...], list[Hole]] = {}
+        self._suited: dict[tuple[object, ...], deque[Hole]] = {}
         self._held: dict[str, int] = {}
         "nodes held or asked for, by partition; a successor on the same node is the same one"
         self._ends: dict[str, list[float]] = {}
-        "run -> when its nodes go away"
+        "run -> when its nodes go away, ascending"
         self._minutes: set[tuple[str, int]] = set()
         "(partition, minutes) of what is pending"
         self._taken: set[str] = set()
@@ -198,7 +200,7 @@ class Requests:
         not_started = {a.token for a in pending}
         for allocation in allocations:
             end = allocation.end_at or cluster.at + 60.0 * (allocation.minutes or 0)
-            self._ends.setdefault(allocation.run, []).append(end)
+            insort(self._ends.setdefault(allocation.run, []), end)
             if not allocation.pinned or allocation.token not in not_started:
                 self._held[allocation.partition] = self._held.get(allocation.partition, 0) + 1
         for allocation in pending:
@@ -329,7 +331,7 @@ class Requests:
     def _count(self, run: str, partition: str, minutes: int) -> None:
         self.room -= 1
         self._minutes.add((partition, minutes))
-        self._ends.setdefault(run, []).append(self._cluster.at + 60.0 * minutes)
+        insort(self._ends.setdefault(run, []), self._cluster.at + 60.0 * minutes)
 
     def _full(self, partition: str | None = None) -> bool:
         if partition is None:
@@ -339,7 +341,8 @@ class Requests:
 
     # -- which node -----------------------------------------------------------------------------------------------
 
-    def _holes_for(self, demand: Demand) -> list[Hole]:
+    def _holes_for(self, demand: Demand) -> deque[Hole]:
+        """Holes that it can use, from the first that is not taken on."""
         if demand.sort not in self._suited:
             suited: list[Hole] = []
             for hole in self._holes:
@@ -349,8 +352,12 @@ class Requests:
                 else:
                     suited.append(hole)
                     self._usable.add((hole.node, hole.partition))
-            self._suited[demand.sort] = suited
-        return self._suited[demand.sort]
+            self._suited[demand.sort] = deque(suited)
+        left = self._suited[demand.sort]
+        # What is taken or full stays so; to pass all of it again for each request takes time by their square.
+        while left and (left[0].node in self._taken or self._full(left[0].partition)):
+            left.popleft()
+        return left
 
     def _unsuitable(self, kind: Kind, partition: str) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""
@@ -417,7 +424,7 @@ class Requests:
         """Would more than a quarter of the run's nodes go away at once? (One always may.)"""
         ends = self._ends.get(demand.run, [])
         end, at_once = self._cluster.at + 60.0 * minutes, max(60.0, costs.wait_s + costs.start_s)
-        near = sum(1 for other in ends if abs(other - end) < at_once)
+        near = bisect_left(ends, end + at_once) - bisect_right(ends, end - at_once)
         return near + 1 > max(1, (len(ends) + 1) // 4)
 
     def _curve(self, partition: str) -> Curve:
