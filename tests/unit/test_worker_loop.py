@@ -139,8 +139,8 @@ def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_st
 ) -> None:
     """Others' optimizers act once everybody's last bucket has left, and change what they are still handing over."""
     run = world()
-    model = net()
-    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(points(), 32))
+    model = nn.Sequential(nn.Linear(5, 4096), nn.ReLU(), nn.Linear(4096, 1))  # large enough to be reduced on the way
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(points(), 32))
     member = run._member
     member.reducer.complete = lambda: complete
     left: list[bool] = []
@@ -386,11 +386,13 @@ def test_what_is_checkpointed_twice_needs_the_modern_way() -> None:
     from torch.utils.checkpoint import checkpoint
 
     def train(*, reentrant: bool) -> tuple[nn.Module, nn.Module]:
-        model, reference = nn.Linear(5, 5), nn.Linear(5, 5)
+        wide = 200  # a gradient of that size is taken as it comes; smaller ones wait with their parameters
+        model, reference = nn.Linear(wide, wide), nn.Linear(wide, wide)
         reference.load_state_dict(model.state_dict())
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         for x, _ in DataLoader(points(), 16):
             optimizer.zero_grad()
+            x = x.repeat(1, wide // 5)
             reference(reference(x)).square().mean().backward()
             optimizer.step()
         run = world()
@@ -398,7 +400,7 @@ def test_what_is_checkpointed_twice_needs_the_modern_way() -> None:
             model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
         )
         for x, _ in run.steps(loader):
-            once = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+            once = checkpoint(model, x.repeat(1, wide // 5).requires_grad_(), use_reentrant=reentrant)
             checkpoint(model, once, use_reentrant=reentrant).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fallow.worker.arithmetic import Arithmetic
+from fallow.worker.arithmetic import SMALL, Arithmetic
 
 _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -22,8 +22,12 @@ class Bucket:
     flat: torch.Tensor
     members: list[int]
     "indices of its parameters"
+    watched: int
+    "how many of them are, see `Buckets.watched`"
+    others: list[int]
+    "indices of those that are not"
     waiting: int = 0
-    "of them without a gradient in the current backward"
+    "watched ones without a gradient in the current backward"
     launched: bool = False
 
 
@@ -39,6 +43,8 @@ class Buckets:
         self._params = list(params)
         self._arithmetic = arithmetic
         self._place = _layout(self._params)
+        self.watched = _watched(self._params, self._place)
+        "by parameter: whether it is worth a call when its gradient arrives"
         self.all: list[Bucket] = []
         self.views: list[torch.Tensor] = []
         "for each parameter its part of a bucket, in the parameter's shape and order of elements"
@@ -54,7 +60,8 @@ class Buckets:
             numel = sum(self._place[index][2] for index in members)
             first = self._params[members[0]]
             flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
-            self.all.append(Bucket(flat, members))
+            others = [index for index in members if not self.watched[index]]
+            self.all.append(Bucket(flat, members, len(members) - len(others), others))
         for parameter, (number, offset, count) in zip(self._params, self._place, strict=True):
             self.of.append(self.all[number])
             self.views.append(_shaped(self.all[number].flat[offset : offset + count], parameter))
@@ -88,3 +95,19 @@ def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
         place[index] = (number, used, parameter.numel())
         open_bucket[key] = (number, used + parameter.numel())
     return [place[index] for index in range(len(params))]
+
+
+def _watched(params: Sequence[nn.Parameter], place: Sequence[tuple[int, int, int]]) -> list[bool]:
+    """Large ones, and of the small ones those with which as much has come together as a large one holds.
+
+    A call from autograd into Python costs as much as the work on a small gradient; that the others are there is seen
+    when the next one that is watched arrives.
+    """
+    watched = [False] * len(params)
+    since = [0] * len(params)
+    for index in reversed(range(len(params))):
+        number = place[index][0]
+        since[number] += params[index].numel()
+        if since[number] >= SMALL:
+            watched[index], since[number] = True, 0
+    return watched

@@ -78,6 +78,7 @@ class Reducer:
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._params)
+            if self._sets[0].watched[index]
         ]
         self._live = False
         self._final = False
@@ -235,7 +236,7 @@ class Reducer:
                 parameter.grad = grad
         self._fired = [False] * len(self._params)
         for bucket in self._buckets.all:
-            bucket.waiting = len(bucket.members)
+            bucket.waiting = bucket.watched
             bucket.launched = False
         self._next = 0
 
@@ -340,11 +341,7 @@ class Reducer:
                 return
             bucket = self._buckets.of[index]
             if bucket.launched:
-                raise FallowError(
-                    f"{self._names[index]} received a gradient twice in one backward; "
-                    "call torch.utils.checkpoint with use_reentrant=False",
-                    Exit.DATA,
-                )
+                raise self._twice(index)
             if not small:
                 grad = parameter.grad
                 if grad is None:
@@ -354,18 +351,34 @@ class Reducer:
             if not self._fired[index]:
                 self._fired[index] = True
                 bucket.waiting -= 1
-                if self._final and not bucket.waiting:
+                if self._final:
                     self._launch_ready()
 
         return hook
 
-    def _gather(self, bucket: Bucket) -> None:
-        """Put the bucket's gradients that are with their parameters still into their places."""
+    def _twice(self, index: int) -> FallowError:
+        return FallowError(
+            f"{self._names[index]} received a gradient twice in one backward; "
+            "call torch.utils.checkpoint with use_reentrant=False",
+            Exit.DATA,
+        )
+
+    def _full(self, bucket: Bucket) -> bool:
+        """All its parameters have their gradient of this backward."""
+        return not bucket.waiting and all(self._params[index].grad is not None for index in bucket.others)
+
+    def _gather(self, bucket: Bucket, *, fill: bool = False) -> None:
+        """Put the bucket's gradients that are with their parameters still into their places.
+
+        With `fill`, parameters without a gradient in any body of this member contribute zeros.
+        """
         touched = self._touched[self._number]
         fresh: list[tuple[int, torch.Tensor]] = []
         for index in bucket.members:
             grad = self._params[index].grad
             if grad is None:
+                if fill and not touched[index]:
+                    self._buckets.views[index].zero_()
                 continue
             self._params[index].grad = None
             if touched[index] or not self._weight or not self._small[index] or grad.layout != torch.strided:
@@ -384,14 +397,12 @@ class Reducer:
         try:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
-                if bucket.waiting and not all_of_them:
+                if not all_of_them and not self._full(bucket):
                     return
                 if self._next == len(buckets) - 1 and not all_of_them and not self.complete():
                     return
                 # What void bodies held of parameters without a gradient in this one goes there, too.
-                self._gather(bucket)
-                if bucket.waiting:
-                    self._fill(bucket)
+                self._gather(bucket, fill=True)
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
@@ -402,12 +413,6 @@ class Reducer:
                 self._next += 1
         except Interrupted:
             self.interrupted = True
-
-    def _fill(self, bucket: Bucket) -> None:
-        """Parameters without a gradient in any body of this member contribute zeros."""
-        for index in bucket.members:
-            if not self._touched[self._number][index]:
-                self._buckets.views[index].zero_()
 
     def _tell(self) -> None:
         """Launch what goes beside the sums: before the last bucket, since nothing of it can change any more."""
@@ -487,6 +492,8 @@ class Reducer:
         with torch.no_grad():
             results = self._arithmetic.results({index: self._buckets.views[index] for index in touched}, self._params)
             for index, parameter in enumerate(self._params):
+                if parameter.grad is not None:
+                    raise self._twice(index)
                 carried = self._carried.get(index)
                 result = results.get(index)
                 if result is not None and carried is not None:
