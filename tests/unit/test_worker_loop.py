@@ -133,6 +133,27 @@ def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
     equal(model, reference)
 
 
+def test_sums_of_void_bodies_do_not_pass_for_gradients_of_the_final_one() -> None:
+    """Of small parameters nobody calls when theirs arrive: a large one before them must not send them off."""
+
+    def net() -> nn.Module:
+        layers = [nn.Linear(5, 64), nn.LayerNorm(64), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1)]
+        return nn.Sequential(*layers)
+
+    model, reference = net(), net()
+    reference.load_state_dict(model.state_dict())
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.01), 2)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader, epochs=2):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model, reference)
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_state(
     complete: bool, monkeypatch: pytest.MonkeyPatch

@@ -72,13 +72,14 @@ class Reducer:
         self._small = [parameter.numel() < SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
+        self._watched = self._sets[0].watched
         "by number of the backward in a body"
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._params)
-            if self._sets[0].watched[index]
+            if self._watched[index]
         ]
         self._live = False
         self._final = False
@@ -94,6 +95,8 @@ class Reducer:
         self._in_backward = False
         self._held: dict[int, tuple[float, list[torch.Tensor | None]]] = {}
         "number of the backward -> weight, and sums of the gradients of void bodies of that weight"
+        self._resumed: dict[int, tuple[torch.Tensor, int]] = {}
+        "parameter that is not watched -> such a sum to which the current backward adds, and its version before that"
         self._left: dict[int, torch.Tensor] = {}
         "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
@@ -231,9 +234,12 @@ class Reducer:
                         self._left[index] = self._carried[index]
                 parameter.grad = None
         held = self._held.pop(self._number, None)
+        self._resumed = {}
         if held is not None:
-            for parameter, grad in zip(self._params, held[1], strict=True):
+            for index, (parameter, grad) in enumerate(zip(self._params, held[1], strict=True)):
                 parameter.grad = grad
+                if grad is not None and not self._watched[index]:
+                    self._resumed[index] = grad, grad._version
         self._fired = [False] * len(self._params)
         for bucket in self._buckets.all:
             bucket.waiting = bucket.watched
@@ -365,7 +371,12 @@ class Reducer:
 
     def _full(self, bucket: Bucket) -> bool:
         """All its parameters have their gradient of this backward."""
-        return not bucket.waiting and all(self._params[index].grad is not None for index in bucket.others)
+        return not bucket.waiting and all(self._arrived(index) for index in bucket.others)
+
+    def _arrived(self, index: int) -> bool:
+        grad = self._params[index].grad
+        before, version = self._resumed.get(index, (None, 0))
+        return grad is not before or (grad is not None and grad._version != version)
 
     def _gather(self, bucket: Bucket, *, fill: bool = False) -> None:
         """Put the bucket's gradients that are with their parameters still into their places.
