@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.model import FallowError
+from fallow.worker.capture import backward_seen
 from fallow.worker.group import Group
 from fallow.worker.run import Run
 
@@ -228,6 +229,43 @@ def test_thawing_in_the_loop(script: Script) -> None:
     script.model[0].requires_grad_(False)
     with pytest.raises(FallowError, match="frozen in the first"):
         script.train(lambda x: (script.usual(x), script.model[0].requires_grad_(True)))
+
+
+class Cache(nn.Module):
+    """Remembers positions, more of them when it needs more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.arange(len(self.seen) + 1.0)
+        return x
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_buffers_that_grow_in_forward(trained: bool, rehearsed: bool, script: Script) -> None:
+    script.model.append(Cache())
+    reached = []
+
+    def body(x: torch.Tensor) -> None:
+        loss = script.loss(x)
+        if trained:
+            loss.backward()
+            reached.append(True)
+
+    def rehearse() -> None:
+        loader = script.run.prepare(script.model, script.loader, global_batch=6)[-1]
+        step = script.run._loop.step
+        with backward_seen(step.before_backward, step.after_backward, step.backward_failed):
+            step.begin_call()
+            for (x,) in step.rehearse(loader):
+                body(x)
+
+    with pytest.raises(FallowError, match=r"buffer model\.0\.3\.seen changed its shape or type in forward: give it"):
+        rehearse() if rehearsed else script.train(body)
+    assert not reached, "nothing of it was told to other members"
 
 
 def test_freezing_a_part_for_a_while_as_gans_do(script: Script) -> None:

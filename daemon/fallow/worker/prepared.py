@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import Arithmetic, Floating
@@ -17,6 +18,17 @@ from fallow.worker.state import plain_name, tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step; in a void body they do nothing."""
+
+
+class _Home(NamedTuple):
+    """Where a buffer is found."""
+
+    inside: dict[str, torch.Tensor | None]
+    name: str
+    path: str
+    "its name in messages"
+    statistics: bool
+    "of a layer that normalizes: a forward changes it, and only one in evaluation reads it"
 
 
 class Gate:
@@ -56,7 +68,7 @@ class Prepared:
         self.scaler: torch.amp.GradScaler | None = None
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
-        self._homes: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
+        self._homes: list[_Home] | None = None
         "where buffers are found: a forward may put another tensor in a buffer's place"
         self.acts: list[int] = []
         "how often each object that acts has done so in bodies of this generation"
@@ -155,13 +167,33 @@ class Prepared:
                     named.append((plain_name(f"model.{number}.{name}"), parameter))
         return named
 
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """All buffers of all modules with their names, in order, shared ones once."""
+        found = ((home.path, home.inside[home.name]) for home in self._buffer_homes())
+        return list({id(buffer): (path, buffer) for path, buffer in found if buffer is not None}.values())
+
     def buffers(self) -> list[torch.Tensor]:
-        """All buffers of all modules, in order, shared ones once."""
+        """The tensors of `named_buffers`."""
+        return [buffer for _, buffer in self.named_buffers()]
+
+    def statistics(self) -> set[int]:
+        """Ids of buffers in which normalizing layers gather statistics: no backward looks at what is new there."""
+        return {id(home.inside[home.name]) for home in self._buffer_homes() if home.statistics}
+
+    def _buffer_homes(self) -> list[_Home]:
         if self._homes is None:
-            within = (part for module in self.modules for part in module.modules())
-            self._homes = [(part._buffers, name) for part in within for name in part._buffers]
-        found = (home[name] for home, name in self._homes)
-        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
+            self._homes = [
+                _Home(
+                    part._buffers,
+                    name,
+                    plain_name(".".join(filter(None, ("model", str(number), within, name)))),
+                    isinstance(part, _NormBase),
+                )
+                for number, module in enumerate(self.modules)
+                for within, part in module.named_modules()
+                for name in part._buffers
+            ]
+        return self._homes
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""

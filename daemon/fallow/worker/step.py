@@ -311,6 +311,7 @@ class Step:
                 "shard than on one with several; put each part with a step of its own under `if run.phase(name):`, "
                 "or write one run.steps loop per phase, or step once at the end"
             )
+        self.watch.check_buffers()
         reducer = self._member.reducer
         if self.final_shard and not self._backwards and self.watch.wrote():
             # From here on the weights are sent to newcomers only while nobody computes.

@@ -28,6 +28,8 @@ class Watch:
         self._frozen: list[nn.Parameter] = []
         self._owned: set[int] = set()
         self._hooks: list[Any] = []
+        self._sizes: list[tuple[str, torch.Size, torch.dtype]] = []
+        "of the buffers, when the call began"
         self._versions = 0
         self._before_step: list[int] = []
         self._rates_before: tuple[Any, ...] | None = None
@@ -55,6 +57,7 @@ class Watch:
             )
         self._check_optimizers()
         self._check_schedulers()
+        self._sizes = self._sizes_of_buffers()
         self._hooks = [module.register_forward_pre_hook(_NoForward(self._gate)) for module in prepared.modules]
 
     def end_call(self) -> None:
@@ -137,6 +140,24 @@ class Watch:
         """Whether this body has changed weights until now. What is written to `.data` is not seen."""
         return self._version() != self._versions
 
+    def check_buffers(self) -> None:
+        """Before anything is made of buffers: they are told to the other members, and put back for the next shard.
+
+        Raises:
+            FallowError: a forward has changed the shape or type of one.
+        """
+        now = self._sizes_of_buffers()
+        if now != self._sizes:
+            known = set(self._sizes)
+            name = next((entry[0] for entry in now if entry not in known), "that was removed")
+            raise self._gate.refuse(
+                f"buffer {name} changed its shape or type in forward: give it its full size before run.prepare, or "
+                "hold it as a plain attribute"
+            )
+
+    def _sizes_of_buffers(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        return [(name, buffer.shape, buffer.dtype) for name, buffer in self._prepared.named_buffers()]
+
     def end_body(self, *, void: bool) -> None:
         """A body has ended.
 
@@ -147,6 +168,7 @@ class Watch:
         gate.stepped = False
         if gate.refusal is not None:
             raise gate.refusal
+        self.check_buffers()
         if void and self.wrote():
             raise FallowError(
                 "a body that is not the step's last one on this member has changed weights, which would happen once "
