@@ -194,6 +194,78 @@ def test_several_backwards_in_a_body_add_up() -> None:
     equal(model, reference)
 
 
+class Masked(nn.Module):
+    """Its graph keeps a buffer that never changes, and passes a layer whose buffers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("mask", (torch.arange(8) % 3 > 0).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)) * self.mask)
+        return out
+
+
+def test_two_backwards_go_through_one_graph() -> None:
+    """Between them the final body's buffers become those of shard 0."""
+    model, reference = Masked(), Masked()
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    shards = list(DataLoader(points(), 8))
+    for step in range(2):
+        first = None
+        for x, y in shards[2 * step : 2 * step + 2]:
+            out = reference(x)
+            ((F.mse_loss(out, y) + out.abs().mean()) / 2).backward()
+            first = first or {name: value.clone() for name, value in reference.named_buffers()}
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.load_state_dict(first, strict=False)
+    run = world()
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 8), global_batch=16
+    )
+    for x, y in run.steps(loader):
+        out = model(x)
+        F.mse_loss(out, y).backward(retain_graph=True)
+        out.abs().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model, reference)
+
+
+class Scaled(nn.Module):
+    """Its graph keeps a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(5, 1)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.copy_(x.detach().abs().max())
+        out: torch.Tensor = self.last(x) * self.scale
+        return out
+
+
+def test_a_failed_backward_is_all_that_is_told() -> None:
+    """A second backward would go over shard 0's buffer, not over this shard's; and a half-done step is not counted."""
+    run = world()
+    model, loader = run.prepare(Scaled(), DataLoader(points(), 8), global_batch=16)
+    bodies = run.steps(loader)
+    for _ in range(2):
+        out = model(next(bodies)[0])
+        out.square().mean().backward(retain_graph=True)
+        if run.final_shard:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.abs().mean().backward()
+        else:
+            out.abs().mean().backward()
+    bodies.close()
+    assert run.step == 0
+
+
 def test_gradients_may_be_gathered_over_steps() -> None:
     model, reference = twins()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)

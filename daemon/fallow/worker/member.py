@@ -79,6 +79,7 @@ class Member:
                 enforce(prepared.devices())
             self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
+            self._reducer.statistics = prepared.statistics
             self._reducer.elastic = self.session is not None
             self._reducer.drift = not prepared.reproducible
             self.gate.gathered = self._reducer.gathered

@@ -142,6 +142,8 @@ class Reducer:
         "asked when the control vector leaves: (switch is committed, wish for a checkpoint, see `Saver.wish`)"
         self.before_control: Callable[[], None] = lambda: None
         "called once per step, just before this member's contribution can be complete on others"
+        self.statistics: Callable[[], set[int]] = set
+        "gives ids of buffers that no backward looks at"
         self.complete: Callable[[], bool] = lambda: True
         "this member has all of the state: until then its last bucket stays here, and with it everybody's optimizer"
 
@@ -469,7 +471,7 @@ class Reducer:
         told, self._told = self._told, None
         assert told is not None
         if told.buffers is not None:
-            _scatter_bytes(told.buffers, self._buffers())
+            _scatter_bytes(told.buffers, self._buffers(), self.statistics())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
         if self.elastic and control.head.ended and control.head.left < self._group.size:
             if self.ended:
@@ -523,10 +525,22 @@ def _gather_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([as_bytes(t.detach().to("cpu").contiguous()) for t in tensors])
 
 
-def _scatter_bytes(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+def _scatter_bytes(flat: torch.Tensor, targets: Sequence[torch.Tensor], unread: set[int]) -> None:
+    """Put bytes into buffers so that a graph that was made before stays good for another backward.
+
+    Args:
+        flat: what `_gather_bytes` gave.
+        targets: the buffers.
+        unread: ids of those that no backward looks at. Of the others those are left alone that are equal already; a
+            backward that needs one that is not is refused by torch, since the graph was made with another value.
+    """
     at = 0
     with torch.no_grad():
         for target in targets:
             size = target.numel() * target.element_size()
-            target.copy_(flat[at : at + size].clone().view(target.dtype).reshape(target.shape))
+            value = flat[at : at + size].clone().view(target.dtype).reshape(target.shape)
             at += size
+            if id(target) in unread:
+                target.data.copy_(value)  # without a trace for autograd
+            elif not torch.equal(as_bytes(value), as_bytes(target.detach().to("cpu").contiguous())):
+                target.copy_(value)

@@ -165,7 +165,9 @@ class Step:
         try:
             yield batch
         except GeneratorExit:
-            if self.final_shard and reducer.rounds and not reducer.interrupted:
+            # The user's `break`; or an exception of the body, and then there may be backwards that were not made.
+            told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
+            if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
             raise
         self.watch.end_body(void=not self.final_shard)
