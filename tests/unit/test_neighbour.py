@@ -244,6 +244,31 @@ def test_all_of_ours_leave_a_shared_node() -> None:
     assert [wish.token for wish in assess(state, ours).give_back] == ["ours-too", "ours-n1"]
 
 
+@pytest.mark.parametrize("by_partition", [False, True], ids=["--exclusive=user", "ExclusiveUser=YES"])
+def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> None:
+    """Slurm starts none of them beside somebody else's job, whatever is free there."""
+    partitions = [PartitionInfo(partition="p", nodes=["n1", "n2"], exclusive_user=by_partition)]
+
+    def shy(job_id: str, user: str) -> JobInfo:
+        return waits(job_id, user=user, exclusive=False, exclusive_user=not by_partition)
+
+    def given(jobs: list[JobInfo], first: NodeInfo) -> list[str]:
+        nodes = [first, node("n2", "ALLOCATED", owner="me" if by_partition else "")]
+        return given_back(standing(nodes, jobs, [held("n2")], partitions=partitions))
+
+    bobs = runs("5", ["n1"], exclusive=False)
+    mixed = node("n1", "MIXED", cpus_used=1, owner="bob" if by_partition else "")
+    assert given([bobs, shy("1", "alice")], mixed) == ["n2"]
+    assert given([bobs, shy("1", "bob")], mixed) == []
+    assert given([shy("1", "alice")], node("n1", "MIXED", cpus_used=1)) == ["n2"], "whose job it is nobody shows"
+    assert given([shy("1", "alice"), shy("2", "bob")], node("n1")) == ["n2"]
+    assert given([shy("1", "alice"), shy("2", "alice")], node("n1")) == []
+    if not by_partition:
+        plain = waits("2", user="bob", exclusive=False)
+        assert given([shy("1", "alice"), plain], node("n1")) == ["n2"]
+        assert given([plain, waits("3", user="alice", exclusive=False)], node("n1")) == []
+
+
 def test_completing_jobs_are_waited_for_unless_they_are_stuck() -> None:
     def ending(ago: float) -> list[str]:
         nodes = [node("n1", "ALLOCATED"), node("n2", "IDLE", flags=["COMPLETING"])]

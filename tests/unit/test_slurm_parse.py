@@ -163,6 +163,7 @@ def test_26_05_has_other_words_for_whole_nodes() -> None:
 def test_whether_a_job_takes_whole_nodes(shared: str, exclusive: str, whole: bool) -> None:
     row = {"JobID": "1", "State": "PENDING", "OverSubscribe": shared, "Exclusive": exclusive}
     assert parse.job(row).exclusive is whole
+    assert parse.job(row).exclusive_user is ("USER" in (shared, exclusive))
 
 
 def test_what_a_job_needs_on_each_node() -> None:

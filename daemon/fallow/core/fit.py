@@ -36,6 +36,10 @@ class Share:
     "type -> number; the empty type is any"
     whole: bool = False
     "nothing else runs beside it"
+    user: str = ""
+    "whose job it is; where no job minds, nobody needs to say"
+    own_user: bool = False
+    "nobody else's jobs run beside it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Place:
     def holds(self, shares: Sequence[Share]) -> bool:
         """Is there room for all these side by side?"""
         if any(share.whole for share in shares) and not (self.empty and len(shares) == 1):
+            return False
+        if any(share.own_user for share in shares) and len({share.user for share in shares}) > 1:
             return False
         wanted: dict[str, int] = {}
         for share in shares:
@@ -289,7 +295,7 @@ class Packing:
 
     def _fitting(self, shares: list[Share]) -> frozenset[str]:
         """Nodes with room for all these side by side."""
-        key = tuple((s.cpus, s.memory_mb, tuple(sorted(s.gpus.items())), s.whole) for s in shares)
+        key = tuple((s.cpus, s.memory_mb, tuple(sorted(s.gpus.items())), s.whole, s.user, s.own_user) for s in shares)
         if key not in self._wide:
             alike = (nodes for nodes in self._alike.values() if self._places[nodes[0]].holds(shares))
             self._wide[key] = frozenset(node for nodes in alike for node in nodes)

@@ -122,9 +122,13 @@ class _View:
         "partition that preempts -> those whose jobs may preempt its"
         self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
         self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
-        self._owned = {n.node: n.owner for n in cluster.nodes if n.owner}
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
+        self._strangers: dict[str, frozenset[str]] = {}
+        "user -> nodes on which others' jobs stay"
+        self._users_matter = any(p.exclusive_user for p in cluster.partitions) or any(
+            job.exclusive_user for job in cluster.jobs if job.state == "PENDING"
+        )
         harvest = [a for a in allocations if a.harvested]
         self._hurried = {a.token: a.run for a in allocations if a.hurried}
         self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
@@ -139,6 +143,8 @@ class _View:
                     there.setdefault(node, []).append(allocation)
         self._tokens = {*former, *(a.token for a in harvest)}
         self._room = Room(cluster, self._tokens, self._held)
+        # An owner goes with the last of his jobs; where only ours are, we are the owner.
+        self._owned = {n.node: n.owner for n in cluster.nodes if n.owner and not self._room.left_alone(n.node)}
         newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
         free, held = self._room.free(), [place for n in newest if (place := self._room.without_us(n)) is not None]
         self.packing = Packing([*free, *held], dear=len(held))
@@ -192,11 +198,15 @@ class _View:
     ) -> list[Part]:
         gpus = {job.gpu_type: job.gpus_per_node} if job.gpus_per_node else {}
         whole = job.exclusive or partition.exclusive or self._whole_nodes
-        share = Share(job.cpus_per_node, job.memory_mb_per_node, gpus, whole)
+        own_user = job.exclusive_user or partition.exclusive_user
+        user = job.user if self._users_matter else ""
+        share = Share(job.cpus_per_node, job.memory_mb_per_node, gpus, whole, user, own_user)
         end = None if job.time_limit_s is None else self._cluster.at + job.time_limit_s
         taboo = frozenset(job.excluded_nodes).union(*(nodes for at, nodes in self._shadows if end is None or end > at))
         reserved, inside = self._reserved(job, end)
         taboo |= declined | reserved | self._kept_from(job.user) | self._same_run(job)
+        if own_user:
+            taboo |= self._beside_strangers(job.user)
         must = frozenset(job.required_nodes)
         parts: list[Part] = []
         for index, wanted in enumerate(alternatives(job.constraint)):
@@ -218,6 +228,11 @@ class _View:
         if user not in self._others:
             self._others[user] = frozenset(node for node, owner in self._owned.items() if owner != user)
         return self._others[user]
+
+    def _beside_strangers(self, user: str) -> frozenset[str]:
+        if user not in self._strangers:
+            self._strangers[user] = self._room.strangers(user)
+        return self._strangers[user]
 
     def _reserved(self, job: JobInfo, end: float | None) -> tuple[frozenset[str], frozenset[str] | None]:
         """Nodes that reservations keep from it, and those that its own reservation keeps it to (None: it has none)."""

@@ -90,6 +90,20 @@ class Room:
         mine = [job for job in jobs if is_ours(job, self._ours)]
         return _left(node, mine) if len(mine) < len(jobs) else _whole(node)
 
+    def left_alone(self, name: str) -> bool:
+        """Will nobody be there once ours and those that are ending have left?"""
+        jobs = self._jobs.get(name, [])
+        return bool(jobs) and all(self._goes(job) for job in jobs)
+
+    def strangers(self, user: str) -> frozenset[str]:
+        """Nodes on which jobs of other users stay, or somebody's that we are not shown."""
+        return frozenset(
+            name
+            for name, node in self._nodes.items()
+            if any(job.user != user and not self._goes(job) for job in self._jobs.get(name, ()))
+            or (name not in self._jobs and node.state != "IDLE")
+        )
+
     def free_at(self, name: str) -> float:
         """Unix time at which the last job of others on a node must have ended."""
         ends = [job.end_at for job in self._jobs.get(name, []) if not is_ours(job, self._ours)]

@@ -68,6 +68,8 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     "empty: any"
     exclusive: bool = False
     "takes whole nodes, because it or its partition says so"
+    exclusive_user: bool = False
+    "shares nodes with jobs of its own user alone (--exclusive=user)"
     required_nodes: list[str] = []
     excluded_nodes: list[str] = []
     "empty where the client does not say: squeue has no field for it before 24.05"

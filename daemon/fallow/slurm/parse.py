@@ -238,7 +238,8 @@ def job(row: Mapping[str, str]) -> JobInfo:
         memory_mb_per_node=_job_memory_mb(row, num_nodes),
         gpus_per_node=gpus_each,
         gpu_type=gpu_type,
-        exclusive=_exclusive(row),
+        exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
+        exclusive_user=shared == "USER",
         required_nodes=nodes(row.get("ReqNodes", "")),
         excluded_nodes=nodes(row.get("ExcNodes", "")),
         dependency=word(row.get("Dependency", "")),
@@ -249,10 +250,13 @@ def job(row: Mapping[str, str]) -> JobInfo:
     )
 
 
-def _exclusive(row: Mapping[str, str]) -> bool:
-    """From 26.05 on OverSubscribe is NO for nearly every job, and Exclusive says what it said before."""
+def _shared(row: Mapping[str, str]) -> str:
+    """With whom it shares nodes, in OverSubscribe's words: NO (nobody), USER, OK ...
+
+    From 26.05 on OverSubscribe is NO for nearly every job, and Exclusive says what it said before.
+    """
     newer = word(row.get("Exclusive", ""))
-    return newer in ("NODE", "TOPO") if newer else word(row.get("OverSubscribe", "")) in ("NO", "NODE", "TOPO")
+    return "OK" if newer == "NO" else newer or word(row.get("OverSubscribe", ""))
 
 
 def _each(total: int, num_nodes: int) -> int:
