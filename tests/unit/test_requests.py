@@ -156,6 +156,8 @@ def test_only_nodes_that_the_run_can_use_and_the_others_by_name_to_slurm() -> No
     assert len(asks(plan(cluster(gpus), [Demand("r", 3, kind=Kind(gpus=4))], [], RULES, fixed()))) == 2
     typed = Demand("r", 3, kind=Kind(gpus=4, gpu_type="a100"))
     assert len(asks(plan(cluster(gpus), [typed], [], RULES, fixed()))) == 1
+    unlike = [node("u", gpu_types={"a100": 1, "v100": 3}), node("w", gpus=8, gpu_types={"a100": 4, "v100": 4})]
+    assert len(asks(plan(cluster(unlike), [typed], [], RULES, fixed()))) == 1, "the other has but one of that type"
     racks = [node("r1", features=["rack1", "ib"]), node("r2", features=["rack2"]), node("r3", features=["rack3", "ib"])]
     for constraint, useful in (("ib", 2), ("rack2|rack3", 2), ("[rack1*2&rack2*4]", 2), ("ib&rack3", 1), ("gone", 0)):
         found = asks(plan(cluster(racks), [Demand("r", 3, kind=Kind(constraint=constraint))], [], RULES, fixed()))

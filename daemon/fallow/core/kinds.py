@@ -33,10 +33,10 @@ class Kind:
     def suits(self, node: NodeInfo, part: Part | None = None) -> bool:
         """Can the run use this node, or this part of it?"""
         types = node.gpu_types if part is None else {part.gpu_type: part.gpus}
-        enough = node.gpus >= self.gpus if part is None else 0 < self.part_gpus <= part.gpus
+        there = types.get(self.gpu_type, 0) if self.gpu_type else node.gpus if part is None else part.gpus
         return (
             (not self.arch or not node.arch or node.arch == self.arch)
-            and enough
+            and (there >= self.gpus if part is None else 0 < self.part_gpus <= there)
             and (not self.gpu_type or self.gpu_type in types)
             and suits(node.features, self.constraint)
             and (not self.alike or likeness(node) in self.alike)
