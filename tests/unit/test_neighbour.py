@@ -279,6 +279,23 @@ def test_completing_jobs_are_waited_for_unless_they_are_stuck() -> None:
     assert ending(60) == ["n1"]
 
 
+@pytest.mark.parametrize("cpus_used", [0, 4])
+def test_a_node_on_which_a_job_of_ours_is_stuck_does_not_shield_the_others(cpus_used: int) -> None:
+    def ending(ago: float) -> Standing:
+        over = held("n1", state=AllocationState.RELEASING)
+        ours = [over, held("n2")]
+        nodes = [node("n1", "ALLOCATED", flags=["COMPLETING"], cpus_used=cpus_used), node("n2", "ALLOCATED")]
+        state = cluster(nodes, [waits("1")], ours)
+        jobs = [
+            msgspec.structs.replace(job, state="COMPLETING", end_at=NOW - ago) if job.name == over.token else job
+            for job in state.jobs
+        ]
+        return assess(msgspec.structs.replace(state, jobs=jobs), ours)
+
+    assert given_back(ending(45)) == [], "it may be cleaned up behind"
+    assert given_back(ending(61)) == ["n2"]
+
+
 @pytest.mark.parametrize(
     ("text", "features", "fits"),
     [

@@ -10,7 +10,10 @@ from fallow.core.waiting import is_ours
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
 COMPLETING_S = 15.0
-"""A job that takes longer to end than this is stuck, and its node is not coming."""
+"""A job of others that takes longer to end than this is stuck, and its node is not coming."""
+
+OURS_S = 60.0
+"""One of ours, which ends where somebody waits: sites clean up behind it (Epilog), others' jobs just the same."""
 
 PLENTY = 1 << 40
 """Stands for what a client does not tell."""
@@ -87,7 +90,7 @@ class Room:
         if node is None:
             return None
         jobs = self._jobs.get(name, [])
-        mine = [job for job in jobs if is_ours(job, self._ours)]
+        mine = [job for job in jobs if is_ours(job, self._ours) and self._goes(job)]
         return _left(node, mine) if len(mine) < len(jobs) else _whole(node)
 
     def left_alone(self, name: str) -> bool:
@@ -110,9 +113,10 @@ class Room:
         return max((float("inf") if end is None else end for end in ends), default=self._now)
 
     def _goes(self, job: JobInfo) -> bool:
-        if is_ours(job, self._ours):
-            return True
-        return job.state == "COMPLETING" and job.end_at is not None and self._now - job.end_at <= COMPLETING_S
+        ours = is_ours(job, self._ours)
+        if job.state != "COMPLETING" or job.end_at is None:
+            return ours
+        return self._now - job.end_at <= (OURS_S if ours else COMPLETING_S)
 
 
 def _usable(node: NodeInfo, reservation_known: bool) -> bool:
