@@ -192,10 +192,23 @@ def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
     assert [w.token for w in plan(taken, [wants], [pending], shared, fixed()) if isinstance(w, Withdraw)] == ["h"]
 
 
-def test_a_typed_part_takes_the_type_of_which_most_are_idle() -> None:
-    mixed = node("m", "MIXED", gpus=6, gpu_types={"a": 2, "b": 4}, gpus_used=3, gpu_types_used={"a": 1, "b": 2})
-    (hole,) = find_holes(cluster([mixed]), cluster([mixed]).partitions[:1], whole_nodes=False)
-    assert hole.part is not None and (hole.part.gpus, hole.part.gpu_type) == (2, "b")
+def test_each_type_of_gpu_that_is_idle_on_a_node_is_a_part() -> None:
+    used = {"gpus_used": 4, "gpu_types_used": {"a": 1, "b": 2, "c": 1}}
+    mixed = node("m", "MIXED", gpus=7, gpu_types={"a": 2, "b": 4, "c": 1}, **used)
+    state, shared = cluster([mixed]), HarvestRules(whole_nodes=False)
+    holes = find_holes(state, state.partitions[:1], whole_nodes=False)
+    parts = [(h.part.gpu_type, h.part.gpus, h.part.cpus) for h in holes if h.part is not None]
+    assert parts == [("b", 2, 18), ("a", 1, 9)], "most first"
+    for gpu_type, found in (("a", [1]), ("b", [2]), ("c", []), ("", [2])):
+        wants = Demand("r", 3, kind=Kind(gpus=1, part_gpus=1, gpu_type=gpu_type))
+        assert [ask.part.gpus for ask in asks(plan(state, [wants], [], shared, fixed())) if ask.part] == found
+    # One has asked for the one of type a, and somebody else was given it.
+    gone = cluster(
+        [node("m", "MIXED", gpus=7, gpu_types=mixed.gpu_types, gpus_used=5, gpu_types_used={"a": 2, "b": 3})]
+    )
+    pending = held("h", AllocationState.PENDING, part=Part("m", 1, "a", 9, 1), requested_at=NOW - 1, minutes=10)
+    wants = Demand("r", 3, kind=Kind(gpus=1, part_gpus=1, gpu_type="a"))
+    assert [w.token for w in plan(gone, [wants], [pending], shared, fixed()) if isinstance(w, Withdraw)] == ["h"]
 
 
 def test_partitions_that_the_account_may_not_use() -> None:

@@ -6,7 +6,7 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -76,7 +76,7 @@ def find_holes(
     """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then the oldest.
 
     A node is offered in each of its partitions, one after the other in the order of `partitions`: not everybody may use
-    all of them. Parts of nodes come last.
+    all of them. Parts of nodes come last, one for each type of GPU.
 
     Args:
         cluster: one poll.
@@ -94,15 +94,13 @@ def find_holes(
     }
     unsure_nodes = {node for p in cluster.partitions if p.partition in unsure for node in p.nodes}
     nodes = {node.node: node for node in cluster.nodes}
-    offers: dict[str, Part | None] = {node.node: None for node in cluster.nodes if is_idle(node)}
+    offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in cluster.nodes if is_idle(node)}
     if not whole_nodes:
-        offers |= {node.node: part for node in cluster.nodes if (part := idle_part(node)) is not None}
+        offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
     holes: list[Hole] = []
     for partition in partitions:
-        for name in partition.nodes:
-            if name not in offers:
-                continue
-            part = offers[name]
+        offered = [(node, part) for node in partition.nodes for part in offers.get(node, ())]
+        for name, part in offered:
             if part is not None and partition.exclusive:
                 continue
             end = ends.get(name)
@@ -121,22 +119,26 @@ def waits(job: JobInfo) -> bool:
     return job.state == "PENDING" and job.reason.split(",")[0].strip("()") in ("Resources", "Priority")
 
 
-def idle_part(node: NodeInfo) -> Part | None:
-    """GPUs of a node in use that nobody has, of the type of which most are idle; None: there are none to be had."""
+def idle_parts(node: NodeInfo) -> list[Part]:
+    """GPUs of a node in use that nobody has, each type for itself, that of which most are idle first."""
     if node.state != "MIXED" or UNUSABLE.intersection(node.flags) or node.owner:
-        return None
+        return []
+    found: list[Part] = []
+    for gpu_type, gpus in sorted(idle_gpus(node).items(), key=lambda item: (-item[1], item[0])):
+        cpus = min(node.cpus - node.cpus_used, node.cpus * gpus // max(node.gpus, 1))
+        memory = min(node.memory_mb - node.memory_used_mb, node.memory_mb * gpus // max(node.gpus, 1))
+        if gpus >= 1 and cpus >= 1 and (memory >= 1 or not node.memory_mb):
+            found.append(Part(node.node, gpus, gpu_type, cpus, memory))
+    return found
+
+
+def idle_gpus(node: NodeInfo) -> dict[str, int]:
+    """Type -> GPUs that nobody has; none where nobody says of which type those in use are."""
     types = node.gpu_types or ({"": node.gpus} if node.gpus else {})
     used = node.gpu_types_used or {"": node.gpus_used}
-    idle = {kind: count - used.get(kind, 0) for kind, count in types.items()}
     if len(types) > 1 and used.get("", 0):
-        return None  # nobody says of which type those in use are
-    gpu_type, gpus = max(idle.items(), key=lambda item: (item[1], item[0]), default=("", 0))
-    gpus = min(gpus, node.gpus - node.gpus_used)
-    cpus = min(node.cpus - node.cpus_used, node.cpus * gpus // max(node.gpus, 1))
-    memory = min(node.memory_mb - node.memory_used_mb, node.memory_mb * gpus // max(node.gpus, 1))
-    if gpus < 1 or cpus < 1 or (memory < 1 and node.memory_mb):
-        return None
-    return Part(node.node, gpus, gpu_type, cpus, memory)
+        return {}
+    return {kind: min(count - used.get(kind, 0), node.gpus - node.gpus_used) for kind, count in types.items()}
 
 
 def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
-from fallow.core.holes import CLOSED, WANTED_BACK, Hole, find_coming, is_idle
+from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
@@ -170,7 +170,8 @@ def withdraw(
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
     closed = {node.node for node in cluster.nodes if CLOSED.intersection(node.flags)}
-    idle_gpus = {node.node: node.gpus - node.gpus_used for node in cluster.nodes}
+    shared = {a.part.node for a in pending if a.part is not None}
+    idle_there = {node.node: idle_gpus(node) for node in cluster.nodes if node.node in shared}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s = allocation.token, cluster.at - allocation.waits_since
         part = allocation.part
@@ -185,7 +186,7 @@ def withdraw(
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _hopeless(allocation):
             out.append(Withdraw(token, f"Slurm will not start it soon: {allocation.reason}"))
-        elif part is not None and not allocation.pinned and idle_gpus.get(part.node, 0) < part.gpus:
+        elif part is not None and not allocation.pinned and _idle(idle_there, part) < part.gpus:
             out.append(Withdraw(token, f"the GPUs of {part.node} are taken"))
         elif allocation.pinned in closed:
             out.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
@@ -196,6 +197,10 @@ def withdraw(
         elif waited_s > rules.start_patience_s and allocation.partition in unsure:
             out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
     return out
+
+
+def _idle(there: Mapping[str, Mapping[str, int]], part: Part) -> int:
+    return there.get(part.node, {}).get(part.gpu_type, 0)
 
 
 def _hopeless(allocation: Allocation) -> bool:

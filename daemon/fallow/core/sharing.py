@@ -9,7 +9,7 @@ from math import floor
 from typing import cast
 
 from fallow.core.allocations import Allocation
-from fallow.core.holes import Hole
+from fallow.core.holes import Hole, Part
 from fallow.core.reach import Reach, Sort
 from fallow.core.requests import Ask, Demand, HarvestRules, Requests, may_take
 from fallow.core.targets import Party, Place, Targets, targets
@@ -36,13 +36,16 @@ def share_out(
         rules: what is allowed.
         at: Unix time of the poll.
     """
-    parts = {hole.node: hole.part for hole in holes}
+    parts: dict[str, set[Part | None]] = {}
+    for hole in holes:
+        parts.setdefault(hole.node, set()).add(hole.part)
     lengths = {hole.node: hole.length_s for hole in holes}
     have = Counter(allocation.run for allocation in held)
     offers = _Offers(holes, held, pending, reach, rules)
 
     def suits(sort: Hashable, place: Place) -> bool:
-        return reach.suits(cast(Sort, sort), place.node, place.partitions, parts.get(place.node))
+        there = parts.get(place.node, {None})
+        return any(reach.suits(cast(Sort, sort), place.node, place.partitions, part) for part in there)
 
     def fits(allocation: Allocation, place: Place) -> bool:
         return may_take(allocation, lengths[place.node], at, rules)
@@ -93,7 +96,8 @@ class _Offers:
         there: dict[str, list[str]] = {}
         for hole in holes:
             there.setdefault(hole.node, []).append(hole.partition)
-        open_to = ((node, self._with_room(names)) for node, names in there.items())
+        # A name comes once for each part that is idle there.
+        open_to = ((node, self._with_room(list(dict.fromkeys(names)))) for node, names in there.items())
         self.idle = [Place(node, names) for node, names in open_to if names]
         "holes that may be taken, those that requests will take included"
 
