@@ -22,7 +22,7 @@ from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.rendezvous import Rendezvous
-from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec
+from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
 from fallow.wire.keys import new_keypair
 
 
@@ -121,6 +121,8 @@ class Run:
         "from nodes, as of the last plan"
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
+        self.shown: tuple[int, RunView] | None = None
+        "revision and view (`head.views`), once it has ended"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False

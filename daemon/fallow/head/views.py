@@ -33,6 +33,9 @@ from fallow.model import (
 RECENT_PAUSES = 50
 """As many of the last changes decide how early a node is released."""
 
+LATE_S = 60.0
+"""After the end of a run its last members may still say something."""
+
 
 def longest_pause(run: Run) -> float:
     pauses = [g.pause_s for g in run.roster.history[-RECENT_PAUSES:] if g.pause_s is not None]
@@ -42,6 +45,17 @@ def longest_pause(run: Run) -> float:
 def longest_save(run: Run) -> float:
     """Seconds that a durable checkpoint took: the last members write one before they leave."""
     return max((saved.written.took_s for saved in run.roster.checkpoints), default=0.0)
+
+
+def shown(run: Run, at: float, now: float) -> RunView:
+    """As `run_view`. That of a run which ended a while ago is kept: there may be thousands, shown twice a second."""
+    ended_at = run.record.ended_at
+    over = ended_at is not None and now - ended_at > LATE_S and not run.roster.barred and not run.live_allocations()
+    if not over:
+        return run_view(run, at, now)
+    if run.shown is None or run.shown[0] != run.revision:
+        run.shown = run.revision, run_view(run, at, now)
+    return run.shown[1]
 
 
 def run_view(run: Run, at: float, now: float) -> RunView:
