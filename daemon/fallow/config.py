@@ -43,7 +43,8 @@ class Slurm(_Section, frozen=True):
 class Harvest(_Section, frozen=True):
     partitions: list[str] = msgspec.field(default_factory=list)
     "empty: every partition that is up and preempts its jobs for others"
-    max_pending: Annotated[int, Meta(ge=1)] = 4
+    max_pending: Annotated[int, Meta(ge=1)] | None = None
+    "requests that may wait at once; None: as many as may be submitted from one poll to the next"
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
     "over all runs; None: no limit"
     partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)

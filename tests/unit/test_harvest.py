@@ -12,9 +12,11 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.backoff import Asker
+from fallow.core.planner import plan
+from fallow.core.requests import Ask, Demand, Known
 from fallow.core.timing import Timing
 from fallow.files import Paths
-from fallow.head.asking import ordered
+from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Item, Submitted, TrialRefused
@@ -26,7 +28,9 @@ from fallow.model import (
     AllocationKind,
     AllocationState,
     ClusterConfig,
+    ClusterState,
     JobRequest,
+    NodeInfo,
     PartitionInfo,
     ReservationInfo,
     RunSpec,
@@ -448,3 +452,40 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
     before = run.record.next_allocation
     await site.poll(1.0)
     assert run.record.next_allocation == before
+
+
+# -- how fast -------------------------------------------------------------------------------------------------------
+
+
+def at_once(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> int:
+    asking = Asking(Config(harvest=HarvestSection(**harvest)), Known())  # type: ignore[arg-type]
+    asking.interval_s = every_s
+    return asking.rules(0.0, site, {}).max_pending
+
+
+def test_as_many_requests_may_wait_as_can_be_submitted_between_two_polls() -> None:
+    assert at_once() == 30
+    assert at_once(every_s=5.0) == 5
+    assert at_once(every_s=1.0) == 4
+    assert at_once(max_pending=2) == 2
+    crowded = msgspec.structs.replace(config(), scheduler_parameters="bf_max_job_user=20")
+    assert at_once(crowded) == 10, "half of those that Slurm looks at"
+
+
+def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:
+    names = [f"n{i}" for i in range(1000)]
+    partitions = [
+        PartitionInfo(partition="s", nodes=names, preempt_mode="REQUEUE"),
+        PartitionInfo(partition="u", nodes=names, priority_tier=9),
+    ]
+    rules = Asking(Config(), Known()).rules(0.0, None, {})
+    idle, polls = list(names), 0
+    while idle:
+        nodes = [NodeInfo(node=name, state="IDLE", partitions=["s", "u"]) for name in idle]
+        cluster = ClusterState(at=1e6 + 30.0 * polls, nodes=nodes, jobs=[], partitions=partitions)
+        asked = [wish for wish in plan(cluster, [Demand("r", len(idle))], [], rules) if isinstance(wish, Ask)]
+        assert asked
+        # All of them start before the next poll.
+        del idle[: len(asked)]
+        polls += 1
+    assert polls * 30.0 <= 1020.0, "as fast as 60 submissions a minute allow"

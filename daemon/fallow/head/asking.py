@@ -31,6 +31,9 @@ AHEAD = 2
 """Requests that wait for nodes which others still have. Jobs mostly end one by one; what a larger one leaves is seen
 with the next poll."""
 
+FEW = 4
+"""As many requests may wait at once however often is polled, and no more of normal priority for one run."""
+
 BACKOFF_S = 600.0
 """The longest that requests are put off."""
 
@@ -46,6 +49,8 @@ class Asking:
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         "run -> time on the turns' clock before which nothing is asked for"
+        self.interval_s = config.slurm.poll_interval_s
+        "from one poll to the next, as things are"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
 
@@ -59,7 +64,7 @@ class Asking:
             allow_without_preemption=h.allow_without_preemption,
             refused=refused,
             groups=self._groups,
-            max_pending=h.max_pending if site is None else min(h.max_pending, pending_allowed(site)),
+            max_pending=self._at_once(site),
             max_nodes=h.max_nodes,
             partition_nodes=h.partition_nodes,
             max_minutes=h.max_minutes,
@@ -71,6 +76,12 @@ class Asking:
             whole_nodes=whole_nodes(site),
             ahead=AHEAD,
         )
+
+    def _at_once(self, site: ClusterConfig | None) -> int:
+        """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be."""
+        between_polls = round(self._config.slurm.submits_per_min * self.interval_s / 60.0)
+        most = self._config.harvest.max_pending or max(FEW, between_polls)
+        return most if site is None else min(most, pending_allowed(site))
 
     def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing) -> None:
         """Carry out what the planner wants for the next interval; `standing`: what others' jobs need of us."""
@@ -113,7 +124,7 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off:
-                keep_pace(turn, run, cluster, left_s(run, cluster.at), rules.max_pending, self._known.backoff)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), min(FEW, rules.max_pending), self._known.backoff)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""

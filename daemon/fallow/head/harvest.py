@@ -84,6 +84,7 @@ class Harvest:
             keep_within_budget(turn, run, cluster.at)
         standing = self.neighbours.polled(turn, cluster, site)
         orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
+        self.asking.interval_s = self.interval_s(turn.book)
         rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
         self._learning.polled(turn, cluster, rules)
         self.asking.plan(turn, cluster, rules, standing)
