@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from fallow.core.holes import find_holes
 from fallow.model import JobInfo, NodeInfo, PartitionInfo
+from fallow.slurm.cli import CliClient
 from fallow.slurm.state import cluster_state
 
 
@@ -27,3 +31,24 @@ def test_a_node_that_a_job_keeps_is_not_idle(job_state: str, node_state: str) ->
     found = cluster_state([node], [partition], [], [job], at=1e6, user="me", names_prefix="fallow-")
     assert [n.state for n in found.nodes] == [node_state]
     assert [hole.node for hole in find_holes(found, found.partitions)] == (["n1"] if node_state == "IDLE" else [])
+
+
+FEDERATED = """#!/bin/sh
+case " $* " in *" --local "*) ;; *) far=1 ;; esac
+[ "${0##*/}" = scontrol ] && echo "NodeName=n1 State=IDLE Partitions=p" && echo "${far:+NodeName=far1 State=IDLE}"
+[ "${0##*/}" = squeue ] && touch "$ASKED.${far:-local}"
+exit 0
+"""
+
+
+async def test_only_this_cluster_of_a_federation_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FederationParameters=fed_display the commands show all of them else."""
+    for name in ("squeue", "scontrol"):
+        (tmp_path / name).write_text(FEDERATED)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    client = CliClient()
+    assert [node.node for node in (await client.poll("fallow-")).nodes] == ["n1"]
+    await client.find("token")
+    assert [name for name in os.listdir(tmp_path) if name.startswith("asked")] == ["asked.local"]

@@ -31,6 +31,8 @@ QUERY_TIMEOUT_S = 30.0
 SUBMIT_TIMEOUT_S = 60.0
 
 _SHOW = "show node\nshow partition\nshow reservation\n"
+# A site may have these commands show all clusters of its federation (FederationParameters=fed_display).
+_SQUEUE = ["squeue", "-h", "-a", "--local", "-t", "all"]
 # Below that, the difference is the time an answer takes and Slurm's rounding to whole seconds.
 _CLOCK_TOLERANCE_S = 2.0
 _JOB_ID = re.compile(r"\d+(?:[+_]\d+)?")
@@ -81,7 +83,7 @@ class CliClient:
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
         answers = await asyncio.gather(
             self._show(),
-            self._query(["squeue", "-h", "-a", "-t", "all", "-O", layout.option]),
+            self._query([*_SQUEUE, "-O", layout.option]),
             return_exceptions=True,  # both have ended before either's error is raised
         )
         cluster, queue = (_answer(answer) for answer in answers)
@@ -101,7 +103,7 @@ class CliClient:
     async def find(self, token: str) -> list[JobInfo]:
         layout = parse.JobFormat.fresh(secrets.token_hex(4))
         # A single user is a filter at slurmctld, a name one in squeue; squeue takes no prefix for a name.
-        argv = ["squeue", "-h", "-a", "-t", "all", f"--user={os.getuid()}", f"--name={token}", "-O", layout.option]
+        argv = [*_SQUEUE, f"--user={os.getuid()}", f"--name={token}", "-O", layout.option]
         found = [job for job in parse.jobs(await self._query(argv), layout) if job.name == token]
         return [earlier(job, self.clock_offset_s) for job in found]
 
@@ -162,7 +164,7 @@ class CliClient:
     # -- processes ----------------------------------------------------------------------------------------------
 
     async def _show(self) -> str:
-        argv = ["scontrol", "-o", "-d", "-a"]
+        argv = ["scontrol", "-o", "-d", "-a", "--local"]
         done = await self._start(argv, _SHOW)
         # A site may hide its reservations (PrivateData); the rest of the answer is good.
         hidden = done.code is not None and re.search(r"slurm_load_reservations.*denied", done.stderr)
