@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core import checks
+from fallow.core.checks import Level
 from fallow.core.courtesy import MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.delays import Delays
 from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
@@ -93,6 +95,18 @@ def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: 
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
     found = refusals(cluster(partitions=(PLAIN, LOW)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
     assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}
+
+
+@pytest.mark.parametrize("preempt_mode", ["OFF", "REQUEUE"])
+def test_one_node_is_not_asked_for_where_jobs_have_more(preempt_mode: str) -> None:
+    """Slurm would refuse it every time."""
+    pair = msgspec.structs.replace(PLAIN, min_nodes=2, preempt_mode=preempt_mode)
+    found = refusals(cluster(partitions=(pair,)), site(), unseen=False, allow_unseen=True, allow_unfair=True)
+    assert found == {"plain": "its jobs have 2 nodes at least, a request has one"}
+    (check,) = checks.partitions(cluster(partitions=(pair,)), ["plain"], True, found)
+    assert (check.level, check.found) == (Level.FAIL, found["plain"])
+    (check,) = checks.partitions(cluster(partitions=(pair,)), [], True, found)
+    assert check.level is Level.WARN, "there is no other"
 
 
 def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:

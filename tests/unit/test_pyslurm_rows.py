@@ -157,6 +157,7 @@ def test_partitions_and_reservations() -> None:
         oversubscribe="EXCLUSIVE",
         qos=None,
         is_user_exclusive=False,
+        min_nodes=2,
         max_nodes="UNLIMITED",
         is_root_only=False,
         requires_reservation=False,
@@ -174,6 +175,7 @@ def test_partitions_and_reservations() -> None:
         True,
     )
     assert (info.preempt_mode, info.grace_s, info.exclusive, info.max_nodes) == ("REQUEUE", 10.0, True, None)
+    assert info.min_nodes == 2
     assert (info.allow_accounts, info.deny_accounts, info.allow_qos, info.allow_groups) == ([], [], ["low"], ["ml"])
 
     class Flags(Flag):

@@ -120,9 +120,9 @@ def test_what_the_system_keeps_to_itself_is_not_there_for_jobs() -> None:
 def test_partitions_say_who_may_use_them_and_how() -> None:
     text = (
         "PartitionName=gpu AllowGroups=ml,bio AllowAccounts=physics,bio DenyQos=long ExclusiveUser=YES "
-        "MaxNodes=4 RootOnly=NO ReqResv=YES OverSubscribe=EXCLUSIVE State=UP\n"
+        "MaxNodes=4 MinNodes=2 RootOnly=NO ReqResv=YES OverSubscribe=EXCLUSIVE State=UP\n"
         "PartitionName=any AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL ExclusiveUser=NO "
-        "MaxNodes=UNLIMITED RootOnly=YES ReqResv=NO OverSubscribe=NO State=UP\n"
+        "MaxNodes=UNLIMITED MinNodes=0 RootOnly=YES ReqResv=NO OverSubscribe=NO State=UP\n"
         "PartitionName=many OverSubscribe=FORCE:2 State=UP\n"
     )
     gpu, every, many = parse.cluster(text)[1]
@@ -135,6 +135,7 @@ def test_partitions_say_who_may_use_them_and_how() -> None:
     assert (gpu.exclusive, gpu.exclusive_user, gpu.max_nodes, gpu.requires_reservation) == (True, True, 4, True)
     assert (every.exclusive, every.exclusive_user, every.max_nodes, every.root_only) == (False, False, None, True)
     assert (every.allow_accounts, every.allow_qos, every.requires_reservation) == ([], [], False)
+    assert (gpu.min_nodes, every.min_nodes, many.min_nodes) == (2, 1, 1)
     assert not many.exclusive
     assert (gpu.allow_groups, every.allow_groups, many.allow_groups) == (["ml", "bio"], [], [])
 

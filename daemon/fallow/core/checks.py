@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from fallow.core.courtesy import needed_nice, nice_for
+from fallow.core.courtesy import needed_nice, nice_for, too_small_for
 from fallow.core.kinds import open_to
 from fallow.core.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
@@ -93,6 +93,9 @@ def partitions(
             fix = f"only members of {', '.join(partition.allow_groups)} may submit there; name another partition"
             if named:
                 checks.append(Check(f"harvest {partition.partition}", Level.FAIL, "not open to your groups", fix))
+        elif small := too_small_for(partition):
+            if named:
+                checks.append(Check(f"harvest {partition.partition}", Level.FAIL, small, "name another partition"))
         elif why is not None and allow_without_preemption:
             fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
             checks.append(Check(f"harvest {partition.partition}", Level.FAIL, f"not harvested: {why}", fix))

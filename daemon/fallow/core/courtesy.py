@@ -81,10 +81,15 @@ def unfair(config: ClusterConfig, partition: PartitionInfo, others: Collection[P
     return ""
 
 
+def too_small_for(partition: PartitionInfo) -> str:
+    """Why Slurm would take no request of ours there, each being for one node; empty if it would."""
+    return f"its jobs have {partition.min_nodes} nodes at least, a request has one" if partition.min_nodes > 1 else ""
+
+
 def refusals(
     cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unseen: bool, allow_unfair: bool
 ) -> dict[str, str]:
-    """Partitions that must not be harvested, with the reason. Where Slurm preempts our jobs, everything is allowed.
+    """Partitions that must not be harvested, with the reason. Where Slurm preempts our jobs, only what it refuses.
 
     Args:
         cluster: one poll.
@@ -94,7 +99,9 @@ def refusals(
     """
     found: dict[str, str] = {}
     for partition in cluster.partitions:
-        if partition.preempts:
+        if why := too_small_for(partition):
+            found[partition.partition] = why
+        if why or partition.preempts:
             continue
         why = "" if config is None or allow_unfair else unfair(config, partition, cluster.partitions)
         if unseen and not allow_unseen:

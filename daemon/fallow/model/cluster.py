@@ -100,8 +100,9 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     "OverSubscribe=EXCLUSIVE: every job takes whole nodes"
     exclusive_user: bool = False
     "a node runs the jobs of one user at a time"
+    min_nodes: int = 1
     max_nodes: int | None = None
-    "per job; None: unlimited"
+    "both per job; None: unlimited"
     root_only: bool = False
     allow_accounts: list[str] = []
     "these five: empty means all may, or nobody is denied"

@@ -360,6 +360,7 @@ def partition(row: Mapping[str, str]) -> PartitionInfo:
         qos=word(row.get("QoS", "")),
         exclusive=exclusive in ("NODE", "TOPO") or row.get("OverSubscribe", "").upper().startswith("EXCLUSIVE"),
         exclusive_user=exclusive == "USER" or row.get("ExclusiveUser", "").upper() == "YES",
+        min_nodes=max(1, count(row.get("MinNodes", ""))),
         max_nodes=count(most) if (most := word(row.get("MaxNodes", ""))) else None,
         root_only=row.get("RootOnly", "").upper() == "YES",
         allow_accounts=names(row.get("AllowAccounts", "")),

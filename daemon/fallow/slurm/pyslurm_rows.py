@@ -133,6 +133,7 @@ def partition(found: Any) -> dict[str, str]:
         "QoS": found.qos or "",
         "OverSubscribe": found.oversubscribe or "",
         "ExclusiveUser": _yes(found.is_user_exclusive),
+        "MinNodes": _number(found.min_nodes),
         "MaxNodes": _number(found.max_nodes),
         "RootOnly": _yes(found.is_root_only),
         "AllowAccounts": ",".join(found.allowed_accounts),
