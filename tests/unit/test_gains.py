@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -24,19 +25,23 @@ from fallow.head import accounts, gauge
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.gains import gains
 from fallow.head.harvest import Harvest
+from fallow.head.metrics import Metrics
 from fallow.head.turn import Turn
 from fallow.head.views import run_view, shown
 from fallow.model import (
     AllocationKind,
     AllocationState,
     Beat,
+    ChangeKind,
     ClusterConfig,
     ClusterState,
     FallowError,
+    GenerationReport,
     JobInfo,
     JobRequest,
     NodeInfo,
     PartitionInfo,
+    Parts,
     RunSpec,
     RunStatus,
     RunView,
@@ -273,6 +278,42 @@ def test_the_view_of_a_run_that_ended_a_while_ago_is_made_once(desk: Desk, monke
     assert (made[3:].count("going"), made[3:].count("over")) == (5, 3)
     over.roster.message, over.revision = "its checkpoints are gone", over.revision + 1
     assert shown(over, 0.0, NOW + 64.0).message == "its checkpoints are gone"
+
+
+def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk) -> None:
+    walks = 0
+
+    class History(list[GenerationReport]):
+        def __iter__(self) -> Iterator[GenerationReport]:
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    run, metrics = desk.run("a", members=1), Metrics(None)
+    metrics._served = True
+
+    def changed(generation: int) -> None:
+        report = GenerationReport(
+            generation=generation,
+            kind=ChangeKind.ABSORB,
+            members=["w0"],
+            first_step=1,
+            pause_s=0.5,
+            parts=Parts(),
+            at=1.0,
+        )
+        run.roster.history.append(report)
+
+    run.roster.history = History()
+    for generation in (1, 2, 3):
+        changed(generation)
+    for _ in range(5):
+        metrics.update(desk.book)
+    changed(7)
+    for _ in range(5):
+        metrics.update(desk.book)
+    (found,) = [one for one in metrics._pause.collect()[0].samples if one.name.endswith("_count")]
+    assert (found.value, walks) == (4, 2)
 
 
 class Slurm:

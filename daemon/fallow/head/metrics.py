@@ -52,8 +52,11 @@ class Metrics:
         for state in AllocationState:
             self._allocations.labels(state=state.value).set(sum(1 for a in live if a.state is state))
         for run in runs:
-            seen = self._seen.get(run.id, 0)
-            for generation in run.roster.history:
+            seen, history = self._seen.get(run.id, 0), run.roster.history
+            if not history or history[-1].generation <= seen:
+                # As with all that have ended, which may be thousands, four times a second.
+                continue
+            for generation in history:
                 if generation.generation > seen and generation.pause_s is not None:
                     self._pause.labels(kind=generation.kind.value).observe(generation.pause_s)
                 seen = max(seen, generation.generation)
