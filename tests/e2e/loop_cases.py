@@ -122,6 +122,14 @@ def main() -> None:
     def at_step(own: Case, step: int) -> bool:
         return own.run.final_shard and own.run.step == step
 
+    def evaluates(case: Case) -> None:
+        case.step()
+        if case.run.final_shard:
+            case.means.append(case.run.mean(10.0))
+
+    def never(case: Case) -> bool:
+        return False
+
     found = {
         "usual": case().train(Case.step),
         "counts bodies": case().train(lambda own: own.step(when=own.bodies % 2 == 0)),
@@ -132,6 +140,8 @@ def main() -> None:
         "left": case().train(Case.step, leave=lambda own: at_step(own, 1)),
         "left by one": case().train(Case.step, leave=lambda own: own.run.is_main and at_step(own, 1)),
         "mean of one": case().train(Case.step, after=lambda run: run.mean(run.rank) if run.is_main else run.barrier()),
+        "evaluation": case().train(evaluates, leave=never),
+        "a mean more": case().train(evaluates),
         "stream": case().train(Case.step, stream=8 * SHARDS),
         **{
             f"{name} on rank 1": case().train(Case.step, stream=6 * SHARDS + more * (rank == 1))

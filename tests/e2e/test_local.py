@@ -288,6 +288,8 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
     assert done.result["left"] == pytest.approx(alone["left"], abs=1e-12)
     assert "step 2: 1 of 2 members left the run.steps loop" in done.result["left by one"]
     assert "different places of the script: 1 in run.mean, 1 in run.barrier" in done.result["mean of one"]
+    assert done.result["evaluation"] == pytest.approx(alone["evaluation"], abs=1e-12)
+    assert "step 0: 1 bodies of this step have no part in a run.mean" in done.result["a mean more"]
     for longer in ("one sample more", "two steps more", "one batch less", "another order"):
         assert "checksum of the samples" in done.result[f"{longer} on rank 1"], longer
 

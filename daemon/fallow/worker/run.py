@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
 from fallow.worker import fixed, process, state
-from fallow.worker.control import exact_sum
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.loader import ElasticLoader, check_loader
@@ -58,7 +57,6 @@ class Run:
         self._member = Member(self._prepared, self._gate, self._seed, session, welcome, group)
         self._place = self._member.place
         self._loop = Loop(self._member)
-        self._slot = 0
         self._released = False
         self._call: Generator[Any, None, None] | None = None
         "the run.steps call at work, or the last one"
@@ -122,9 +120,7 @@ class Run:
         body = self._call = self._loop.steps(loader, epochs, max_steps)
         try:
             with self._released_by_head():
-                for batch in body:
-                    self._slot = 0
-                    yield batch
+                yield from body
         finally:
             body.close()
 
@@ -236,10 +232,14 @@ class Run:
         """The step's mean of a metric over all samples.
 
         In a void body: this member's part so far. In the final body (all members must call it there): the sum of
-        weight x value over all shards of the step. Outside `steps`: the plain mean over the members.
+        weight x value over all shards of the step; a body that was left out (`continue`) counts as 0. Asked for in
+        final bodies only, as after an evaluation, and outside `steps`: the plain mean over the members.
 
         If a member dies in the middle of it, the step is done again; after something has acted in this body, such as
         an optimizer's step, it is NaN on all members that are left, or the value with the state of those who have it.
+
+        Raises:
+            FallowError: some bodies have asked for it and others not.
         """
         step = self._loop.step
         value = float(x.detach() if isinstance(x, torch.Tensor) else x)
@@ -248,50 +248,54 @@ class Run:
         if not self._gate.in_body:
             with self._released_by_head():
                 return self._loop.together(Kind.MEAN, value)
-        slot, self._slot = self._slot, self._slot + 1
-        while slot >= len(step.slots):
-            step.slots.append({})
-        if step.weight:
-            step.slots[slot][step.shard] = step.weight * value
-        if not self.final_shard:
-            return value
-        if slot == len(step.sums):
-            total = self._sum_shards(step.slots[slot])
-            if total is not None:
-                step.sums.append(total)
+        slot = step.means.note(step.shard, step.weight * value if step.weight else None)
+        return self._in_final(slot, value) if self.final_shard else value
+
+    def barrier(self) -> None:
+        """Wait for all members; in a void body it does nothing."""
+        if self._loop.step.rehearsing or not self._place.in_sync:
+            return
+        if not self._gate.in_body:
+            with self._released_by_head():
+                self._loop.together(Kind.BARRIER, 0.0)
+        elif self.final_shard:
+            self._in_final(None, 0.0)
+
+    def _in_final(self, slot: int | None, value: float) -> float:
+        """A call in the final body: `slot` says which mean of the body it is, None that it is a barrier."""
+        step = self._loop.step
+        if step.means.unanswered:
+            told = self._gathered(step.means.tell(slot, value, step.shards, trains=step.trains))
+            if told is not None:
+                try:
+                    step.means.answer(told)
+                except FallowError as error:
+                    raise self._gate.refuse(f"step {self.step}: {error.message}") from None
             elif self._gate.acted:
                 self._place.doubtful = True
             else:
                 step.void()
-        if slot < len(step.sums):
-            return step.sums[slot]
+        result = step.means.result()
+        if result is not None:
+            return result
         # The body is void, or nobody may have a value of his own from here on.
         return math.nan if self._place.doubtful else value
 
-    def barrier(self) -> None:
-        """Wait for all members; in a void body it does nothing."""
-        if self._gate.in_body:
-            self.mean(0.0)
-        elif self._place.in_sync:
-            with self._released_by_head():
-                self._loop.together(Kind.BARRIER, 0.0)
-
-    def _sum_shards(self, parts: dict[int, float]) -> float | None:
-        # All parts and an exact sum: who computed which shard does not show in the last bit. Gathered, not reduced:
+    def _gathered(self, cells: torch.Tensor) -> list[torch.Tensor] | None:
+        # All parts, for an exact sum: who computed which shard does not show in the last bit. Gathered, not reduced:
         # if others are in the step's reduction by mistake, gloo takes neither for a part of the other.
-        values = [*parts.values(), *[0.0] * (self._loop.step.most - len(parts))]
         progress = self._session.progress if self._session is not None else None
         if progress is not None:
             progress.in_mean = True
         try:
-            cells = self._member.group.all_gather(torch.tensor(values, dtype=torch.float64))
+            told = self._member.group.all_gather(cells)
             self._member.group.wait()
         except Interrupted:
             return None
         finally:
             if progress is not None:
                 progress.in_mean = False
-        return exact_sum([float(value) for part in cells for value in part])
+        return told
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.

@@ -14,6 +14,7 @@ from fallow.worker import rng
 from fallow.worker.control import StepPlan
 from fallow.worker.group import Interrupted
 from fallow.worker.ledger import Done, Fed
+from fallow.worker.means import Means
 from fallow.worker.member import Member
 from fallow.worker.phases import Phases
 from fallow.worker.source import Key, Source
@@ -37,13 +38,8 @@ class Step:
         self.shards = 1
         "shards in a full step"
         self.shard = 0
-        self.most = 1
-        "shards of the member that has the most of this step"
         self.weight = 0.0
-        self.slots: list[dict[int, float]] = []
-        "run.mean: weight x value by shard, for each call in a body, in order"
-        self.sums: list[float] = []
-        "what the members have summed up together in the final body, in order"
+        self.means = Means()
         self.watch = Watch(member.prepared, member.gate)
         self._examples: dict[int, Any] = {}
         "phase -> the last batch with which a body came to a backward"
@@ -74,7 +70,6 @@ class Step:
         samples, shards, crcs = cut.samples, len(cut.sizes), cut.crcs
         keys = [Key(at.data_epoch, at.index, shard) for shard in range(shards)]
         mine = member.duties(shards)
-        self.most = max(member.division.shares(shards))
         pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase))
@@ -82,8 +77,7 @@ class Step:
         # In its first step a newcomer's optimizers may still be under way.
         reducer.agreement = self.watch.agreement(rates=self._fed is not None and self._fed[0] == generation)
         reducer.piece = self.watch.piece(at.step)
-        self.slots = []
-        self.sums = []
+        self.means.begin_step()
         self.shards = loader.shards
         gate.single = shards == 1
         before = member.buffers()
@@ -159,6 +153,7 @@ class Step:
         gate.open, gate.in_body, gate.stepped, gate.acted = False, True, False, False
         self.phases.begin_body(at, shard)
         self.watch.begin_body()
+        self.means.begin_body()
         self._on_batch()
         member.move()
         member.pace.restart()
@@ -172,8 +167,15 @@ class Step:
             raise
         self.watch.end_body(void=not self.final_shard)
         self.phases.end_body()
+        if self.weight and not self.final_shard:
+            self.means.end_body(shard, trained=self._backwards > 0)
         if self._backwards:
             self._examples[at.phase] = batch
+
+    @property
+    def trains(self) -> bool:
+        """Bodies of this loop, or of its phase at work, have come to a backward."""
+        return self._member.place.position.phase in self._examples
 
     def void(self) -> None:
         """The group broke in this body before anything acted: the step is done again."""
