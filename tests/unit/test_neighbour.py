@@ -269,6 +269,35 @@ def test_jobs_that_share_nodes_with_their_own_user_alone(by_partition: bool) -> 
         assert given([plain, waits("3", user="alice", exclusive=False)], node("n1")) == []
 
 
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "per_task", "memory", "given"),
+    [
+        (2, 6, 1, 500, ["n4"]),  # 4 on ours and 2 beside bob's job; evenly it would be 3 and 3
+        (2, 7, 1, 500, ["n4", "n3"]),  # 4 and 3
+        (2, 3, 2, 500, ["n4"]),  # 2 and 1
+        (2, 6, 1, 1000, ["n4", "n3"]),  # beside bob's job there is memory for one
+        (3, 5, 1, 500, ["n4"]),  # 2, 2 and 1: two on the cheap nodes, one on ours, or 4 there
+        (2, 4, 1, 500, []),  # 2 and 2 of what is free, as evenly
+        (2, 9, 1, 500, []),  # on no two nodes
+    ],
+)
+def test_tasks_go_where_there_is_room(nodes: int, tasks: int, per_task: int, memory: int, given: list[str]) -> None:
+    places = [node(f"n{i}", "MIXED", cpus_used=2, memory_used_mb=2500) for i in (1, 2)]
+    places += [node("n3", "ALLOCATED"), node("n4", "ALLOCATED")]
+    bobs = [runs(f"5{i}", [f"n{i}"], exclusive=False, cpus_per_node=2, memory_mb_per_node=2500) for i in (1, 2)]
+    job = waits(
+        "1",
+        nodes,
+        exclusive=False,
+        tasks=tasks,
+        cpus_per_task=per_task,
+        memory_mb_per_task=memory,
+        cpus_per_node=-(-tasks * per_task // nodes),
+        memory_mb_per_node=-(-tasks * memory // nodes),
+    )
+    assert given_back(standing(places, [*bobs, job], [held("n3", 200), held("n4", 100)])) == given
+
+
 def test_completing_jobs_are_waited_for_unless_they_are_stuck() -> None:
     def ending(ago: float) -> list[str]:
         nodes = [node("n1", "ALLOCATED"), node("n2", "IDLE", flags=["COMPLETING"])]

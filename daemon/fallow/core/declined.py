@@ -38,7 +38,7 @@ def sort_of(waiting: Waiting) -> Sort:
 def _asks(job: JobInfo) -> Sort:
     who = (job.user, job.account, job.qos, job.partition, job.reservation, job.time_limit_s)
     nodes = (job.num_nodes, job.constraint, *job.required_nodes, "", *job.excluded_nodes)
-    alone = (job.exclusive, job.exclusive_user)
+    alone = (job.exclusive, job.exclusive_user, job.tasks, job.cpus_per_task, job.memory_mb_per_task)
     return (*who, job.cpus_per_node, job.memory_mb_per_node, job.gpus_per_node, job.gpu_type, *alone, *nodes)
 
 

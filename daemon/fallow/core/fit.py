@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import islice
 
 FEW_NODES = 16
@@ -210,6 +211,40 @@ class Packing:
         self._back_to(start)
         self._jobs -= 1
         return more
+
+    def divide(self, part: Part, tasks: int, share: Share) -> list[int] | None:
+        """How many of a job's tasks its nodes take, each one at least, so that the fewest dear ones are needed.
+
+        Args:
+            part: as many nodes as it says, among those.
+            tasks: in all.
+            share: what one task needs.
+
+        Returns:
+            The most first; None where there is no room for them all.
+        """
+        rooms: tuple[list[int], list[int]] = [], []
+        for node in part.may:
+            rank, place = self._rank[node], self._places[node]
+            slots = None if self._free[rank] else self._slots[self._holder[node]]
+            if slots is not None and (slots.count > 1 or slots.shares[0].whole):
+                continue
+            there = () if slots is None else slots.shares
+            room = (place.cpus - sum(each.cpus for each in there)) // share.cpus
+            if share.memory_mb:
+                room = min(room, (place.memory_mb - sum(each.memory_mb for each in there)) // share.memory_mb)
+            if room > 0:
+                rooms[rank >= self._first_dear].append(room)
+        cheap, dear = (nlargest(part.nodes, some) for some in rooms)
+        for paid in range(part.nodes + 1):
+            chosen = sorted([*cheap[: part.nodes - paid], *dear[:paid]], reverse=True)
+            if len(chosen) == part.nodes and sum(chosen) >= tasks:
+                taken: list[int] = []
+                for index, room in enumerate(chosen):
+                    others = part.nodes - index - 1
+                    taken.append(min(room, tasks - sum(taken) - others))
+                return taken
+        return None
 
     def _place_part(self, part: Part, job: int) -> bool:
         if part.nodes < max(1, len(part.must)):

@@ -16,7 +16,7 @@ from itertools import islice
 
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
-from fallow.core.fit import Packing, Part, Share
+from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
 from fallow.core.waiting import Waiting, others_waiting
 from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
@@ -26,6 +26,9 @@ VARIANTS = 16
 
 ELEMENTS = 256
 """Elements of a job array that are placed at once."""
+
+DIVIDED = 200_000
+"""Nodes that are looked at, in all, for jobs whose tasks need not be spread evenly over their nodes."""
 
 STARTS = 1000
 """Jobs (elements of arrays each) that are placed at once: twice as many as one cycle of Slurm's backfill looks at."""
@@ -152,6 +155,7 @@ class _View:
         self._shadows: list[tuple[float, frozenset[str]]] = []
         "(Unix time, nodes that are kept for a planned job from then on)"
         self._fits: dict[object, frozenset[str]] = {}
+        self._looks = DIVIDED
 
     @property
     def free_now(self) -> frozenset[str]:
@@ -165,7 +169,7 @@ class _View:
         numbers: list[int] = []
         variants = self._variants(waiting, self._within_reach)
         for _ in range(min(waiting.startable, ELEMENTS)):
-            number = self._cheapest(variants)
+            number = self._cheapest(waiting, variants)
             if number is None:
                 break
             numbers.append(number)
@@ -173,11 +177,51 @@ class _View:
             self._cast_shadow(waiting)
         return numbers
 
-    def _cheapest(self, variants: list[list[Part]]) -> int | None:
-        if len(variants) == 1:
+    def _cheapest(self, waiting: Waiting, variants: list[list[Part]]) -> int | None:
+        uneven = any(job.tasks for job in waiting.jobs)
+        if len(variants) == 1 and not uneven:
             return self.packing.place(variants[0])
-        costs = [(cost, i) for i, parts in enumerate(variants) if (cost := self.packing.cost_of(parts)) is not None]
+        costs = self._costs(variants)
+        if uneven and not (costs and min(costs)[0] == 0):
+            variants = [*variants, *self._divided(waiting, variants)]
+            costs = self._costs(variants)
         return self.packing.place(variants[min(costs)[1]]) if costs else None
+
+    def _costs(self, variants: list[list[Part]]) -> list[tuple[int, int]]:
+        """Dear nodes for each of them that fits, and its number."""
+        found = ((self.packing.cost_of(parts), i) for i, parts in enumerate(variants))
+        return [(cost, i) for cost, i in found if cost is not None]
+
+    def _divided(self, waiting: Waiting, variants: list[list[Part]]) -> list[list[Part]]:
+        """The same with tasks where there is room for them: 4 and 2 where 3 and 3 do not fit."""
+        found: list[list[Part]] = []
+        for parts in variants:
+            ways = [self._divide(job, part) for job, part in zip(waiting.jobs, parts, strict=True)]
+            if all(ways):
+                found.append([part for way in ways for part in way])
+        return found
+
+    def _divide(self, job: JobInfo, part: Part) -> list[Part]:
+        """[]: not possible."""
+        if not job.tasks or part.share.whole:
+            return [part]
+        if part.must or part.nodes > FEW_NODES or self._looks < len(part.may):
+            return []
+        self._looks -= len(part.may)
+        task = replace(part.share, cpus=job.cpus_per_task, memory_mb=job.memory_mb_per_task)
+        each = self.packing.divide(part, job.tasks, task)
+        return [
+            replace(
+                part,
+                nodes=1,
+                share=replace(
+                    task,
+                    cpus=tasks * task.cpus,
+                    memory_mb=tasks * task.memory_mb or part.share.memory_mb,
+                ),
+            )
+            for tasks in each or ()
+        ]
 
     def _variants(self, waiting: Waiting, among: frozenset[str]) -> list[list[Part]]:
         """All ways to place a job: one partition and one alternative of its constraint for each component."""
