@@ -109,6 +109,10 @@ def main() -> None:
         for options in case.optimizer.param_groups:
             options["lr"] *= 0.9
 
+    def freezes(case: Case) -> None:
+        case.step()
+        case.model.bias.requires_grad_(not case.run.is_main)
+
     def drifts(case: Case) -> None:
         case.step()
         if case.run.final_shard:
@@ -135,6 +139,7 @@ def main() -> None:
         "counts bodies": case().train(lambda own: own.step(when=own.bodies % 2 == 0)),
         "is_main": case().train(lambda own: own.step(when=own.run.is_main)),
         "own rate": case().train(decays),
+        "own freezing": case().train(freezes),
         "own weights": case().train(drifts),
         "skips": case().train(Case.step, skips),
         "left": case().train(Case.step, leave=lambda own: at_step(own, 1)),

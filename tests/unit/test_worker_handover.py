@@ -203,6 +203,21 @@ def test_state_lies_in_memory_as_its_parameter_does_wherever_it_comes_from(how: 
     equal(old, new)
 
 
+def test_what_was_frozen_on_the_way_is_frozen_for_a_newcomer() -> None:
+    old, new = Member(1, OPTIMIZERS["momentum"]), Member(2, OPTIMIZERS["momentum"])
+    old.standing.value = HOLDS
+    old.train(1)
+    old.model.wide.requires_grad_(False)
+    new.model.norm.requires_grad_(False)  # by a rehearsal that went another way
+    change(3, [old, new])
+    frozen = {name for name, parameter in new.model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"wide.weight", "wide.bias", "frozen"}
+    for member in (old, new):
+        member.optimizer.zero_grad()
+        member.train(2)
+    equal(old, new)
+
+
 def test_several_donors_and_several_receivers_and_rank_0_is_new() -> None:
     members = [Member(seed, OPTIMIZERS["adamw"]) for seed in (5, 1, 1, 6, 1, 7)]
     for rank in (1, 2, 4):

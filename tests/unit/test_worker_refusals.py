@@ -227,7 +227,7 @@ def test_parameters_that_come_later(script: Script) -> None:
 
 def test_thawing_in_the_loop(script: Script) -> None:
     script.model[0].requires_grad_(False)
-    with pytest.raises(FallowError, match="frozen in the first"):
+    with pytest.raises(FallowError, match="frozen when it was prepared"):
         script.train(lambda x: (script.usual(x), script.model[0].requires_grad_(True)))
 
 
@@ -266,6 +266,31 @@ def test_buffers_that_grow_in_forward(trained: bool, rehearsed: bool, script: Sc
     with pytest.raises(FallowError, match=r"buffer model\.0\.3\.seen changed its shape or type in forward: give it"):
         rehearse() if rehearsed else script.train(body)
     assert not reached, "nothing of it was told to other members"
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_freezing_after_prepare_keeps_the_place_in_the_sums(reproducible: bool) -> None:
+    """So a newcomer whose script comes to the loop later, with a part frozen by then, sums up what the members do."""
+    early, late = Script(), Script()
+    for script, freeze_at in ((early, 0), (late, 1)):
+        prepared = (script.model, script.optimizer, script.loader)
+        loader = script.run.prepare(*prepared, global_batch=6, reproducible=reproducible)[-1]
+        for call in range(3):
+            script.model[0].requires_grad_(call < freeze_at or call == 2)
+            before = script.model[0].weight.detach().clone()
+            for (x,) in script.run.steps(loader):
+                script.usual(x)
+            assert torch.equal(before, script.model[0].weight) == (freeze_at <= call < 2)
+    layouts = [script.run._member.reducer._names for script in (early, late)]
+    assert layouts[0] == layouts[1]
+    assert early.run._prepared.layout() == late.run._prepared.layout()
+    other = Script()
+    other.model[0].requires_grad_(False)
+    other.run.prepare(other.model, other.optimizer)
+    assert [line for line in other.run._prepared.layout() if line not in early.run._prepared.layout()] == [
+        "model.0.0.weight float32[4, 3] frozen",
+        "model.0.0.bias float32[4] frozen",
+    ]
 
 
 def test_freezing_a_part_for_a_while_as_gans_do(script: Script) -> None:

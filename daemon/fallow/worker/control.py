@@ -135,9 +135,10 @@ def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: i
     unlike = got.agreement != size * agreement or (control.drifted and not drift)
     if got.contributors == size and got.step == size * plan.step and unlike:
         raise FallowError(
-            f"at step {plan.step}: the members' weights, learning rates or counts of acting steps differ; every "
-            "prepared object has to act alike on all members: no `if` around it that depends on the rank, on a count "
-            "of bodies (use run.step) or on this member's own loss (use run.mean), and no other code changes weights",
+            f"at step {plan.step}: the members' weights, learning rates, frozen parameters or counts of acting steps "
+            "differ; every prepared object has to act alike on all members: no `if` around it that depends on the "
+            "rank, on a count of bodies (use run.step) or on this member's own loss (use run.mean), and no other code "
+            "changes weights",
         )
     wanted = {
         "members": (got.contributors, size),

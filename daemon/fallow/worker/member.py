@@ -77,7 +77,13 @@ class Member:
             prepared = self.prepared
             if prepared.reproducible:
                 enforce(prepared.devices())
-            self._reducer = Reducer(prepared.parameters(), prepared.buffers, prepared.arithmetic)
+            named = prepared.parameters()
+            frozen = [parameter for _, parameter in named if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)  # else it takes no hook
+            self._reducer = Reducer(named, prepared.buffers, prepared.arithmetic)
+            for parameter in frozen:
+                parameter.requires_grad_(False)
             self._reducer.flags = self._flags
             self._reducer.statistics = prepared.statistics
             self._reducer.elastic = self.session is not None

@@ -70,6 +70,8 @@ class Prepared:
         "how the run's gradients are added up"
         self._homes: list[_Home] | None = None
         "where buffers are found: a forward may put another tensor in a buffer's place"
+        self._trainable: dict[int, nn.Parameter] = {}
+        "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
         self.acts: list[int] = []
         "how often each object that acts has done so in bodies of this generation"
 
@@ -88,6 +90,7 @@ class Prepared:
             _check_module(thing)
         if isinstance(thing, nn.Module) and not averaged:
             self.modules.append(thing)
+            self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
             return
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise FallowError(
@@ -157,15 +160,18 @@ class Prepared:
     # ------------------------------------------------------------------------------------------------ parameters
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters with their names, in order, shared ones once."""
+        """Parameters that are trainable, or were when they were prepared, with names, in order, shared ones once."""
         seen: set[int] = set()
         named: list[tuple[str, nn.Parameter]] = []
         for number, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in seen:
+                if self._trains(parameter) and id(parameter) not in seen:
                     seen.add(id(parameter))
                     named.append((plain_name(f"model.{number}.{name}"), parameter))
         return named
+
+    def _trains(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad or id(tensor) in self._trainable
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers of all modules with their names, in order, shared ones once."""
@@ -237,6 +243,7 @@ class Prepared:
         """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
         return {
             "models": [_module_tensors(module) for module in self.modules],
+            "frozen": [[name for name, p in _parameters(m).items() if not p.requires_grad] for m in self.modules],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
             "arithmetic": self.arithmetic.export(),
@@ -257,6 +264,10 @@ class Prepared:
                     for name, tensor in own.items():
                         if tensor.data_ptr() != tensors[name].data_ptr():  # else it was received in place
                             tensor.copy_(tensors[name])
+            for module, frozen in zip(self.modules, state["frozen"], strict=True):
+                for name, parameter in _parameters(module).items():
+                    if parameter.requires_grad == (name in frozen):
+                        parameter.requires_grad_(name not in frozen)
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
@@ -276,8 +287,9 @@ class Prepared:
         """One line per tensor and object, for comparing a joiner with the run."""
         lines = [
             f"model.{number}.{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}".replace(" [", "[")
+            + " frozen" * (isinstance(t, nn.Parameter) and not self._trains(t))
             for number, module in enumerate(self.modules)
-            for name, t in _module_tensors(module).items()
+            for name, t in _named(module).items()
         ]
         for number, optimizer in enumerate(self.optimizers):
             sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -341,6 +353,10 @@ def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
 
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in _named(module).items()}
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:

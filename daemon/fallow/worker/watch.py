@@ -48,7 +48,8 @@ class Watch:
         if self._known is None:
             self._known = now
             self._trainable = prepared.parameters()
-            self._frozen = [parameter for parameter in now if not parameter.requires_grad]
+            trainable = {id(parameter) for _, parameter in self._trainable}
+            self._frozen = [parameter for parameter in now if id(parameter) not in trainable]
         elif len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
             raise FallowError(
                 "the prepared modules have other parameters than in the first run.steps loop: build the whole model "
@@ -97,10 +98,11 @@ class Watch:
     def agreement(self, *, rates: bool) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
-        Hyperparameters (with `rates`) and how often each object has acted in this generation.
+        Hyperparameters (with `rates`), how often each object has acted in this generation, and what is frozen.
         """
         # Numbers only: other hashes differ by process.
-        return hash((tuple(self._prepared.acts), self._rates() if rates else ())) & 0xFFFFFFFF
+        thawed = tuple([parameter.requires_grad for _, parameter in self._trainable])
+        return hash((tuple(self._prepared.acts), self._rates() if rates else (), thawed)) & 0xFFFFFFFF
 
     def piece(self, step: int) -> int:
         """A checksum of a piece of one parameter, another one in each step; 32 bits."""
@@ -187,8 +189,8 @@ class Watch:
             self._rates_before = rates
         if any(parameter.requires_grad for parameter in self._frozen):
             raise FallowError(
-                "a parameter that was frozen in the first run.steps loop has requires_grad=True now, and its gradient "
-                "would not be shared: leave requires_grad on from the start, and freeze it by a learning rate of 0",
+                "a parameter that was frozen when it was prepared has requires_grad=True now, and its gradient would "
+                "not be shared: leave requires_grad on until after run.prepare, and freeze it then",
                 Exit.DATA,
             )
 
