@@ -485,7 +485,12 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     withdrawn = {w.token for w in wishes if isinstance(w, Withdraw)}
     pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
     running = [a for a in allocations if a.state is AllocationState.RUNNING]
-    assert not new or len(pending) + len(new) <= rules.max_pending
+    assert not new or len(pending) + len(new) <= 2 * rules.max_pending
+    for ask in new:
+        elsewhere = [
+            a for a in pending if NOW - a.requested_at > rules.start_patience_s and a.partition != ask.partition
+        ]
+        assert len(pending) - len(elsewhere) + len(new) <= rules.max_pending
     more = [ask for ask in new if not ask.node]
     there = [ask for ask in more if ask.partition == "scavenge"]
     for most, some in ((rules.max_nodes, more), (rules.partition_nodes.get("scavenge"), there)):

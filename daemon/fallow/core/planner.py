@@ -15,10 +15,11 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
-from fallow.core.reach import Reach
-from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of
+from fallow.core.reach import Reach, Sort
+from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of, may_take
 from fallow.core.sharing import charge, requests_ahead, requests_for, share_out, surplus
 from fallow.core.targets import Targets
+from fallow.core.unstarted import LEAST_S
 from fallow.model import AllocationState, ClusterState
 
 NOTICE_S = 60.0
@@ -33,6 +34,8 @@ class Withdraw:
     reason: str
     too_long: bool = False
     "a shorter one might have started"
+    declined: tuple[str, ...] = ()
+    "idle nodes on which it could have started long ago"
 
 
 Wish = Ask | Withdraw | GiveBack
@@ -72,7 +75,10 @@ def plan(
     taboo = _taboo(cluster, standing)
     holes = holes_of(cluster, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
-    reach = Reach(cluster, [p for p in harvestable(cluster, rules) if p.partition not in taboo], known.backoff)
+    open_now = [p for p in harvestable(cluster, rules) if p.partition not in taboo]
+    reach = Reach(cluster, open_now, known.backoff, known.unstarted)
+    sorts = {demand.run: demand.sort for demand in demands}
+    declined = _declined(cluster, pending, holes, sorts, reach, known, standing, rules)
     staying = [a for a in _counted(harvest) if a.token not in given]
     found = share_out(demands, staying, {a.token for a in pending}, holes, reach, rules, cluster.at)
     if aims is not None:
@@ -80,12 +86,12 @@ def plan(
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     moves = found.release[: _moves(found, rules.max_pending - len(pending))]
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
-    withdrawn = withdraw(cluster, surplus(found), pending, standing, rules, holes)
+    withdrawn = withdraw(cluster, surplus(found), pending, standing, rules, holes, declined)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
     live = [a for a in harvest if a.token not in gone]
-    requests = Requests(cluster, live, kept, rules, known, holes, reach)
+    requests = Requests(cluster, live, kept, rules, known, holes, reach, sorts)
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = {a.token for a in [*found.unused, *moves]}
     for demand in demands:
@@ -164,8 +170,14 @@ def withdraw(
     standing: Standing,
     rules: HarvestRules,
     idle: Sequence[Hole],
+    declined: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Withdraw]:
-    """Requests that have lost their point, `surplus` (run -> requests) among them."""
+    """Requests that have lost their point, `surplus` (run -> requests) among them.
+
+    Args:
+        declined: token -> idle nodes on which Slurm does not start it.
+    """
+    declined = declined or {}
     out: list[Withdraw] = []
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
@@ -181,7 +193,8 @@ def withdraw(
             out.append(Withdraw(token, "the run no longer needs it"))
         elif waited_s > rules.pending_patience_s:
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
-            out.append(Withdraw(token, f"{what} within {rules.pending_patience_s:.0f} s"))
+            reason = f"{what} within {rules.pending_patience_s:.0f} s"
+            out.append(Withdraw(token, reason, declined=declined.get(token, ())))
         elif token in standing.compete:
             out.append(Withdraw(token, "somebody else waits for the same nodes"))
         elif _hopeless(allocation):
@@ -192,10 +205,64 @@ def withdraw(
             out.append(Withdraw(token, f"{allocation.pinned} takes no job any more"))
         elif allocation.pinned and allocation.partition in standing.wanted:
             out.append(Withdraw(token, "somebody else waits, and might have the node"))
+        elif token in declined:
+            where = declined[token]
+            reason = f"Slurm did not start it within {waited_s:.0f} s, with {', '.join(where[:3])} idle"
+            out.append(Withdraw(token, reason, declined=where))
         elif allocation.queued or allocation.pinned:
             continue
         elif waited_s > rules.start_patience_s and allocation.partition in unsure:
             out.append(Withdraw(token, f"{allocation.minutes} min do not fit", too_long=True))
+    return out
+
+
+def _declined(
+    cluster: ClusterState,
+    pending: Sequence[Allocation],
+    holes: Sequence[Hole],
+    sorts: Mapping[str, Sort],
+    reach: Reach,
+    known: Known,
+    standing: Standing,
+    rules: HarvestRules,
+) -> dict[str, tuple[str, ...]]:
+    """Requests (tokens) beside which nodes have been idle for too long, and those nodes; `reach` is told of them.
+
+    A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
+    may take its time.
+    """
+    contested = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
+    by_partition: dict[str, list[Hole]] = {}
+    for hole in holes:
+        if hole.sure:
+            by_partition.setdefault(hole.partition, []).append(hole)
+    taken: set[str] = set()
+    out: dict[str, tuple[str, ...]] = {}
+    found: list[tuple[Sort, str, str]] = []
+    for allocation in sorted(pending, key=lambda a: (a.requested_at, a.token)):
+        name, waited_s = allocation.partition, cluster.at - allocation.waits_since
+        sort = sorts.get(allocation.run)
+        if allocation.state is not AllocationState.PENDING or allocation.pinned or sort is None:
+            continue
+        least_s = max(LEAST_S, rules.start_patience_s, 4 * known.experience.wait_s(name, cluster.at))
+        if waited_s <= least_s:
+            continue
+        nodes = []
+        for hole in by_partition.get(name, ()):
+            patience_s = rules.pending_patience_s if hole.node in contested else least_s
+            if min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) <= patience_s:
+                continue
+            same = hole.part is None if allocation.part is None else hole.part == allocation.part
+            short = may_take(allocation, hole.length_s, cluster.at, rules)
+            if same and short and reach.takes(sort, hole.node, name, hole.part):
+                nodes.append(hole.node)
+        free = [node for node in nodes if node not in taken]
+        if free:
+            taken.add(free[0])
+            out[allocation.token] = tuple(nodes)
+            found += [(sort, node, name) for node in nodes]
+    for sort, node, name in found:
+        reach.decline(sort, node, name)
     return out
 
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.holes import Part
 from fallow.core.kinds import Kind, may_use
+from fallow.core.unstarted import FIRST_S, Unstarted
 from fallow.model import ClusterState, PartitionInfo
 
 Sort = tuple[Kind, tuple[str, ...], Asker]
@@ -20,13 +21,21 @@ class Reach:
         cluster: the poll.
         partitions: that may be harvested.
         backoff: partitions that somebody should not ask in for a while.
+        unstarted: nodes on which Slurm does not start our requests.
     """
 
-    def __init__(self, cluster: ClusterState, partitions: Iterable[PartitionInfo], backoff: Backoff) -> None:
+    def __init__(
+        self, cluster: ClusterState, partitions: Iterable[PartitionInfo], backoff: Backoff, unstarted: Unstarted
+    ) -> None:
         self._at = cluster.at
         self._nodes = {node.node: node for node in cluster.nodes}
         self._partitions = list(partitions)
         self._backoff = backoff
+        self._unstarted = unstarted
+        self._declined: set[tuple[Hashable, str, str]] = set()
+        "(sort, node, partition) of those that were found just now"
+        self._suspect = unstarted.nodes()
+        "nodes that are declined to somebody"
         self._of_node: dict[str, list[str]] = {}
         self._known: dict[Hashable, frozenset[str]] = {}
 
@@ -53,8 +62,29 @@ class Reach:
 
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
         """Can they use this node, or this part of it, in any of these partitions?"""
+        known, may = self._nodes.get(node), self.partitions(sort)
+        if known is None or may.isdisjoint(partitions) or not sort[0].suits(known, part):
+            return False
+        return node not in self._suspect or any(
+            name in may and not self._declined_s(sort, node, name) for name in partitions
+        )
+
+    def takes(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> bool:
+        """Does a request of such runs stand for this node, as far as we have seen?"""
         known = self._nodes.get(node)
-        return known is not None and not self.partitions(sort).isdisjoint(partitions) and sort[0].suits(known, part)
+        return known is not None and sort[0].suits(known, part) and not self._declined_s(sort, node, partition)
+
+    def decline(self, sort: Sort, node: str, partition: str) -> None:
+        """Slurm does not start them there: none is asked for in this plan."""
+        self._declined.add((sort, node, partition))
+        self._suspect.add(node)
+
+    def _declined_s(self, sort: Sort, node: str, partition: str) -> float:
+        if node not in self._suspect:
+            return 0.0
+        if (sort, node, partition) in self._declined:
+            return FIRST_S
+        return self._unstarted.declined_s(node, sort, partition, self._at)
 
     def unsuited(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> str:
         """Why they cannot; empty: they can."""
@@ -64,4 +94,7 @@ class Reach:
                 return f"left alone: nothing is asked for in {partition} for {until - self._at:.0f} s"
             return f"not open: no run may use {partition}"
         known = self._nodes.get(node)
-        return "" if known is not None and sort[0].suits(known, part) else "of another kind: no run can use it"
+        if known is None or not sort[0].suits(known, part):
+            return "of another kind: no run can use it"
+        declined_s = self._declined_s(sort, node, partition)
+        return f"declined: Slurm starts no request there; left alone for {declined_s:.0f} s" if declined_s else ""

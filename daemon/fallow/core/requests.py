@@ -24,6 +24,7 @@ from fallow.core.kinds import Kind, open_to
 from fallow.core.lengths import LADDER, Costs, best_minutes, worth
 from fallow.core.reach import Reach, Sort
 from fallow.core.survival import Curve
+from fallow.core.unstarted import Unstarted
 from fallow.core.worth import Worth
 from fallow.model import ClusterState, PartitionInfo
 
@@ -118,6 +119,7 @@ class Known:
     experience: Experience = field(default_factory=Experience)
     watch: HoleWatch = field(default_factory=HoleWatch)
     backoff: Backoff = field(default_factory=Backoff)
+    unstarted: Unstarted = field(default_factory=Unstarted)
 
 
 def holes_of(cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, known: Known) -> list[Hole]:
@@ -162,6 +164,7 @@ class Requests:
         pending: those of them that Slurm has not started and that are not withdrawn.
         holes: of the poll, best first.
         reach: which of them runs can use.
+        sorts: of the runs.
     """
 
     def __init__(
@@ -173,11 +176,13 @@ class Requests:
         known: Known,
         holes: Sequence[Hole],
         reach: Reach,
+        sorts: Mapping[str, Sort],
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
         self._partitions = {p.partition: p for p in harvestable(cluster, rules)}
         self._nodes = {node.node: node for node in cluster.nodes}
         self._reach = reach
+        self._sorts = sorts
         self._curves: dict[str, Curve] = {}
         self._best: dict[tuple[object, ...], int | None] = {}
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
@@ -207,7 +212,15 @@ class Requests:
             self._minutes.add((allocation.partition, allocation.minutes or 0))
             if not allocation.pinned:
                 self._take_one(allocation)
-        self.room = rules.max_pending - len(pending)
+        self._fresh = 0
+        self._stale: dict[str, int] = {}
+        "requests by partition that have waited for long: they keep nobody from asking elsewhere"
+        for allocation in pending:
+            if cluster.at - allocation.waits_since > rules.start_patience_s:
+                self._stale[allocation.partition] = self._stale.get(allocation.partition, 0) + 1
+            else:
+                self._fresh += 1
+        self._all_stale = sum(self._stale.values())
         self._why: dict[tuple[str, str], str] = {}
         "(node, partition) -> why it was not asked for there when it was looked at"
         self._unsuited_for: dict[tuple[str, str], str] = {}
@@ -222,9 +235,10 @@ class Requests:
         if allocation.part is not None:
             self._taken.add(allocation.part.node)
             return
-        there = (h for h in self._holes if h.partition == allocation.partition and h.node not in self._taken)
-        whole = (h for h in there if h.part is None)
-        fitting = (h for h in whole if may_take(allocation, h.length_s, self._cluster.at, self._rules))
+        sort, name = self._sorts.get(allocation.run), allocation.partition
+        there = (h for h in self._holes if h.partition == name and h.part is None and h.node not in self._taken)
+        known = (h for h in there if sort is None or self._reach.takes(sort, h.node, name))
+        fitting = (h for h in known if may_take(allocation, h.length_s, self._cluster.at, self._rules))
         if (hole := next(fitting, None)) is not None:
             self._taken.add(hole.node)
         else:
@@ -263,14 +277,19 @@ class Requests:
         among: Callable[[Hole], bool] | None = None,
     ) -> Ask | None:
         """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
-        if self.room <= 0:
-            self._stop = f"too many requests: {self._rules.max_pending} wait already, as many as may at once"
+        too_many = f"too many requests: {self._rules.max_pending} wait already, as many as may at once"
+        closed = {name for name in self._partitions if not self._room(name)}
+        if len(closed) == len(self._partitions):
+            self._stop = too_many
             return None
         if self._full():
             return None
         tried: set[str] = set()
         for hole in self._holes_for(demand):
             if hole.node in self._taken or self._full(hole.partition):
+                continue
+            if hole.partition in closed:
+                self._stop = too_many
                 continue
             if hole.node in demand.barred:
                 self._why[hole.node, hole.partition] = f"barred: {demand.run} does without it"
@@ -293,10 +312,10 @@ class Requests:
 
     def ahead(self, demand: Demand, budget_node_s: float | None, coming: Iterable[Hole]) -> Ask | None:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
-        if self.room <= 0 or self.waiting >= self._rules.ahead or self._full():
+        if self.waiting >= self._rules.ahead or self._full():
             return None
         for hole in islice(coming, TRIES):
-            if hole.node in demand.barred or self._full(hole.partition):
+            if hole.node in demand.barred or self._full(hole.partition) or not self._room(hole.partition):
                 continue
             if not self._reach.suits(demand.sort, hole.node, (hole.partition,)):
                 continue
@@ -313,7 +332,7 @@ class Requests:
     def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:
         """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
         partition = self._partitions.get(leaving.partition)
-        if self.room <= 0 or partition is None or len(leaving.nodes) != 1 or leaving.end_at is None:
+        if partition is None or not self._room(leaving.partition) or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         (node,) = leaving.nodes
         known = self._nodes.get(node)
@@ -329,9 +348,14 @@ class Requests:
         return Ask(demand.run, leaving.partition, minutes, None, node, leaving.part, (), leaving.token)
 
     def _count(self, run: str, partition: str, minutes: int) -> None:
-        self.room -= 1
+        self._fresh += 1
         self._minutes.add((partition, minutes))
         insort(self._ends.setdefault(run, []), self._cluster.at + 60.0 * minutes)
+
+    def _room(self, partition: str) -> bool:
+        """May one more request wait there? Of all partitions together at most twice as many may."""
+        most = self._rules.max_pending
+        return self._fresh + self._stale.get(partition, 0) < most and self._fresh + self._all_stale < 2 * most
 
     def _full(self, partition: str | None = None) -> bool:
         if partition is None:

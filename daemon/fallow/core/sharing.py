@@ -39,6 +39,7 @@ def share_out(
     parts: dict[str, set[Part | None]] = {}
     for hole in holes:
         parts.setdefault(hole.node, set()).add(hole.part)
+    sorts = {demand.run: demand.sort for demand in demands}
     lengths = {hole.node: hole.length_s for hole in holes}
     have = Counter(allocation.run for allocation in held)
     offers = _Offers(holes, held, pending, reach, rules)
@@ -48,7 +49,9 @@ def share_out(
         return any(reach.suits(cast(Sort, sort), place.node, place.partitions, part) for part in there)
 
     def fits(allocation: Allocation, place: Place) -> bool:
-        return may_take(allocation, lengths[place.node], at, rules)
+        there = allocation.part is None or allocation.part.node == place.node
+        takes = there and reach.takes(sorts[allocation.run], place.node, allocation.partition, allocation.part)
+        return takes and may_take(allocation, lengths[place.node], at, rules)
 
     parties = [
         Party(

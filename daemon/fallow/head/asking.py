@@ -100,6 +100,9 @@ class Asking:
             for name, gain in known.items()
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
+        sorts = {demand.run: demand.sort for demand in demands}
+        unstarted = self._known.unstarted
+        unstarted.look(cluster)
         aims: dict[str, int] = {}
         unused: dict[str, str] = {}
         for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused):
@@ -112,6 +115,8 @@ class Asking:
                         continue
                     if wish.too_long and allocation.minutes:
                         self._known.backoff.too_long(allocation.partition, allocation.minutes, cluster.at)
+                    for node in wish.declined:
+                        unstarted.decline(node, sorts[run.id], allocation.partition, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason, urgent):

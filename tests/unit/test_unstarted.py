@@ -1,0 +1,174 @@
+"""Nodes that lie idle beside our requests: what Slurm does not start is taken back, and not asked for again at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fallow.core.allocations import Allocation
+from fallow.core.experience import Experience
+from fallow.core.kinds import Kind
+from fallow.core.planner import Withdraw, plan
+from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.unstarted import FIRST_S, LONGEST_S, Unstarted
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
+
+NOW = 1_000_000.0
+POLL_S = 10.0
+RULES = HarvestRules(whole_nodes=False)
+
+
+def node(name: str, state: str = "IDLE", partition: str = "s", **more: object) -> NodeInfo:
+    values = {"cpus": 8, "gpus": 4, "gpu_types": {"": 4}, "partitions": [partition], **more}
+    return NodeInfo(node=name, state=state, **values)  # type: ignore[arg-type]
+
+
+def mixed(name: str) -> NodeInfo:
+    return node(name, "MIXED", cpus_used=2, gpus_used=2, gpu_types_used={"": 2})
+
+
+def cluster(at: float, nodes: list[NodeInfo], jobs: list[JobInfo] | None = None) -> ClusterState:
+    names: dict[str, list[str]] = {}
+    for each in nodes:
+        names.setdefault(each.partitions[0], []).append(each.node)
+    partitions = [PartitionInfo(partition=p, nodes=some, preempt_mode="REQUEUE") for p, some in names.items()]
+    above = PartitionInfo(partition="u", nodes=[n.node for n in nodes], priority_tier=9)
+    return ClusterState(at=at, nodes=nodes, jobs=jobs or [], partitions=[*partitions, above])
+
+
+class Head:
+    """Carries out plans, poll by poll; Slurm starts what `starts` says."""
+
+    def __init__(self, starts: Callable[[Allocation, float], str]) -> None:
+        self.starts = starts
+        self.known = Known(Experience(kept_short=2))
+        self.pending: dict[str, Allocation] = {}
+        self.log: list[tuple[float, str, str]] = []
+        self.busy: set[str] = set()
+        self.at = 0.0
+
+    def poll(self, nodes: list[NodeInfo], *demands: Demand, rules: HarvestRules = RULES) -> None:
+        now = NOW + self.at
+        state = cluster(now, [n for n in nodes if n.node not in self.busy])
+        self.known.unstarted.look(state)
+        for wish in plan(state, list(demands), list(self.pending.values()), rules, self.known):
+            if isinstance(wish, Withdraw):
+                gone = self.pending.pop(wish.token)
+                self.log.append((self.at, "withdraw", gone.run))
+                (sort,) = [d.sort for d in demands if d.run == gone.run]
+                for name in wish.declined:
+                    self.known.unstarted.decline(name, sort, gone.partition, now)
+            elif isinstance(wish, Ask):
+                self.log.append((self.at, "ask", wish.part.node if wish.part else wish.partition))
+                allocation = Allocation(
+                    token=f"t{len(self.log)}",
+                    run=wish.run,
+                    kind=AllocationKind.HARVEST,
+                    public_key="k",
+                    state=AllocationState.PENDING,
+                    partition=wish.partition,
+                    minutes=wish.minutes,
+                    part=wish.part,
+                    requested_at=now,
+                    sent_by=now,
+                    reason="Resources",
+                )
+                if where := self.starts(allocation, self.at):
+                    self.busy.add(where)
+                else:
+                    self.pending[allocation.token] = allocation
+        self.at += POLL_S
+
+    def asked(self, since: float = 0.0) -> list[tuple[float, str]]:
+        return [(at, what) for at, kind, what in self.log if kind == "ask" and at >= since]
+
+
+def test_parts_that_slurm_does_not_give_hold_no_whole_node_up_and_come_again_ever_later() -> None:
+    whole = [node(f"w{i}") for i in range(5)]
+    parts = [mixed(f"m{i}") for i in range(4)]
+    free = [n.node for n in whole]
+    head = Head(lambda a, at: "" if a.part else free.pop(0))
+    run = Demand("r", 20, kind=Kind(gpus=1, part_gpus=1))
+    while head.at < 3600.0:
+        # Whole nodes fall idle after a minute.
+        left = 20 - len(head.pending) - (5 - len(free))
+        there = [n for n in whole if n.node in free] if head.at >= 60.0 else []
+        head.poll([*parts, *there], Demand("r", left, kind=run.kind))
+    asked = [(at, what) for at, what in head.asked() if what == "s"]
+    assert len(asked) == 5 and all(at <= 110.0 for at, _ in asked), "not after ten minutes"
+    again = [at for at, what in head.asked() if what == "m0"]
+    assert again == [0.0, 700.0, 2000.0], "600 s, then 1200 s after it was taken back"
+
+
+def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> None:
+    """Where others wait, too, requests are left to wait for longer."""
+    nodes = [*(node(f"a{i}", partition="a") for i in range(5)), *(node(f"b{i}", partition="b") for i in range(2))]
+    old = [
+        Allocation(
+            token=f"t{i}",
+            run="A",
+            kind=AllocationKind.HARVEST,
+            public_key="k",
+            state=AllocationState.PENDING,
+            partition="a",
+            minutes=60,
+            requested_at=NOW - 300.0,
+            sent_by=NOW - 300.0,
+        )
+        for i in range(4)
+    ]
+    demands = [Demand("A", 1, partitions=("a",)), Demand("B", 2, partitions=("b",))]
+    wishes = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))
+    assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * 2
+    for allocation in old:
+        allocation.requested_at = allocation.sent_by = NOW - 10.0
+    fresh = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))
+    assert fresh == [], "four may wait at once"
+
+
+def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there() -> None:
+    bad = node("bad")
+    head = Head(lambda a, at: "")
+    head.poll([bad], Demand("r", 1))
+    assert head.asked() == [(0.0, "s")]
+    while head.pending:
+        head.poll([bad], Demand("r", 0))
+    assert 90.0 < head.at <= 130.0
+    head.poll([bad], Demand("r", 1))
+    assert len(head.asked()) == 1
+    assert head.known.unstarted.declined_s("bad", Demand("other", 1, partitions=("s",)).sort, "s", NOW) == 0.0
+    # It stands for none of the requests that wait for others.
+    head.poll([bad, node("good")], Demand("r", 2))
+    head.poll([bad, node("good")], Demand("r", 1))
+    assert len(head.asked()) == 2
+    # What has been used meanwhile is another matter.
+    head.busy.add("bad")
+    head.poll([bad, node("good")], Demand("r", 1))
+    head.busy.clear()
+    head.poll([bad, node("good")], Demand("r", 1))
+    assert len(head.asked()) == 3
+
+
+def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:
+    head = Head(lambda a, at: "")
+    used = node("n", "ALLOCATED")
+    head.poll([node("n")], Demand("r", 1))
+    for _ in range(20):
+        head.poll([used], Demand("r", 0))
+    for _ in range(5):
+        head.poll([node("n")], Demand("r", 0))
+    assert list(head.pending), "and it may still start there"
+
+
+def test_times_grow_up_to_a_bound_and_a_clock_that_is_set_back_ends_them() -> None:
+    found = Unstarted()
+    found.look(cluster(NOW, [node("n")]))
+    at, waits = NOW, []
+    for _ in range(8):
+        found.decline("n", "sort", "s", at)
+        waits.append(found.declined_s("n", "sort", "s", at))
+        at += waits[-1]
+        assert found.declined_s("n", "sort", "s", at) == 0.0
+    assert waits[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S] and waits[-1] == LONGEST_S
+    assert found.declined_s("n", "sort", "other", at) == 0.0
+    found.decline("n", "sort", "s", at)
+    assert found.declined_s("n", "sort", "s", at - 86400.0) == 0.0
