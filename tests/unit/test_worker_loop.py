@@ -194,6 +194,28 @@ def test_several_backwards_in_a_body_add_up() -> None:
     equal(model, reference)
 
 
+@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_zeros_are_no_gradient_of_a_parameter_that_is_used_no_more(reproducible: bool, batch_size: int) -> None:
+    """A newcomer has no zeros from earlier steps, and momentum and decay must act on it as on the others."""
+    found = []
+    for to_none in (True, False):
+        run = world()
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(5, 1), "early": nn.Linear(5, 1)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        model, optimizer, loader = run.prepare(
+            model, optimizer, DataLoader(points(), batch_size), global_batch=16, reproducible=reproducible
+        )
+        for x, y in run.steps(loader, epochs=2):
+            out = model["used"](x) + (model["early"](x) if run.step < 2 else 0)
+            F.mse_loss(out, y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        found.append([parameter.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Masked(nn.Module):
     """Its graph keeps a buffer that never changes, and passes a layer whose buffers do."""
 

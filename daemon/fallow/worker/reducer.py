@@ -226,9 +226,10 @@ class Reducer:
         for index, parameter in enumerate(self._params):
             grad = parameter.grad
             if grad is not None:
-                if self._live and self.elastic and not self.rounds and bool(grad.any()):
-                    self.gathered.add(id(parameter))
-                if self._live:
+                # Zeros that zero_grad(set_to_none=False) has left are no gradient: a newcomer has none in their place.
+                if self._live and (self.rounds or bool(grad.any())):
+                    if self.elastic and not self.rounds:
+                        self.gathered.add(id(parameter))
                     carried = self._carried.get(index)
                     grad = grad.detach()
                     self._carried[index] = grad.clone() if carried is None else carried + grad
