@@ -452,6 +452,36 @@ def test_one_job_that_shares_nodes(case: tuple[ClusterState, list[Allocation]]) 
 
 
 @settings(max_examples=200, deadline=None)
+@given(
+    cpus=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5),
+    nodes=st.integers(2, 3),
+    more=st.integers(1, 6),
+    per_task=st.integers(1, 2),
+)
+def test_one_job_whose_tasks_go_anywhere(cpus: list[tuple[int, bool]], nodes: int, more: int, per_task: int) -> None:
+    """As few nodes of ours as with any choice of its nodes, each with a task at least."""
+    tasks, places, busy, ours = nodes + more, [], [], []
+    for i, (number, mine) in enumerate(cpus):
+        name = f"n{i}"
+        if mine:
+            places.append(msgspec.structs.replace(node(name, "ALLOCATED"), cpus=number))
+            ours.append(held(name, float(i)))
+        else:
+            places.append(msgspec.structs.replace(node(name, "MIXED", cpus_used=4), cpus=4 + number))
+            busy.append(runs(f"5{i}", [name], exclusive=False, cpus_per_node=4))
+    job = waits("1", nodes, exclusive=False, tasks=tasks, cpus_per_task=per_task)
+    job = msgspec.structs.replace(job, cpus_per_node=-(-tasks * per_task // nodes))
+
+    def room(some: Iterable[int]) -> bool:
+        rooms = [cpus[i][0] // per_task for i in some]
+        return 0 not in rooms and sum(rooms) >= tasks
+
+    ways = [some for some in combinations(range(len(cpus)), nodes) if room(some)]
+    fewest = min((sum(cpus[i][1] for i in some) for some in ways), default=0)
+    assert len(given_back(standing(places, [*busy, job], ours))) == fewest
+
+
+@settings(max_examples=200, deadline=None)
 @given(small_clusters(jobs=4, shared=True))
 def test_jobs_that_share_nodes_never_wait_for_what_we_keep(case: tuple[ClusterState, list[Allocation]]) -> None:
     """After the give-back every job starts that could start without us, in their order; none of it is for nothing."""

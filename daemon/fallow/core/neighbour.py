@@ -182,8 +182,10 @@ class _View:
         if len(variants) == 1 and not uneven:
             return self.packing.place(variants[0])
         costs = self._costs(variants)
-        if uneven and not (costs and min(costs)[0] == 0):
-            variants = [*variants, *self._divided(waiting, variants)]
+        # Evenly, a node's share may be no whole number of tasks.
+        loose = any(job.tasks and job.cpus_per_node % job.cpus_per_task for job in waiting.jobs)
+        if loose or (uneven and not (costs and min(costs)[0] == 0)):
+            variants = [*([] if loose else variants), *self._divided(waiting, variants)]
             costs = self._costs(variants)
         return self.packing.place(variants[min(costs)[1]]) if costs else None
 
@@ -202,11 +204,10 @@ class _View:
         return found
 
     def _divide(self, job: JobInfo, part: Part) -> list[Part]:
-        """[]: not possible."""
-        if not job.tasks or part.share.whole:
+        """[]: there is no room. What would take too long stays as it is."""
+        known = not job.tasks or part.share.whole or part.must or part.nodes > FEW_NODES
+        if known or self._looks < len(part.may):
             return [part]
-        if part.must or part.nodes > FEW_NODES or self._looks < len(part.may):
-            return []
         self._looks -= len(part.may)
         task = replace(part.share, cpus=job.cpus_per_task, memory_mb=job.memory_mb_per_task)
         each = self.packing.divide(part, job.tasks, task)
