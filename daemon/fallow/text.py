@@ -53,5 +53,10 @@ def tail(lines: Iterable[str], count: int, limit: int = MAX_SHOWN) -> str:
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]
 
 
+def counted(number: int, what: str) -> str:
+    """`1 member`, `2 members`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _cap(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -17,6 +17,7 @@ from fallow.head.turn import Turn
 from fallow.model import (
     PROTOCOL,
     AgentHello,
+    AgentLeft,
     AgentPlan,
     AllocationKind,
     Beat,
@@ -135,3 +136,22 @@ def checkpointed(took_s: float) -> Checkpointed:
         written_at=5.0,
         took_s=took_s,
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (Exit.NO_RESTART, "given back as planned"),
+        (Exit.OK, "the run is over, and the rest of its batch script goes on"),
+        (Exit.SOFTWARE, "its agent ended: the training failed"),
+        (128 + 15, "its agent was ended by signal 15"),
+        (7, "its agent ended with code 7"),
+    ],
+)
+def test_how_an_agent_ended_is_told_in_words(
+    turn: Turn, run: Run, allocation: Allocation, code: int, words: str
+) -> None:
+    peer = f"{allocation.public_key} n1"
+    hear(turn, peer, agent(allocation, PROTOCOL))
+    hear(turn, peer, AgentLeft(code=code))
+    assert turn.records[-1].text == f"{allocation.token} ended: {words}"

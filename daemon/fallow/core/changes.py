@@ -27,6 +27,7 @@ from fallow.model import (
     RunStatus,
     WorkerPhase,
 )
+from fallow.text import counted
 
 _APART = (
     "step {step}: the members have waited for each other for {s:.0f} s in different places of the script: {inside} in "
@@ -186,7 +187,7 @@ class Changes:
         pause = "" if change.pause_s is None else f", pause {change.pause_s:.3f} s"
         self._effects.record(
             change.kind.value if change.members else "suspend",
-            f"generation {change.generation}: {change.reason}; {len(change.members)} members{pause}",
+            f"generation {change.generation}: {change.reason}; {counted(len(change.members), 'member')}{pause}",
             generation=change.generation,
             members=list(change.members),
             nodes=[r.workers[w].node for w in change.members],

@@ -48,6 +48,7 @@ from fallow.model import (
     WorkerPhase,
     WorkerReady,
 )
+from fallow.text import counted
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
@@ -488,7 +489,7 @@ class Membership:
     def _release(self, event: ev.ReleaseWanted) -> None:
         if event.limit is not None:
             self.roster.limit = event.limit
-            self._effects.record("limit", f"at most {event.limit} members: {event.reason}")
+            self._effects.record("limit", f"at most {counted(event.limit, 'member')}: {event.reason}")
         for name in event.workers:
             worker = self.roster.workers.get(name)
             if worker is None:
@@ -509,7 +510,7 @@ class Membership:
     def _limit(self, event: ev.LimitChanged) -> None:
         r = self.roster
         r.limit = event.limit
-        self._effects.record("limit", f"at most {event.limit} members: {event.reason}")
+        self._effects.record("limit", f"at most {counted(event.limit, 'member')}: {event.reason}")
         staying = sorted(r.staying(), key=lambda w: r.workers[w].index)
         for name in staying[event.limit :]:
             r.workers[name].phase = WorkerPhase.LEAVING

@@ -15,6 +15,7 @@ from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, RunSpec, SaveCheckpoint
+from fallow.text import counted
 
 
 class Operations:
@@ -115,7 +116,9 @@ class Operations:
         members = len(found.roster.staying())
         limit = min(found.roster.limit, members or found.roster.limit) - by
         if by < 1 or limit < 1:
-            raise FallowError(f"run {found.id}: has {members} members; to end it: fallow cancel {found.id}", Exit.USAGE)
+            raise FallowError(
+                f"run {found.id}: has {counted(members, 'member')}; to end it: fallow cancel {found.id}", Exit.USAGE
+            )
         return self._set_limit(turn, found, limit, "shrunk by hand")
 
     def _set_limit(self, turn: Turn, run: Run, limit: int, reason: str) -> int:

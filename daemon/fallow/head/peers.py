@@ -189,7 +189,7 @@ class Peers:
             case Notice():
                 self._notice(turn, run, allocation, node, message)
             case AgentLeft():
-                self.agent_gone(turn, run, allocation, node, f"its agent ended with code {message.code}")
+                self.agent_gone(turn, run, allocation, node, _ended(message.code))
 
     def _agent_hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: AgentHello) -> None:
         problem = self._agent_problem(run, allocation, hello)
@@ -341,3 +341,19 @@ class Peers:
 def _reached(run: Run) -> tuple[int, int]:
     """Where the foremost member is in its data."""
     return max((run.beats[worker].reached for worker in run.roster.members if worker in run.beats), default=(0, 0))
+
+
+def _ended(code: int) -> str:
+    """What an agent's exit code says, in words."""
+    match code:
+        case Exit.OK:
+            return "the run is over, and the rest of its batch script goes on"
+        case Exit.NO_RESTART:
+            return "given back as planned"
+        case Exit.SOFTWARE:
+            return "its agent ended: the training failed"
+        case Exit.TEMPFAIL:
+            return "its agent ended: what had started it was gone, or the head was silent for too long"
+        case _ if code > 128:
+            return f"its agent was ended by signal {code - 128}"
+    return f"its agent ended with code {code}"
