@@ -35,6 +35,8 @@ def test_all_kinds_of_items_in_order_of_step() -> None:
         ("+1@x", "is none of"),
         ("kill@3", "is none of"),
         ("+0@3", "changes nothing"),
+        ("+1@1,+1@" + "9" * 5000, r"item 2 \('\+1@9{60}…'\) has a number of more than 18 digits"),
+        ("+" + "9" * 5000 + "@1", "has a number of more than 18 digits"),
         ("+1@1,,+1@2", "item 2 .* is empty"),
         ("-3@1", "only 2 of the members are left at step 1"),
         ("kill:2@1", "no member 2 by step 1; .* 0 to 1"),

@@ -47,6 +47,12 @@ _ITEM = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
+SHOWN = 64
+"""Characters of a bad item in its message."""
+
+DIGITS = 18
+"""Most of a number. Python refuses to read thousands of them, and no training has so many steps."""
+
 GRAMMAR = "+K@STEP, -K@STEP, -mI@STEP, kill:I@STEP, stop:I@STEP, cont:I@STEP, head-kill@STEP or store-kill@STEP"
 
 
@@ -76,6 +82,8 @@ def _item(number: int, word: str) -> Item:
     found = _ITEM.fullmatch(word)
     if found is None:
         raise _bad(number, word, f"is none of {GRAMMAR}")
+    if any(len(digits) > DIGITS for digits in re.findall(r"\d+", word)):
+        raise _bad(number, word, f"has a number of more than {DIGITS} digits")
     step = int(found["step"])
     if found["whole"]:
         return Item(action=Action(found["whole"]), step=step, text=word)
@@ -116,4 +124,6 @@ def _check(items: list[Item], members: int) -> None:
 
 
 def _bad(number: int, word: str, what: str) -> FallowError:
-    return FallowError(f"schedule: item {number} ({word.strip()!r}) {what}", Exit.USAGE)
+    given = word.strip()
+    shown = given if len(given) <= SHOWN else given[: SHOWN - 1] + "…"
+    return FallowError(f"schedule: item {number} ({shown!r}) {what}", Exit.USAGE)
