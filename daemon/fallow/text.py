@@ -53,6 +53,11 @@ def tail(lines: Iterable[str], count: int, limit: int = MAX_SHOWN) -> str:
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]
 
 
+def shown(name: str) -> str:
+    """A name that somebody typed, on one line: as it is, or escaped and quoted where not all of it can be seen."""
+    return name if name.isprintable() else ascii(name)
+
+
 def counted(number: int, what: str) -> str:
     """`1 member`, `2 members`."""
     return f"{number} {what}{'' if number == 1 else 's'}"

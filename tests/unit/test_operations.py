@@ -285,6 +285,7 @@ def test_resume_does_not_wait_for_a_back_off(desk: Desk) -> None:
     ("before", "method", "run", "code", "words"),
     [
         ((), "pause", "nobody", Exit.NOINPUT, "run nobody: no such run; `fallow status` lists them"),
+        ((), "pause", "one\ntwo\x1b[2J", Exit.NOINPUT, r"run 'one\ntwo\x1b[2J': no such run; "),
         ((), "resume", "train", Exit.USAGE, "it is not paused"),
         (("pause",), "pause", "train", Exit.USAGE, "it is paused already; to go on: fallow resume train-"),
         (("cancel",), "pause", "train", Exit.USAGE, "it is cancelled"),

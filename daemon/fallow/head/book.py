@@ -23,6 +23,7 @@ from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
+from fallow.text import shown
 from fallow.wire.keys import new_keypair
 
 
@@ -202,8 +203,8 @@ class Book:
             return named[0]
         if named:
             ids = ", ".join(sorted(r.id for r in named))
-            raise FallowError(f"run {run}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
-        raise FallowError(f"run {run}: no such run; `fallow status` lists them", Exit.NOINPUT)
+            raise FallowError(f"run {shown(run)}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
+        raise FallowError(f"run {shown(run)}: no such run; `fallow status` lists them", Exit.NOINPUT)
 
     def add(self, spec: RunSpec, record: RunRecord, revision: int, at: float) -> Run:
         machine = Membership(

@@ -15,7 +15,7 @@ from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, RunSpec, SaveCheckpoint
-from fallow.text import counted
+from fallow.text import counted, shown
 
 
 class Operations:
@@ -71,7 +71,7 @@ class Operations:
         """A node of `fallow local`: its worker numbers are fixed now, in the order in which nodes are asked for."""
         found = self._active(run)
         if not found.spec.local:
-            raise FallowError(f"run {run}: only `fallow local` starts agents by hand", Exit.USAGE)
+            raise FallowError(f"run {shown(run)}: only `fallow local` starts agents by hand", Exit.USAGE)
         unused = [a for a in found.live_allocations() if not a.reserved and not a.agents]
         allocation = (
             unused[0]
