@@ -185,6 +185,14 @@ def test_operator_commands_ask_the_head(monkeypatch: pytest.MonkeyPatch, capsys:
     ]
 
 
+def test_the_youngest_and_named_workers_are_not_asked_for_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fallow.cli.operate.ask", lambda *_, **__: pytest.fail("the head was asked"))
+    assert invoke(["shrink", "r", "--worker", "w0", "--by", "1"]) == Exit.USAGE
+    assert "give one of the two" in capsys.readouterr().err
+
+
 def test_errors_are_sanitized(capsys: pytest.CaptureFixture[str]) -> None:
     common.print_error(FallowError("job \x1b]52;c;x\x07n\x1b[2J"), as_json=False)
     assert capsys.readouterr().err == "fallow: job n\n"

@@ -9,6 +9,7 @@ import click
 
 from fallow.cli.common import ask, json_option, print_json
 from fallow.model import Exit, FallowError
+from fallow.text import clean, shown
 
 MOST_NODES = 100_000
 """In one node list: every name of a range is made before anybody can look at it."""
@@ -18,7 +19,7 @@ def _done(as_json: bool, text: str, **result: Any) -> None:
     if as_json:
         print_json(result)
     else:
-        click.echo(text)
+        click.echo(clean(text))
 
 
 @click.command(short_help="Let a run have more members.")
@@ -33,16 +34,20 @@ def grow(run: str, by: int, as_json: bool) -> None:
 
 @click.command(short_help="Let a run have fewer members.")
 @click.argument("run")
-@click.option("--by", type=click.IntRange(min=1), default=1, show_default=True, help="How many workers fewer.")
+@click.option("--by", type=click.IntRange(min=1), help="How many workers fewer.  [default: 1]")
 @click.option("--worker", "workers", multiple=True, help="Release this worker; may be repeated. Instead of --by.")
 @json_option
-def shrink(run: str, by: int, workers: tuple[str, ...], as_json: bool) -> None:
+def shrink(run: str, by: int | None, workers: tuple[str, ...], as_json: bool) -> None:
     """Release workers of RUN at the next step boundary: the youngest, or those that are named."""
+    if workers and by is not None:
+        raise FallowError(
+            f"run {shown(run)}: --by counts the youngest workers, --worker names them; give one of the two", Exit.USAGE
+        )
     if workers:
         ask("release", run=run, workers=list(workers))
         _done(as_json, f"run {run}: releasing {', '.join(workers)}", run=run, workers=list(workers))
     else:
-        limit = ask("shrink", run=run, by=by)
+        limit = ask("shrink", run=run, by=by or 1)
         _done(as_json, f"run {run}: up to {limit} workers", run=run, limit=limit)
 
 
@@ -57,7 +62,9 @@ def drain(run: str, nodes: tuple[str, ...], as_json: bool) -> None:
     """
     names = unfold(nodes)
     if not names:
-        raise FallowError(f"run {run}: no node is named; `fallow status {run}` lists those it holds", Exit.USAGE)
+        raise FallowError(
+            f"run {shown(run)}: no node is named; `fallow status {shown(run)}` lists those it holds", Exit.USAGE
+        )
     ask("drain", run=run, nodes=names)
     _done(
         as_json,
