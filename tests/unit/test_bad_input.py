@@ -185,8 +185,9 @@ def test_a_wrong_configuration(prompt: Prompt, words: list[str], text: str, mess
     assert not (prompt.folder / "state" / "head.json").exists()
 
 
-def test_a_configuration_that_is_not_there(prompt: Prompt) -> None:
-    prompt.refused(Exit.CONFIG, "no such file (FALLOW_CONFIG names it)", "daemon", FALLOW_CONFIG="/no/such.toml")
+@pytest.mark.parametrize("words", [["daemon"], ["status"], ["events", "--follow"]], ids=" ".join)
+def test_a_configuration_that_is_not_there(prompt: Prompt, words: list[str]) -> None:
+    prompt.refused(Exit.CONFIG, "no such file (FALLOW_CONFIG names it)", *words, FALLOW_CONFIG="/no/such.toml")
 
 
 def test_a_run_that_nobody_knows_and_a_second_head(prompt: Prompt, head: subprocess.Popen[bytes]) -> None:

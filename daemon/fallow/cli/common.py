@@ -35,12 +35,14 @@ def ask(method: str, **params: Any) -> Any: ...
 @overload
 def ask(method: str, type_: type[T], **params: Any) -> T: ...
 def ask(method: str, type_: Any = Any, **params: Any) -> Any:
-    """One request to the head of the state folder in force."""
+    """One request to the head of the state folder in force. A wrong configuration is refused, as by the head."""
+    from fallow.config import load_config
     from fallow.control.client import call
     from fallow.files import Paths
 
     if params.get("run") == "":
         raise FallowError("the name of the run is empty; `fallow status` lists the runs", Exit.USAGE)
+    load_config()
     return call(Paths.default().head_file, method, type_, **params)
 
 

@@ -103,8 +103,11 @@ def report(run: str, as_json: bool) -> None:
 
 async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None:
     """Prints events until the head goes away: each once, none left out."""
+    from fallow.config import load_config
     from fallow.control.client import ControlClient
     from fallow.files import Paths
+
+    load_config()
 
     head_file = Paths.default().head_file
     last = since

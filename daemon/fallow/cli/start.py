@@ -58,8 +58,11 @@ def top(read_only: bool, demo: bool) -> int:
         raise FallowError("fallow top needs Textual; run: pip install 'fallow[tui]'", Exit.UNAVAILABLE)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise FallowError("fallow top needs a terminal; elsewhere: fallow status, fallow events --follow", Exit.USAGE)
+    from fallow.config import load_config
     from fallow_tui.app import main
 
+    if not demo:
+        load_config()
     return int(main(read_only=read_only, demo=demo))
 
 
