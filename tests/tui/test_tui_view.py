@@ -21,8 +21,9 @@ def test_cells_tell_base_harvest_starting_and_others_apart() -> None:
     nodes = [node_view(f"n{number}", NodeOwner.OURS, "digits-1") for number in range(1, 5)]
     nodes += [node_view("n5"), node_view("n6", NodeOwner.OTHERS), node_view("n7", NodeOwner.DOWN)]
     nodes += [node_view("n8", NodeOwner.OURS, "digits-1"), node_view("n9", NodeOwner.PLANNED)]
+    nodes.append(node_view("x1", NodeOwner.OURS, "digits-1", ending=True))
     view.apply(snapshot(nodes=nodes, runs=[run_view(members=members)]), 0.0)
-    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇"
+    assert "".join(glyph(view, cell)[0] for cell in view.cells.values()) == "Aa+-·▒×+◇-"
 
 
 def test_workers_stand_for_themselves_without_slurm() -> None:

@@ -24,6 +24,7 @@ from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.turn import Turn
+from fallow.head.views import node_views
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -31,6 +32,7 @@ from fallow.model import (
     ClusterState,
     JobRequest,
     NodeInfo,
+    NodeOwner,
     PartitionInfo,
     ReservationInfo,
     RunSpec,
@@ -119,6 +121,27 @@ async def test_a_run_grows_onto_idle_nodes_with_half_of_what_backfill_looks_at(s
     for _ in range(3):
         await site.poll()
     assert sorted(n for a in site.live(run) for n in a.nodes) == ["n1", "n2", "n3", "n4"]
+
+
+async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_shows_it_idle(site: Site) -> None:
+    run = site.run(nodes=1)
+    await site.poll()
+    await site.poll()
+    (allocation,) = site.live(run)
+    (held,) = allocation.nodes
+
+    def owners() -> dict[str, tuple[NodeOwner, str | None, bool]]:
+        views = node_views(site.harvest.cluster, [run], site.slurm.now, {})
+        return {view.node: (view.owner, view.run, view.ending) for view in views}
+
+    assert owners()[held] == (NodeOwner.OURS, run.id, False)
+    site.book.end_allocation(run, allocation, "given back as planned")
+    assert owners()[held] == (NodeOwner.OURS, run.id, True), "what Slurm said last"
+    assert NodeOwner.OTHERS not in {owner for owner, *_ in owners().values()}
+    run.record.paused_by_hand = True
+    await site.slurm.cancel([allocation.job_id or ""])
+    await site.poll()
+    assert owners()[held] == (NodeOwner.IDLE, None, False)
 
 
 async def test_what_the_base_job_brings_again_is_not_harvested_as_well(site: Site) -> None:

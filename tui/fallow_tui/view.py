@@ -240,7 +240,8 @@ def _cells(snapshot: Snapshot) -> dict[str, Cell]:
             cells[node.node] = Cell(node.owner)
             continue
         owner, kind = kinds.get(node.node, (node.run, None))
-        cells[node.node] = Cell(NodeOwner.OURS, node.run or owner, kind, phases.get(node.node))
+        phase = phases.get(node.node, WorkerPhase.LEAVING if node.ending else None)
+        cells[node.node] = Cell(NodeOwner.OURS, node.run or owner, kind, phase)
     return cells
 
 

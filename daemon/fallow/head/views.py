@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import ENDED_STATES, Allocation, jobs_of
 from fallow.core.holes import is_idle
 from fallow.core.quantile import quantile
 from fallow.core.roster import Saved
@@ -187,7 +187,7 @@ def _allocation_view(allocation: Allocation, now: float) -> AllocationView:
 
 
 def node_views(
-    cluster: ClusterState | None, runs: Iterable[Run], now: float, unused: Mapping[str, str]
+    cluster: ClusterState | None, runs: Collection[Run], now: float, unused: Mapping[str, str]
 ) -> list[NodeView]:
     """All nodes of the last poll, each with whose it is; `unused`: node -> why it is not used."""
     if cluster is None:
@@ -198,11 +198,29 @@ def node_views(
             if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
                 for node in [*allocation.nodes, *allocation.agents]:
                     ours[node] = (run, allocation)
+    for node, holder in _going(cluster, runs):
+        ours.setdefault(node, holder)
     planned = {n for job in cluster.jobs if job.state == "PENDING" for n in job.planned_nodes}
     return [
         _node_view(node, ours.get(node.node), node.node in planned, now, unused.get(node.node, ""))
         for node in cluster.nodes
     ]
+
+
+def _going(cluster: ClusterState, runs: Collection[Run]) -> Iterator[tuple[str, tuple[Run, Allocation]]]:
+    """Nodes of jobs of ours that are over for us, but not for Slurm when it was polled: they are no others'."""
+    over = {
+        allocation.job_id: (run, allocation)
+        for run in runs
+        for allocation in run.record.allocations.values()
+        if not allocation.live and not allocation.settled and allocation.job_id is not None
+    }
+    if over:
+        for job in cluster.jobs:
+            holder = over.get(job.het_job_id or "") or over.get(job.job_id)
+            if holder is not None and job.state not in ENDED_STATES and jobs_of(holder[1], [job]):
+                for node in job.nodes:
+                    yield node, holder
 
 
 def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: bool, now: float, unused: str) -> NodeView:
@@ -216,7 +234,8 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         owner = NodeOwner.DOWN
     else:
         owner = NodeOwner.PLANNED if planned else NodeOwner.IDLE
-    end = None if ours is None else ours[1].end_at
+    ending = ours is not None and not ours[1].live
+    end = None if ours is None or ending else ours[1].end_at
     return NodeView(
         node=node.node,
         partitions=node.partitions,
@@ -225,6 +244,7 @@ def _node_view(node: NodeInfo, ours: tuple[Run, Allocation] | None, planned: boo
         run=None if ours is None else ours[0].id,
         gpus=node.gpus,
         ends_in_s=None if end is None else end - now,
+        ending=ending,
         unused=unused if owner in (NodeOwner.IDLE, NodeOwner.PLANNED) else "",
     )
 

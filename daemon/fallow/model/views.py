@@ -209,6 +209,8 @@ class NodeView(Struct, frozen=True, kw_only=True):
     run: str | None = None
     gpus: int = 0
     ends_in_s: float | None = None
+    ending: bool = False
+    "ours, and its job is over but for Slurm, which still had it at the last poll"
     unused: str = ""
     "why an idle node is not used, as of the last plan"
 
