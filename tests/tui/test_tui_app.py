@@ -61,6 +61,14 @@ async def test_nothing_known_yet(make_rig: Make) -> None:
         assert "no nodes known yet" in rig.text()
 
 
+async def test_an_idle_node_says_why_it_is_not_used(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(80, 24)) as pilot:
+        idle = node_view("n1", unused="too short: 60 s, a request takes 120 s")
+        await rig.source.send(pilot, snapshot(nodes=[idle], runs=[]))
+        assert "n1  idle  idle  too short: 60 s, a request takes 120 s" in rig.text()
+
+
 async def test_the_newest_events_stay_in_sight_unless_somebody_has_gone_up_to_read(make_rig: Make) -> None:
     rig = make_rig()
     async with rig.app.run_test(size=(120, 60)) as pilot:

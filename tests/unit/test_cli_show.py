@@ -7,6 +7,7 @@ import shlex
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from fallow.cli import show
@@ -25,6 +26,8 @@ from fallow.model import (
     GenerationReport,
     HeadView,
     MemberView,
+    NodeOwner,
+    NodeView,
     Parts,
     PauseReport,
     Quantiles,
@@ -160,6 +163,24 @@ def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split() == shlex.split("RUN NAME STATUS NODES MEMBERS GEN STEP LOSS SAMPLES/S NOTE")
     assert lines[3].split() == shlex.split("r1 [bold]evil[/] training 1:8 1/8 3 5/100 0.25 1234 absorbing n2")
     assert len(lines) == 4
+
+
+def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def node(name: str, unused: str) -> NodeView:
+        return NodeView(node=name, partitions=["gpu"], state="IDLE", owner=NodeOwner.IDLE, unused=unused)
+
+    nodes = [node("n1", "too short: 60 s"), *(node(f"n{n}", "not needed: no run\x1b[2J") for n in (3, 4, 5))]
+    nodes += [node(f"x{n}", f"limited: {n}") for n in range(10)]
+    found = msgspec.structs.replace(SNAPSHOT, nodes=[*nodes, node("used", "")])
+    monkeypatch.setattr(show, "ask", lambda *_, **__: found)
+    assert invoke(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split() == ["IDLE", "WHY", "NOT", "USED", "NODELIST"]
+    assert table[1].split() == ["3", "not", "needed:", "no", "run", "n[3-5]"]
+    assert table[2].split() == ["1", "too", "short:", "60", "s", "n1"]
+    assert table[3:] == [*table[3:11], "2 nodes more for other reasons; see: fallow status --json"]
+    assert len(table) == 12
 
 
 def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[str, Any]]]) -> None:

@@ -12,12 +12,15 @@ import click
 from fallow.cli.common import ask, json_option, print_json
 from fallow.cli.tables import duration, moment, number, show_table, size
 from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
-from fallow.text import clean, clean_block
+from fallow.text import clean, clean_block, counted
 
 LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
 MISSED = 100_000
 """Most events between two looks of `events --follow`."""
+
+MOST_REASONS = 10
+"""Why idle nodes are not used: as many rows at most."""
 
 _NO_RUNS = "no runs; start one with: fallow submit --nodes=MIN:MAX SCRIPT"
 
@@ -167,6 +170,27 @@ def show_runs(snapshot: Snapshot) -> None:
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"],
         [_run_row(run) for run in snapshot.runs],
     )
+    _show_unused(snapshot)
+
+
+def _show_unused(snapshot: Snapshot) -> None:
+    """A row per reason for which idle nodes are not used, those of most nodes first."""
+    reasons: dict[str, list[str]] = {}
+    for node in snapshot.nodes:
+        if node.unused:
+            reasons.setdefault(node.unused, []).append(node.node)
+    if not reasons:
+        return
+    from fallow.slurm.parse import folded
+
+    rows = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    click.echo()
+    show_table(
+        ["IDLE", "WHY NOT USED", "NODELIST"],
+        [[str(len(nodes)), why, folded(nodes)] for why, nodes in rows[:MOST_REASONS]],
+    )
+    if left := sum(len(nodes) for _, nodes in rows[MOST_REASONS:]):
+        click.echo(f"{counted(left, 'node')} more for other reasons; see: fallow status --json")
 
 
 def _run_row(run: RunView) -> list[str]:

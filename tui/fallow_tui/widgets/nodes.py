@@ -108,6 +108,8 @@ class NodeMap(Widget, can_focus=True):
                 text.append(f"  goes in {duration(left)}")
         else:
             text.append(f"  {cell.owner}")
+            if node is not None and node.unused:
+                text.append(f"  {node.unused}")
         # Last, for it is the first to be cut off where the screen is narrow.
         if node is not None:
             text.append(f"  {','.join(node.partitions)}", MUTED)
