@@ -259,6 +259,22 @@ def test_dry_run_says_what_the_run_would_find(site: Site, capsys: pytest.Capture
     assert "--nodes=2" in site.sbatch["argv"]
 
 
+def test_dry_run_of_a_job_that_slurm_refuses_promises_nothing_and_ends_like_the_submission(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODE", "refuse")
+    real = invoke(["submit", "job.sh"])
+    capsys.readouterr()
+    assert invoke(["submit", "--dry-run", "--nodes=2:8", "job.sh"]) == real == 1
+    shown = capsys.readouterr().out
+    assert (
+        "# the base job would be refused: Batch job submission failed: Invalid partition name specified; "
+        "nothing would be submitted" in shown
+    )
+    assert "to be expected" not in shown
+    assert "asked for as soon" not in shown
+
+
 def test_dry_run_as_json_is_one_value(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,9 +286,10 @@ def test_dry_run_as_json_is_one_value(
     assert shown["start"]["nodes"] == ["n1", "n2"]
     assert shown["prospect"]["nodes"] == 7
     monkeypatch.setenv("MODE", "refuse")
-    assert invoke(["submit", "--dry-run", "--json", "job.sh"]) == 0
+    assert invoke(["submit", "--dry-run", "--json", "job.sh"]) == 1
     assert json.loads(capsys.readouterr().out)["start"] == {
         "says": "refused: Batch job submission failed: Invalid partition name specified",
+        "refused": True,
         "start_at": None,
         "nodes": [],
     }

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 QUERY_S = 10.0
 """Slurm is not waited for longer: what would be submitted is known without it."""
 
+REFUSED = 1
+"""Exit code of sbatch when Slurm refuses a job; a real submission passes it on."""
+
 NAME = "fallow-dry-run"
 """Job name for `sbatch --test-only`."""
 
@@ -99,7 +102,7 @@ async def _slurm(plan: Submission, variables: dict[str, str]) -> tuple[Prospect 
     try:
         start = base_start(await client.test_only(request))
     except SubmitRejected as refusal:
-        start = BaseStart(says=f"refused: {refusal.reason}")
+        start = BaseStart(says=f"refused: {refusal.reason}", refused=True)
     except FallowError as error:
         notes.append(f"when the base job would start is not known: {error.message}")
     return prospect, start, notes
@@ -176,17 +179,20 @@ def _now(found: DryRun, now: float) -> list[str]:
         wait_s = start.start_at - now
         when = "at once" if wait_s < 1 else f"in {duration(wait_s)}, {moment(start.start_at)}"
         lines.append(f"the base job would start {when}, on {_folded(start.nodes)} (Slurm's estimate)")
+    elif start is not None and start.refused:
+        lines.append(f"the base job would be {start.says}; nothing would be submitted, and no run would begin")
     elif start is not None:
         lines.append(f"of the base job Slurm says: {start.says}")
     if prospect is not None:
         age_s = max(0.0, now - prospect.polled_at)
         seen = f"as the head saw {age_s:.0f} s ago" if prospect.by_head else "as Slurm says"
         lines.append(f"idle where nodes may be harvested: {_count(prospect.idle_nodes)}, {seen}")
-        asked = ", ".join(f"{_count(one.nodes)} for {one.minutes} min in {one.partition}" for one in prospect.asks)
-        lines.append(f"asked for as soon as the base job trains: {asked or 'nothing'}")
-        lines.append(
-            f"nodes to be expected, base job included: {prospect.nodes} of {found.min_nodes} to {found.max_nodes}"
-        )
+        if start is None or not start.refused:
+            asked = ", ".join(f"{_count(one.nodes)} for {one.minutes} min in {one.partition}" for one in prospect.asks)
+            lines.append(f"asked for as soon as the base job trains: {asked or 'nothing'}")
+            lines.append(
+                f"nodes to be expected, base job included: {prospect.nodes} of {found.min_nodes} to {found.max_nodes}"
+            )
         lines += prospect.notes
         if not prospect.by_head:
             lines.append("no head answers; start one before submitting: fallow daemon")

@@ -30,7 +30,8 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
   --dry-run         submit nothing; print the sbatch commands and scripts, when
                     the base job would start, what is idle and would be asked
                     for (from the head's last poll, else from one of our own);
-                    --json prints it as one JSON value
+                    --json prints it as one JSON value; the exit code is
+                    sbatch's where Slurm would refuse the base job
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N,
@@ -74,7 +75,7 @@ def submit(argv: tuple[str, ...]) -> int:
 
 
 def _dry_run(line: CommandLine, as_json: bool) -> int:
-    from fallow.cli.dry_run import dry_run, show
+    from fallow.cli.dry_run import REFUSED, dry_run, show
 
     try:
         plan, source = prepare(line)
@@ -88,7 +89,7 @@ def _dry_run(line: CommandLine, as_json: bool) -> int:
         print_json(found)
     else:
         click.echo(show(found), nl=False)
-    return Exit.OK
+    return REFUSED if found.start is not None and found.start.refused else Exit.OK
 
 
 def prepare(line: CommandLine) -> tuple[Submission, Path | None]:

@@ -33,6 +33,8 @@ class BaseStart(Struct, frozen=True, kw_only=True):
 
     says: str
     "in Slurm's words"
+    refused: bool = False
+    "it would not be submitted at all"
     start_at: float | None = None
     nodes: list[str] = []
 
