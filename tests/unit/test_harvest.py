@@ -10,6 +10,7 @@ import pytest
 
 from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
+from fallow.core import events as ev
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
@@ -28,12 +29,15 @@ from fallow.head.views import node_views
 from fallow.model import (
     AllocationKind,
     AllocationState,
+    ChangeKind,
     ClusterConfig,
     ClusterState,
+    GenerationReport,
     JobRequest,
     NodeInfo,
     NodeOwner,
     PartitionInfo,
+    Parts,
     ReservationInfo,
     RunSpec,
 )
@@ -142,6 +146,47 @@ async def test_a_node_that_was_just_given_back_is_none_of_others_until_slurm_sho
     await site.slurm.cancel([allocation.job_id or ""])
     await site.poll()
     assert owners()[held] == (NodeOwner.IDLE, None, False)
+
+
+async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_showed_idle(tmp_path: Path) -> None:
+    site = Site(tmp_path, FakeSlurm(2, config=config()))
+    run = site.run(nodes=4)
+    run.record.base_wanted, run.record.slots = True, None
+    await site.poll()
+    assert not site.live(run), "nobody knows yet whether its script works"
+
+    def begins(after_s: float) -> int:
+        turn = Turn(site.book, site.slurm.now + after_s, site.slurm.now + after_s)
+        site.harvest.plan_again(turn)
+        return len(turn.submissions)
+
+    base = site.book.new_allocation(run, AllocationKind.BASE, site.slurm.now)
+    base.state, base.agents, run.record.slots = AllocationState.RUNNING, {"n1": ["w0"]}, 1
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    turn.apply(run, ev.WorkerExpected(at=turn.at, worker="w0", token=base.token, node="n1"))
+    assert not turn.began
+    start = GenerationReport(
+        generation=1, kind=ChangeKind.START, members=["w0"], first_step=0, pause_s=None, parts=Parts(), reason=""
+    )
+    run.roster.history.append(start)
+    turn.apply(run, ev.Ticked(at=turn.at))
+    assert turn.began
+    assert begins(POLL_S + 1) == 0, "too long ago"
+    assert begins(POLL_S - 1) == 1, "n1 is the base job's, though the last poll showed it idle"
+    assert begins(POLL_S - 1) == 0, "it is asked for already"
+
+
+async def test_on_an_old_poll_nothing_is_taken_back(site: Site) -> None:
+    site.slurm.hold_starts = True
+    run = site.run(nodes=2)
+    await site.poll()
+    assert len(site.live(run)) == 2
+    run.roster.limit = 1
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    site.harvest.plan_again(turn)
+    assert (turn.cancels, turn.records) == ([], [])
+    await site.poll()
+    assert len(site.kinds("withdraw")) == 1, "the poll itself decides on that"
 
 
 async def test_what_the_base_job_brings_again_is_not_harvested_as_well(site: Site) -> None:

@@ -205,6 +205,8 @@ class Head:
                     self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
                 case Asked():
                     answer = self._take_request(turn, item)
+            if turn.began:
+                self._harvest.plan_again(turn)
             accounts.note(turn)
             await self._persist(turn)
             self._carry_out(turn)

@@ -83,12 +83,22 @@ class Asking:
         most = self._config.harvest.max_pending or max(FEW, between_polls)
         return most if site is None else min(most, pending_allowed(site))
 
-    def plan(self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing) -> None:
-        """Carry out what the planner wants for the next interval; `standing`: what others' jobs need of us."""
+    def plan(
+        self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing, *, again: bool = False
+    ) -> None:
+        """Carry out what the planner wants for the next interval.
+
+        Args:
+            turn: takes the effects.
+            cluster: the last poll.
+            rules: what is allowed.
+            standing: what others' jobs need of us.
+            again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
+        """
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
         for run in runs.values():
-            if run.id not in put_off:
+            if run.id not in put_off and not again:
                 # First, for the nodes of a base job need not be harvested.
                 renew_base(turn, run, cluster.at)
         nodes = {node.node: node for node in cluster.nodes}
@@ -102,13 +112,16 @@ class Asking:
         live = [a for run in runs.values() for a in run.live_allocations()]
         sorts = {demand.run: demand.sort for demand in demands}
         unstarted = self._known.unstarted
-        unstarted.look(cluster)
+        if not again:
+            unstarted.look(cluster)
         aims: dict[str, int] = {}
         unused: dict[str, str] = {}
         for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
+                case Withdraw() | GiveBack() if again:
+                    continue
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
@@ -128,7 +141,7 @@ class Asking:
         self.unused = unused
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
-            if run.id not in put_off:
+            if run.id not in put_off and not again:
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), min(FEW, rules.max_pending), self._known.backoff)
 
     def pause(self, turn: Turn, run: Run) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
+from msgspec.structs import replace
+
 from fallow.config import Config
 from fallow.core.allocations import Allocation, send
 from fallow.core.kinds import may_use
+from fallow.core.neighbour import Standing
 from fallow.core.preemption import as_for_us
 from fallow.core.requests import harvestable
 from fallow.head import accounts, orphans, submissions
@@ -49,6 +52,8 @@ class Harvest:
         self._site: ClusterConfig | None = None
         self.cluster: ClusterState | None = None
         "the last poll, put right (`core.preemption`)"
+        self._standing = Standing()
+        "what others' jobs needed of us then"
 
     def recall(self, notes: Mapping[str, bytes]) -> None:
         """Go on with what an earlier head has learned."""
@@ -82,12 +87,30 @@ class Harvest:
         accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)
-        standing = self.neighbours.polled(turn, cluster, site)
+        standing = self._standing = self.neighbours.polled(turn, cluster, site)
         orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
         self.asking.interval_s = self.interval_s(turn.book)
         rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
         self._learning.polled(turn, cluster, rules)
         self.asking.plan(turn, cluster, rules, standing)
+
+    def plan_again(self, turn: Turn) -> None:
+        """Ask for nodes on what the last poll showed, while that is not older than polls usually get.
+
+        A run that begins to train need not wait for the next poll. Whatever has been taken since is left out, and
+        nothing is taken back: the poll itself decides on that.
+        """
+        cluster = self.cluster
+        if cluster is None or turn.now - cluster.at > self.interval_s(turn.book):
+            return
+        held: set[str] = set()
+        for run in turn.book.runs.values():
+            for allocation in run.live_allocations():
+                workers = (run.roster.workers.get(worker) for worker in allocation.workers)
+                held.update(allocation.nodes, (worker.node for worker in workers if worker is not None))
+        nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
+        rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
+        self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""

@@ -58,6 +58,8 @@ class Turn:
     "what the head wants to find again besides its runs, by key"
     removals: list[str] = field(default_factory=list)
     "folders of checkpoints to delete"
+    began: bool = False
+    "a run began to train"
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
@@ -95,6 +97,7 @@ class Turn:
             history[-1] = msgspec.structs.replace(history[-1], at=self.now)
             if history[-1].kind is ChangeKind.START:
                 run.record.saving.began(self.now)
+                self.began = True
 
     def tell(self, run: Run, worker: str, message: ToWorker) -> None:
         key = run.record.worker_keys.get(worker)
