@@ -471,7 +471,7 @@ class Reducer:
         self._group.wait()
         told, self._told = self._told, None
         assert told is not None
-        if told.buffers is not None:
+        if told.buffers is not None and (self._group.rank or self._kept_buffers is not None):  # else it has them
             _scatter_bytes(told.buffers, self._buffers(), self.statistics())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
         if self.elastic and control.head.ended and control.head.left < self._group.size:
@@ -539,9 +539,10 @@ def _scatter_bytes(flat: torch.Tensor, targets: Sequence[torch.Tensor], unread: 
     with torch.no_grad():
         for target in targets:
             size = target.numel() * target.element_size()
-            value = flat[at : at + size].clone().view(target.dtype).reshape(target.shape)
+            raw = flat[at : at + size]
+            quiet = id(target) in unread
+            if quiet or not torch.equal(raw, as_bytes(target.to("cpu").contiguous())):
+                aligned = raw if at % target.element_size() == 0 else raw.clone()
+                # `data` leaves no trace for autograd.
+                (target.data if quiet else target).copy_(aligned.view(target.dtype).view(target.shape))
             at += size
-            if id(target) in unread:
-                target.data.copy_(value)  # without a trace for autograd
-            elif not torch.equal(as_bytes(value), as_bytes(target.detach().to("cpu").contiguous())):
-                target.copy_(value)
