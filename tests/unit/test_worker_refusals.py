@@ -158,6 +158,54 @@ def test_work_after_a_step_is_refused_in_the_first_body_already(what: str, scrip
     assert len(bodies) == 1
 
 
+@pytest.mark.parametrize("what", ["schedule", "average"])
+@pytest.mark.parametrize("where", ["first", "between", "phase", "before phases"])
+def test_what_acts_before_a_backward_is_refused_in_the_first_body_already(
+    what: str, where: str, script: Script
+) -> None:
+    """It never acted, or could act twice."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    average = torch.optim.swa_utils.AveragedModel(script.model)
+    bodies = []
+
+    def act() -> None:
+        schedule.step() if what == "schedule" else average.update_parameters(script.model)
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(x)
+        if where in ("first", "before phases"):
+            act()
+        if "phase" not in where or script.run.phase("one"):
+            if where == "phase":
+                act()
+            script.loss(x).backward()
+            if where == "between":
+                act()
+                script.loss(x).backward()
+        if "phase" in where and script.run.phase("two"):
+            script.usual(x)
+
+    with pytest.raises(FallowError, match="call it after the last backward of the body"):
+        script.train(body, schedule, average)
+    assert len(bodies) == 1
+
+
+def test_what_acts_may_come_between_phases(script: Script) -> None:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(script.optimizer, 0.5)
+    average = torch.optim.swa_utils.AveragedModel(script.model)
+
+    def body(x: torch.Tensor) -> None:
+        if script.run.phase("one"):
+            script.usual(x)
+        average.update_parameters(script.model)
+        if script.run.phase("two"):
+            script.usual(x)
+        schedule.step()
+
+    script.train(body, schedule, average)
+    assert (script.optimizer.param_groups[0]["lr"], int(average.n_averaged)) == (0.025, 2)
+
+
 def test_a_module_in_a_loop_can_be_saved_and_copied(script: Script) -> None:
     def body(x: torch.Tensor) -> None:
         script.usual(x)

@@ -49,6 +49,8 @@ class Phases:
                 f"run.phase({name!r}) comes out of order: the phases of this loop are {order}, as its first body asked "
                 "for them; every body asks for the same phases, in the same order, each once"
             )
+        if self.asked:
+            self._gate.called = False  # what comes between two phases belongs to the first one
         self.asked.append(name)
         self._inside = self._rehearsal or number == self._at.phase
         self._gate.open = False

@@ -43,6 +43,8 @@ class Gate:
         "an optimizer's step was called in this body, in a void one too"
         self.acted = False
         "something has changed its state in this body"
+        self.called = False
+        "something that acts was called in this body, or in its phase, in a void one too"
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
         self.in_backward = False
@@ -142,6 +144,8 @@ class Prepared:
                         "the membership changes; call zero_grad in each step, and for larger steps raise global_batch "
                         "in run.prepare"
                     )
+            if gate.in_body:
+                gate.called = True
             if not gate.open:
                 return None
             if gate.in_body:

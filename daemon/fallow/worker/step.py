@@ -150,7 +150,7 @@ class Step:
         self._backwards = 0
         rng.seed_everything(mix(member.seed, "body", at.step, shard))
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
-        gate.open, gate.in_body, gate.stepped, gate.acted = False, True, False, False
+        gate.open, gate.in_body, gate.stepped, gate.acted, gate.called = False, True, False, False, False
         self.phases.begin_body(at, shard)
         self.watch.begin_body()
         self.means.begin_body()
@@ -220,7 +220,8 @@ class Step:
             batch = loader.example(member.reached)
             rng.seed_everything(mix(member.seed, "body", 0, 0))
             member.reducer.begin_body(0, 0.0, final=True, live=False)
-            gate.open, gate.in_body, gate.stepped, gate.single = False, True, False, loader.shards == 1
+            gate.open, gate.in_body, gate.stepped, gate.called = False, True, False, False
+            gate.single = loader.shards == 1
             self.phases.begin_body(at, 0, rehearsal=True)
             self.watch.begin_body()
             others = self.watch.others()
@@ -316,6 +317,12 @@ class Step:
                 "or write one run.steps loop per phase, or step once at the end"
             )
         self.watch.check_buffers()
+        if gate.called:
+            raise gate.refuse(
+                "a prepared object's step, update, update_parameters or unscale_ before a backward of the same body "
+                "would act never, or between two backwards a second time if the step is done again: call it after the "
+                "last backward of the body"
+            )
         reducer = self._member.reducer
         if self.final_shard and not self._backwards and self.watch.wrote():
             # From here on the weights are sent to newcomers only while nobody computes.
