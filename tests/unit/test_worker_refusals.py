@@ -245,10 +245,25 @@ def test_a_backward_that_failed_half_way(script: Script) -> None:
 
 
 def test_a_step_inside_backward(script: Script) -> None:
-    for parameter in script.model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: script.optimizer.step())
+    def body(x: torch.Tensor) -> None:
+        for parameter in script.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: script.optimizer.step())
+        script.usual(x)
+
     with pytest.raises(FallowError, match="step inside backward"):
+        script.train(body)
+
+
+def test_hooks_that_would_see_the_sum_of_some_shards(script: Script) -> None:
+    handle = script.model[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.1, 0.1))
+    with pytest.raises(FallowError, match="register_post_accumulate_grad_hook, which would see the sum of some"):
         script.train(script.usual)
+    assert script.run.step == 0
+    handle.remove()
+    other, seen = Script(), list[torch.Tensor]()
+    other.model[2].bias.register_hook(seen.append)
+    other.train(other.usual)
+    assert (other.run.step, len(seen)) == (2, 6)
 
 
 def test_loops_in_loops(script: Script) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared import Gate, Prepared
+from fallow.worker.reducer import Reducer
 from fallow.worker.state import as_bytes, encode
 
 _CANARY = 1024
@@ -58,6 +59,7 @@ class Watch:
             )
         self._check_optimizers()
         self._check_schedulers()
+        self._check_hooks()
         self._sizes = self._sizes_of_buffers()
         self._hooks = [module.register_forward_pre_hook(_NoForward(self._gate)) for module in prepared.modules]
 
@@ -92,6 +94,16 @@ class Watch:
                     "write run.prepare(..., scheduler)",
                     Exit.DATA,
                 )
+
+    def _check_hooks(self) -> None:
+        hooks = [hook for p in self._known or () for hook in (p._post_accumulate_grad_hooks or {}).values()]
+        if any(getattr(hook, "__module__", None) != Reducer.__module__ for hook in hooks):
+            raise FallowError(
+                "a prepared parameter has a hook of register_post_accumulate_grad_hook, which would see the sum of "
+                "some of the step's shards, others on another member: do that work after backward, in the final body "
+                "(`if run.final_shard:`), or use parameter.register_hook, which sees one shard's gradient",
+                Exit.DATA,
+            )
 
     # ---------------------------------------------------------------------------------------------------- steps
 
