@@ -16,7 +16,7 @@ from fallow.model import FallowError
 from fallow.worker.group import Group
 from fallow.worker.run import Run
 from fallow.worker.source import Key, Reached
-from fallow.worker.stream_loader import StreamLoader, content_crc
+from fallow.worker.stream_loader import StreamLoader, content_crc, copied
 
 
 class Numbers(IterableDataset[tuple[int, float]]):
@@ -104,6 +104,25 @@ def test_a_step_that_is_done_again_gets_its_batches_as_they_were() -> None:
     again = loader.fetch(Key(0, 0, 1), range)
     again[1].zero_()
     assert values(loader.fetch(Key(0, 0, 1), range)) == before
+
+
+class Holder:
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+
+def test_a_copied_batch_shares_nothing_that_a_body_may_change() -> None:
+    """NumPy arrays and objects were shared by the phases of a step, and by a step that is done again."""
+    batch = {"x": torch.zeros(2), "y": [numpy.zeros(2), "text", None], "z": Holder([0])}
+    other = copied(batch)
+    other["x"] += 1
+    other["y"][0] += 1
+    other["z"].values[0] += 1
+    assert (batch["x"].tolist(), batch["y"][0].tolist(), batch["z"].values) == ([0, 0], [0, 0], [0])
+    assert (other["x"].tolist(), other["y"][0].tolist(), other["z"].values) == ([1, 1], [1, 1], [1])
+    assert other["y"][1:] == ["text", None]
+    with pytest.raises(FallowError, match="a batch holds a generator, which cannot be copied"):
+        copied(number for number in range(2))
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(48, [12] * 4), (50, [12] * 4), (59, [12] * 4), (60, [12] * 5)])

@@ -12,6 +12,7 @@ CRCs that members compare in every step, so one that does otherwise is found in 
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from array import array
@@ -209,5 +210,24 @@ def _beginning(leaf: Any) -> bytes:
 
 
 def copied(batch: Any) -> Any:
-    """The batch with tensors of its own."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+    """The batch with contents of its own, which a body may change.
+
+    Raises:
+        FallowError: something in it cannot be copied.
+    """
+    return tree_map(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    if isinstance(leaf, str | bytes | int | float | complex | None):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception as error:  # whatever a class of the script says
+        raise FallowError(
+            f"a batch holds a {type(leaf).__name__}, which cannot be copied ({error}), though a body may change it and "
+            "have it once more as it was: let collate_fn return tensors, NumPy arrays or plain values",
+            Exit.DATA,
+        ) from None
