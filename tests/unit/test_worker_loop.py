@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -612,6 +613,62 @@ def test_samplers_with_randomness_of_their_own_are_the_same_everywhere() -> None
             orders.append((loader.order(0), loader.order(1)))
         assert orders[0] == orders[1]
         assert orders[0][0] != orders[0][1]
+
+
+class Own(Sampler):
+    """`numbers` of an epoch, which `set_epoch` tells."""
+
+    def __init__(self, numbers: Callable[[int], list[int]]) -> None:
+        self.numbers, self.epoch = numbers, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers(self.epoch))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_is_told_the_epoch_by_the_time_its_order_is_wanted(num_workers: int) -> None:
+    """Prefetching wanted the second one before the script had said its number."""
+
+    def numbers(epoch: int) -> list[int]:
+        return torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+    run, sampler = world(), Own(numbers)
+    loader = run.prepare(DataLoader(Noisy(), 4, sampler=sampler, num_workers=num_workers), global_batch=8)
+    used = []
+    for epoch in run.epochs(2):
+        sampler.set_epoch(epoch)
+        used += [index for indices, _ in run.steps(loader) for index in indices.tolist()]
+    assert used == numbers(0) + numbers(1)
+    assert world().prepare(DataLoader(Noisy(), 4, sampler=Own(numbers)), global_batch=8).order(1).tolist() == numbers(1)
+
+
+def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused() -> None:
+    """An old member has drawn from the generator more often than a newcomer."""
+    draw = random.Random(0)
+    sampler = Own(lambda epoch: draw.sample(range(24), 24))
+    with pytest.raises(FallowError, match="sampler Own gives another order each time"):
+        world().prepare(DataLoader(Noisy(), 4, sampler=sampler), global_batch=8)
+    seeded = Own(lambda epoch: random.sample(range(24), 24))
+    one, two = (world().prepare(DataLoader(Noisy(), 4, sampler=seeded), global_batch=8) for _ in range(2))
+    one.order(1)
+    assert one.order(2) == two.order(2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_with_another_number_of_samples_in_a_later_epoch_is_refused_when_that_comes(num_workers: int) -> None:
+    for epochs in (1, 2):
+        run = world()
+        sampler = Own(lambda epoch: list(range(24 - 8 * epoch)))
+        loader = run.prepare(DataLoader(Noisy(), 4, sampler=sampler, num_workers=num_workers), global_batch=8)
+        if epochs == 1:
+            assert len(list(run.steps(loader))) == 6
+            continue
+        with pytest.raises(FallowError, match="sampler Own gives 16 samples in epoch 1 and gave 24 in the first one"):
+            list(run.steps(loader, epochs=2))
+        assert run.step == 3
 
 
 class Stream(IterableDataset):

@@ -40,9 +40,17 @@ class ElasticLoader(Source):
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
         super().__init__(source, seed, global_batch)
-        self._cached: dict[int, array[int]] = {}
         self._prefetch: _Prefetcher | None = None
-        self.layout: Layout = make_layout(len(self.order(0)), self.batch_size, global_batch, source.drop_last)
+        first = self._ordered(0)
+        if not type(source.sampler).__module__.startswith("torch.") and self._ordered(0) != first:
+            raise FallowError(
+                f"prepare: the sampler {type(source.sampler).__name__} gives another order each time it is iterated, "
+                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, or give "
+                "it a set_epoch(epoch) from which the order follows",
+                Exit.DATA,
+            )
+        self._cached = {0: first}
+        self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)
         self.steps = self.layout.steps
 
     def __len__(self) -> int:
@@ -50,13 +58,28 @@ class ElasticLoader(Source):
         return self.layout.steps
 
     def order(self, epoch: int) -> array[int]:
-        """Sample numbers of an epoch, in order: the same on every member and for every membership."""
+        """Sample numbers of an epoch, in order: the same on every member and for every membership.
+
+        Raises:
+            FallowError: they are not as many as in the first epoch.
+        """
         if epoch not in self._cached:
+            order = self._ordered(epoch)
+            if len(order) != self.layout.length:
+                raise FallowError(
+                    f"the sampler {type(self.source.sampler).__name__} gives {len(order)} samples in epoch {epoch} and "
+                    f"gave {self.layout.length} in the first one: every epoch must have the same number of them; "
+                    "repeat some, or leave some out",
+                    Exit.DATA,
+                )
             # Two, because prefetching looks into the next epoch.
             for old in sorted(self._cached)[:-1]:
                 del self._cached[old]
-            self._cached[epoch] = array("q", _order(self.source, mix(self._seed, "order", epoch)))
+            self._cached[epoch] = order
         return self._cached[epoch]
+
+    def _ordered(self, epoch: int) -> array[int]:
+        return array("q", _order(self.source, epoch, mix(self._seed, "order", epoch)))
 
     def indices(self, key: Key) -> list[int]:
         """Sample numbers of one shard."""
@@ -127,7 +150,7 @@ def check_loader(loader: DataLoader[Any]) -> None:
         raise FallowError(f"prepare: this DataLoader cannot be made elastic: {advice}", Exit.DATA)
 
 
-def _order(loader: DataLoader[Any], seed: int) -> list[int]:
+def _order(loader: DataLoader[Any], epoch: int, seed: int) -> list[int]:
     sampler = loader.sampler
     if isinstance(sampler, SequentialSampler):
         return list(range(len(sampler)))
@@ -136,11 +159,15 @@ def _order(loader: DataLoader[Any], seed: int) -> list[int]:
         size = len(sampler.data_source)
         if sampler.num_samples == size:
             return list(torch.randperm(size, generator=generator).tolist())
-    own: torch.Generator = getattr(sampler, "generator", None) or generator
+    its = getattr(sampler, "generator", None)
+    own = its if isinstance(its, torch.Generator) else generator
     before = own.get_state()
+    set_epoch = getattr(sampler, "set_epoch", None)
     with rng.kept():
         rng.seed_everything(seed)
         own.manual_seed(seed)
+        if callable(set_epoch):
+            set_epoch(epoch)  # the script's call, if there is one, may come after prefetching has begun
         order = [int(index) for index in sampler]
     own.set_state(before)
     return order
@@ -171,11 +198,11 @@ class _TaggedDataset(torch.utils.data.Dataset[Any]):
         (seed, key), *indices = tagged
         began = time.monotonic()
         rng.seed_everything(seed)
-        return _Tagged(key, began, _samples(self.dataset, indices))
+        return _Tagged(key, began, _samples(self.dataset, indices) if indices else [])
 
 
 def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], float, Any]:
-    batch = user(tagged.samples)
+    batch = user(tagged.samples) if tagged.samples else None
     return tagged.key, time.monotonic() - tagged.began, batch
 
 
@@ -194,7 +221,14 @@ class _Feed:
         while True:
             key = next(k for k in self._plan if k not in self.flying)
             self.flying.add(key)
-            yield [(self._loader.data_seed(key), tuple(key)), *self._loader.indices(key)]
+            yield [(self._loader.data_seed(key), tuple(key)), *self._indices(key)]
+
+    def _indices(self, key: Key) -> list[int]:
+        try:
+            return self._loader.indices(key)
+        except Exception:
+            # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first and is told why.
+            return []
 
 
 def _keys(layout: Layout, at: Key, duties: Duties) -> Iterator[Key]:
