@@ -615,6 +615,36 @@ def test_samplers_with_randomness_of_their_own_are_the_same_everywhere() -> None
         assert orders[0][0] != orders[0][1]
 
 
+class Opened(Dataset):
+    """Its file, so to say, is opened in each loader process."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def open(self, number: int) -> None:
+        self.value = 10 + number
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        return self.value, torch.utils.data.get_worker_info().dataset is self
+
+
+def open_own(number: int) -> None:
+    torch.utils.data.get_worker_info().dataset.open(number)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_loader_processes_see_the_scripts_own_data_set(context: str) -> None:
+    """They saw the one that is put around it, so what they opened was not there."""
+    source = DataLoader(Opened(), 2, num_workers=1, worker_init_fn=open_own, multiprocessing_context=context)
+    run = world()
+    loader = run.prepare(source)
+    got = [(values.tolist(), own.tolist()) for values, own in run.steps(loader)]
+    assert got == [([10, 10], [True, True])] * 4
+
+
 class Own(Sampler):
     """`numbers` of an epoch, which `set_epoch` tells."""
 

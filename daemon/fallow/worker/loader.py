@@ -201,6 +201,16 @@ class _TaggedDataset(torch.utils.data.Dataset[Any]):
         return _Tagged(key, began, _samples(self.dataset, indices) if indices else [])
 
 
+def _begin(user: Callable[[int], None] | None, number: int) -> None:
+    """In a loader process: the script's code there finds its own data set in `get_worker_info`, not the tagged one."""
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, _TaggedDataset)
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # its class forbids assignments
+    if user is not None:
+        user(number)
+
+
 def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], float, Any]:
     batch = user(tagged.samples) if tagged.samples else None
     return tagged.key, time.monotonic() - tagged.began, batch
@@ -261,7 +271,7 @@ class _Prefetcher:
             collate_fn=functools.partial(_collate, source.collate_fn),
             pin_memory=source.pin_memory,
             timeout=source.timeout,
-            worker_init_fn=source.worker_init_fn,
+            worker_init_fn=functools.partial(_begin, source.worker_init_fn),
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
         )
