@@ -1,22 +1,31 @@
-"""A ledger whose disk has no room: nothing is raised, nothing is misread, and what is missing is said."""
+"""A ledger whose disk has no room, or hangs: nothing is raised, nothing is misread, and what is missing is said."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.core.audit import audit
 from fallow.core.roster import Roster, Worker
 from fallow.head.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
+from fallow.worker.group import Group
 from fallow.worker.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.run import Run
 
 
 def fed(step: int, generation: int = 1) -> Fed:
@@ -37,24 +46,25 @@ class Disk:
         return self._write(descriptor, bytes(data[:takes]))
 
 
-def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20) -> list[int | None]:
+def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, apart: bool = False) -> list[int | None]:
     """Write a ledger of so many steps on that disk, and what it told meanwhile."""
     told: list[int | None] = []
-    with mock.patch("fallow.worker.ledger.os.write", disk.write):
-        ledger = Ledger(path, told.append, kept)
+    with mock.patch("fallow.worker.pen.os.write", disk.write):
+        ledger = Ledger(path, told.append, kept, apart=apart, patience_s=60.0)
         ledger.add(Start(generation=1, first_step=0))
         for step in range(steps):
             ledger.add(fed(step))
+            ledger.begin_flush()
             ledger.flush()
     return told
 
 
-@given(takes=st.lists(st.none() | st.integers(1, 60), max_size=60), steps=st.integers(1, 40))
-def test_every_record_is_in_the_file_as_soon_as_there_is_room(takes: list[int | None], steps: int) -> None:
+@given(takes=st.lists(st.none() | st.integers(1, 60), max_size=60), steps=st.integers(1, 40), apart=st.booleans())
+def test_every_record_is_in_the_file_as_soon_as_there_is_room(takes: list[int | None], steps: int, apart: bool) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "w0.ledger"
         disk = Disk(list(takes))
-        told = keep(path, steps, disk)
+        told = keep(path, steps, disk, apart=apart)
         written = read_ledger(path)
         wanted: list[Record] = [Start(generation=1, first_step=0), *map(fed, range(steps))]
         assert written == wanted[: len(written)], "misread, or out of order"
@@ -86,7 +96,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
 
 def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Path) -> None:
     path, told = tmp_path / "w0.ledger", list[int | None]()
-    with mock.patch("fallow.worker.ledger.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
+    with mock.patch("fallow.worker.pen.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
         ledger = Ledger(path, told.append)
         ledger.add(fed(3))
         ledger.flush()
@@ -116,3 +126,131 @@ def test_what_a_lost_worker_could_not_write_is_unknown_as_long_as_it_was_a_membe
     roster.workers["w0"] = Worker(worker="w0", index=0, token="t", node="n0", step=10)
     report = count_samples(tmp_path, roster, roster.history)
     assert (report.consumed, report.unknown, report.lost, report.duplicated) == (20, 16, 4, 0)
+
+
+class Hanging:
+    """A file whose writes block, from a page of content on, until it is read: a FIFO."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "w0.ledger"
+        os.mkfifo(self.path, 0o600)
+        self._end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, 4096)
+        self._content = bytearray()
+        self._answers = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def answer(self) -> None:
+        """It hangs no more."""
+        self._answers.set()
+
+    def records(self, folder: Path) -> list[Record]:
+        """All that was ever written; the writer must have gone."""
+        self._reader.join(30)
+        assert not self._reader.is_alive()
+        (folder / "content").write_bytes(self._content)
+        return read_ledger(folder / "content")
+
+    def _read(self) -> None:
+        self._answers.wait(60)
+        os.set_blocking(self._end, True)
+        while data := os.read(self._end, 65536):
+            self._content += data
+        os.close(self._end)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def close(ledger: Ledger) -> None:
+    """What the end of the process does."""
+    descriptor = ledger._pen._nib._descriptor
+    assert descriptor is not None
+    os.close(descriptor)
+
+
+def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk, told = Hanging(tmp_path), list[int | None]()
+    ledger = Ledger(disk.path, told.append, apart=True)
+    wanted: list[Record] = []
+
+    def step() -> None:
+        wanted.append(fed(len(wanted)))
+        ledger.add(wanted[-1])
+        ledger.begin_flush()
+        ledger.flush()
+
+    while not told and len(wanted) < 4096:
+        step()
+    first = told[0]
+    assert first == len(wanted) - 1 > 20, "the step that waited in vain is the first one that is missing"
+    with at_most(60.0):  # 0.2 s for each would be 400 s
+        for _ in range(2000):
+            step()
+    assert told == [first]
+    with at_most(30.0):
+        ledger.flush(0.5)
+    assert told == [first], "at the end it is waited for, but not for ever"
+    disk.answer()
+    end = time.monotonic() + 60
+    while told != [first, None] and time.monotonic() < end:
+        ledger._pen.wait(end)  # what a step computes takes longer than a write
+        step()
+    assert told == [first, None]
+    step()
+    ledger.flush(60.0)
+    assert told == [first, None]
+    close(ledger)
+    assert disk.records(tmp_path) == wanted
+    warned = capsys.readouterr().err.splitlines()
+    assert len(warned) == 2
+    assert "cannot be written (no answer for 0." in warned[0]
+
+
+def test_a_disk_that_hangs_from_the_start_ends_nothing(tmp_path: Path) -> None:
+    path, told = tmp_path / "w0.ledger", list[int | None]()
+    os.mkfifo(path, 0o600)  # opened, it blocks until somebody reads
+    with mock.patch("fallow.worker.ledger._OPENING_S", 0.05):
+        ledger = Ledger(path, told.append, apart=True)
+    ledger.add(fed(0))
+    ledger.flush()
+    assert told == [0]
+    reader = os.open(path, os.O_RDONLY)
+    ledger.flush(60.0)
+    assert told == [0, None]
+    (tmp_path / "content").write_bytes(os.read(reader, 4096))
+    assert read_ledger(tmp_path / "content") == [fed(0)]
+    os.close(reader)
+    close(ledger)
+
+
+@pytest.mark.timeout(120)
+def test_training_goes_on_while_the_disk_hangs(tmp_path: Path) -> None:
+    disk, told = Hanging(tmp_path), list[int | None]()
+    run = Run(None, None, Group(0, 0, 1, None))
+    run._member.ledger = ledger = Ledger(disk.path, told.append, apart=True)
+    model = torch.nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(1200, 2))
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(data, 2), global_batch=4
+    )
+    for (x,) in run.steps(loader):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run.step == 300
+    assert len(told) == 1
+    assert told[0] is not None and 0 < told[0] < 100
+    disk.answer()
+    ledger.flush(60.0)
+    assert told[1:] == [None]
+    close(ledger)
+    records = [record for record in disk.records(tmp_path) if isinstance(record, Fed)]
+    assert [(record.step, record.shard) for record in records] == [(s, shard) for s in range(300) for shard in (0, 1)]

@@ -248,11 +248,11 @@ class Membership:
                 self._watch.suspect(at, number, f"{beat.worker} missed its commit")
 
     def _note_unrecorded(self, worker: Worker, beat: Beat) -> None:
-        """Records of samples wait for room on the disk. They count as unknown should their worker be lost."""
+        """Records of samples wait for the disk. They count as unknown should their worker be lost."""
         r, where = self.roster, f"{beat.worker} on {worker.node}"
         if beat.unrecorded is not None and beat.worker not in r.unrecorded:
             r.unrecorded[beat.worker] = beat.unrecorded
-            text = f"{where} cannot write down which samples it uses: make room on the file system of the run's folder"
+            text = f"{where} cannot write down which samples it uses: its file system is full or hangs"
             self._effects.record("ledger", text, worker=beat.worker, step=beat.unrecorded)
         elif beat.unrecorded is None and r.unrecorded.pop(beat.worker, None) is not None:
             self._effects.record("ledger", f"{where} writes down again which samples it uses", worker=beat.worker)

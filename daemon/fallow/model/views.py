@@ -26,7 +26,7 @@ class SampleReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lost: int
     duplicated: int
     unknown: int = 0
-    "of steps whose records a disk without room has kept out of the ledgers: the audit is incomplete. Not shown when 0"
+    "of steps whose records a full or hanging disk kept out of the ledgers: the audit is incomplete. Not shown when 0"
 
 
 class GenerationReport(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
 from fallow.worker import fixed, process, state
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
+from fallow.worker.ledger import LAST_S
 from fallow.worker.loader import ElasticLoader, check_loader
 from fallow.worker.loop import Loop
 from fallow.worker.member import Member
@@ -330,7 +331,7 @@ class Run:
             if session is not None:
                 session.close()
             return None
-        self._member.ledger.flush()
+        self._member.ledger.flush(LAST_S)
         if session is None or not self._place.joined:
             return None
         if self._member.saver is not None:

@@ -324,9 +324,11 @@ class Step:
                 "last backward of the body"
             )
         reducer = self._member.reducer
-        if self.final_shard and not self._backwards and self.watch.wrote():
-            # From here on the weights are sent to newcomers only while nobody computes.
-            self._member.standing.whole = True
+        if self.final_shard and not self._backwards:
+            self._member.ledger.begin_flush()
+            if self.watch.wrote():
+                # From here on the weights are sent to newcomers only while nobody computes.
+                self._member.standing.whole = True
         self.phases.before_backward()
         gate.in_backward = True
         self._backwards += 1

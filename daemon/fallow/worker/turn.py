@@ -15,7 +15,7 @@ from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.fixed import check_arithmetic
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.intake import Intake
-from fallow.worker.ledger import Start
+from fallow.worker.ledger import LEAVING_S, Start
 from fallow.worker.member import Member
 from fallow.worker.session import OthersEnded
 from fallow.worker.signature import signature
@@ -298,7 +298,7 @@ class Turn:
                 member.saver.finish()
             elif member.standing.holds:
                 member.saver.suspend(member.group, member.prepared, member.place.position)
-        member.ledger.flush()
+        member.ledger.flush(LEAVING_S)
         step = member.place.position.step
         session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)
         raise SwitchedOut
