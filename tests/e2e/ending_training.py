@@ -43,7 +43,7 @@ def harm(run: Any) -> list[int]:
     """Set the traps; returns the steps at whose mean something happens."""
     ends: list[Kind] = []
     plain_ask = loop.ask_all
-    plain_sum: Callable[[Any], Any] = type(run)._sum_shards
+    plain_gather: Callable[[Any], Any] = type(run)._gathered
 
     def ask(group: Any, kind: Kind, value: float) -> float:
         ends.append(kind)
@@ -53,10 +53,10 @@ def harm(run: Any) -> list[int]:
             raise Interrupted("cut on purpose")
         return result
 
-    def sum_shards(parts: Any) -> Any:
+    def gathered(cells: Any) -> Any:
         if WORKER == "w2" and run.step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = plain_sum(run, parts)
+        result = plain_gather(run, cells)
         if WORKER == "w1" and run.step in (5, 9) and run.step not in seen:
             seen.append(run.step)
             cut_off(run)
@@ -65,7 +65,7 @@ def harm(run: Any) -> list[int]:
 
     seen: list[int] = []
     loop.ask_all = ask
-    run._sum_shards = sum_shards
+    run._gathered = gathered
     return seen
 
 
