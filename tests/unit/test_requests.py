@@ -396,6 +396,20 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
     assert asks(plan(drained, [run], mine, AHEAD, fixed())) == []
 
 
+def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come_first() -> None:
+    names = [f"m{i}" for i in range(40)]
+    nodes = [node(name, "ALLOCATED", partitions=["mine"]) for name in names]
+    jobs = [theirs(f"1{i}", name, end_at=NOW + 10.0) for i, name in enumerate(names)]
+    state = busy(*jobs)
+    mine = PartitionInfo(partition="mine", nodes=names, preempt_mode="REQUEUE")
+    above = PartitionInfo(partition="above", nodes=names, priority_tier=10)
+    both = ClusterState(
+        at=NOW, nodes=[*state.nodes, *nodes], jobs=state.jobs, partitions=[*state.partitions, mine, above]
+    )
+    asked = asks(plan(both, [Demand("r", 5, partitions=("scavenge",))], [], AHEAD, fixed()))
+    assert [(ask.partition, ask.ahead) for ask in asked] == [("scavenge", True)] * 2
+
+
 def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> None:
     planned = waiting(planned_nodes=["n1"], start_at=NOW + 600, reason="BeginTime", partition="other")
     state = cluster([node("n1")], [planned])
@@ -486,11 +500,11 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
     running = [a for a in allocations if a.state is AllocationState.RUNNING]
     assert not new or len(pending) + len(new) <= 2 * rules.max_pending
-    for ask in new:
+    for before, ask in enumerate(new):
         elsewhere = [
             a for a in pending if NOW - a.requested_at > rules.start_patience_s and a.partition != ask.partition
         ]
-        assert len(pending) - len(elsewhere) + len(new) <= rules.max_pending
+        assert len(pending) - len(elsewhere) + before < rules.max_pending
     more = [ask for ask in new if not ask.node]
     there = [ask for ask in more if ask.partition == "scavenge"]
     for most, some in ((rules.max_nodes, more), (rules.partition_nodes.get("scavenge"), there)):

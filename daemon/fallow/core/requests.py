@@ -187,6 +187,8 @@ class Requests:
         self._best: dict[tuple[object, ...], int | None] = {}
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
+        self._coming: dict[Sort, list[Hole]] = {}
+        "sort of runs -> the first nodes of others that it can use"
         self._held: dict[str, int] = {}
         "nodes held or asked for, by partition; a successor on the same node is the same one"
         self._ends: dict[str, list[float]] = {}
@@ -314,10 +316,11 @@ class Requests:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
         if self.waiting >= self._rules.ahead or self._full():
             return None
-        for hole in islice(coming, TRIES):
+        if demand.sort not in self._coming:
+            suits = (h for h in coming if self._reach.suits(demand.sort, h.node, (h.partition,)))
+            self._coming[demand.sort] = list(islice(suits, TRIES))
+        for hole in self._coming[demand.sort]:
             if hole.node in demand.barred or self._full(hole.partition) or not self._room(hole.partition):
-                continue
-            if not self._reach.suits(demand.sort, hole.node, (hole.partition,)):
                 continue
             minutes, least = self._limits(hole, demand, budget_node_s)
             if minutes is None:
