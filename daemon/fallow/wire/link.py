@@ -38,6 +38,7 @@ _RECONNECT_MS = (50, 1000)
 _REDIAL_S = (0.1, 2.0)
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
+_READABLE, _BOTH = int(zmq.POLLIN), int(zmq.POLLIN | zmq.POLLOUT)
 
 
 class Link(Generic[T]):
@@ -166,13 +167,19 @@ class Link(Generic[T]):
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
+        # Every turn takes the interpreter from the training thread, and keeps it if the processor is taken away meanwhile:
+        # nothing is asked of ZeroMQ that it has not announced.
         poller = zmq.Poller()
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        poller.register(monitor, _READABLE)
+        poller.register(self._wake, _READABLE)
+        poller.register(socket, _READABLE)
+        was_blocked = False
         look_again = time.monotonic() + SILENCE_S
         while True:
             blocked = self._up and bool(self._queue)
-            poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+            if blocked != was_blocked:
+                poller.register(socket, _BOTH if blocked else _READABLE)
+                was_blocked = blocked
             until = min(self._redial_at or look_again, look_again)
             if self._closing_at is not None:
                 until = self._closing_at
@@ -181,7 +188,8 @@ class Link(Generic[T]):
                 os.eventfd_read(self._wake)
             if monitor in ready:
                 self._watch(monitor)
-            self._receive(socket)
+            if socket in ready:
+                self._receive(socket)
             self._flush(socket)
             now = time.monotonic()
             if self._closing_at is not None:
@@ -216,10 +224,9 @@ class Link(Generic[T]):
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         # A bounded number, so that a flood cannot keep our own messages back.
         for _ in range(QUEUE):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not socket.getsockopt(zmq.EVENTS) & _READABLE:
                 return
+            frames = socket.recv_multipart(zmq.NOBLOCK)
             try:
                 (data,) = frames
                 message = self._decoder.decode(data)
