@@ -167,7 +167,7 @@ class Link(Generic[T]):
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> bool:
-        # Every turn takes the interpreter from the training thread, and keeps it if the processor is taken away meanwhile:
+        # Every turn takes the interpreter from the training thread, and keeps it while the processor is taken away:
         # nothing is asked of ZeroMQ that it has not announced.
         poller = zmq.Poller()
         poller.register(monitor, _READABLE)
@@ -224,7 +224,7 @@ class Link(Generic[T]):
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         # A bounded number, so that a flood cannot keep our own messages back.
         for _ in range(QUEUE):
-            if not socket.getsockopt(zmq.EVENTS) & _READABLE:
+            if not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
             frames = socket.recv_multipart(zmq.NOBLOCK)
             try:
