@@ -41,6 +41,8 @@ class Head(NamedTuple):
     "members that have left the loop"
     ended: float = 0.0
     "those of them whose script has ended"
+    buffers: float = 0.0
+    "1: the member with shard 0 has changed its buffers"
 
 
 @dataclass(frozen=True, slots=True)

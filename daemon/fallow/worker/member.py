@@ -11,6 +11,7 @@ import torch
 from fallow.core.shards import Duty, duties
 from fallow.core.shares import Division
 from fallow.model import Welcome
+from fallow.worker.buffers import SharedBuffers
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
@@ -77,15 +78,15 @@ class Member:
             prepared = self.prepared
             if prepared.reproducible:
                 enforce(prepared.devices())
+            buffers = SharedBuffers(prepared.buffers, prepared.statistics)
             named = prepared.parameters()
             frozen = [parameter for _, parameter in named if not parameter.requires_grad]
             for parameter in frozen:
                 parameter.requires_grad_(True)  # else it takes no hook
-            self._reducer = Reducer(named, prepared.buffers, prepared.arithmetic)
+            self._reducer = Reducer(named, buffers, prepared.arithmetic)
             for parameter in frozen:
                 parameter.requires_grad_(False)
             self._reducer.flags = self._flags
-            self._reducer.statistics = prepared.statistics
             self._reducer.elastic = self.session is not None
             self._reducer.drift = not prepared.reproducible
             self.gate.gathered = self._reducer.gathered

@@ -24,9 +24,9 @@ from fallow.model import Exit, FallowError
 from fallow.worker import control as ctl
 from fallow.worker.arithmetic import SMALL, Arithmetic, Floating
 from fallow.worker.buckets import Bucket, Buckets
+from fallow.worker.buffers import SharedBuffers
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
-from fallow.worker.state import as_bytes
 
 
 @dataclass(slots=True)
@@ -42,7 +42,6 @@ class _Loss:
 class _Told(NamedTuple):
     """What is on its way beside the sums."""
 
-    buffers: torch.Tensor | None
     vector: torch.Tensor
     extent: torch.Tensor | None
 
@@ -56,19 +55,19 @@ class Reducer:
 
     Args:
         named: parameters that require gradients, in model order; the layout is fixed from here on.
-        buffers: gives the modules' buffers; after each round all members hold shard 0's.
+        buffers: of the modules.
         arithmetic: how gradients are added up.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        buffers: Callable[[], Sequence[torch.Tensor]],
+        buffers: SharedBuffers,
         arithmetic: Arithmetic | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
-        self._buffers = buffers
+        self.buffers = buffers
         self._small = [parameter.numel() < SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
@@ -100,7 +99,6 @@ class Reducer:
         self._left: dict[int, torch.Tensor] = {}
         "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
-        self._kept_buffers: list[torch.Tensor] | None = None
         self._next = 0
         self._told: _Told | None = None
         self.rounds = 0
@@ -142,8 +140,6 @@ class Reducer:
         "asked when the control vector leaves: (switch is committed, wish for a checkpoint, see `Saver.wish`)"
         self.before_control: Callable[[], None] = lambda: None
         "called once per step, just before this member's contribution can be complete on others"
-        self.statistics: Callable[[], set[int]] = set
-        "gives ids of buffers that no backward looks at"
         self.complete: Callable[[], bool] = lambda: True
         "this member has all of the state: until then its last bucket stays here, and with it everybody's optimizer"
 
@@ -154,6 +150,7 @@ class Reducer:
         if self._group.broken is not None:
             self._forget()  # a late peer may still write into them
         self._arithmetic.forget()
+        self.buffers.attach()
         self._group = group
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -167,7 +164,7 @@ class Reducer:
         self._in_backward = False
         self._carried = dict(self._left)
         self._arithmetic.begin_step(plan.phase)
-        self._kept_buffers = None
+        self.buffers.begin_step()
         self.skipped = False
         self.gathered.clear()
         self.rounds = 0
@@ -197,10 +194,6 @@ class Reducer:
         for number, (held_weight, _) in list(self._held.items()):
             if held_weight != weight:
                 self._fold(number)
-
-    def keep_buffers(self) -> None:
-        """Remember the buffers as they are now: shard 0's, which all members will get."""
-        self._kept_buffers = [buffer.detach().clone() for buffer in self._buffers()]
 
     def add_loss(self, value: torch.Tensor, scale: float) -> None:
         """Count the loss of one backward in the current body: `value` / `scale`, a mean over the shard."""
@@ -430,7 +423,7 @@ class Reducer:
 
     def _tell(self) -> None:
         """Launch what goes beside the sums: before the last bucket, since nothing of it can change any more."""
-        buffers = self._launch_buffers()
+        self.buffers.launch(self._group)
         switch, checkpoint = self.flags()
         group, plan, first = self._group, self._plan, self.rounds == 0
         further = any(any(touched) for touched in self._touched[self._number + 1 :])
@@ -448,6 +441,7 @@ class Reducer:
             skipped=float(self.skipped),
             left=float(self.left),
             ended=float(self.ended),
+            buffers=float(self.buffers.changed),
         )
         self.read_losses()
         losses = [0.0] * plan.shards
@@ -458,7 +452,7 @@ class Reducer:
         extent = self._arithmetic.extent(self._number, len(self._params))
         if extent is not None:
             group.all_max(extent)
-        self._told = _Told(buffers, vector, extent)
+        self._told = _Told(vector, extent)
 
     def _exchange(self) -> Control:
         if not self._buckets.all:
@@ -471,9 +465,8 @@ class Reducer:
         self._group.wait()
         told, self._told = self._told, None
         assert told is not None
-        if told.buffers is not None and (self._group.rank or self._kept_buffers is not None):  # else it has them
-            _scatter_bytes(told.buffers, self._buffers(), self.statistics())
         control = ctl.decode(told.vector, self._group.size, self._plan.shards)
+        self.buffers.settle(self._group, changed=control.head.buffers > 0)
         if self.elastic and control.head.ended and control.head.left < self._group.size:
             if self.ended:
                 raise EndedAlone
@@ -485,15 +478,6 @@ class Reducer:
             self.again = True
             raise Interrupted("the sums are not good")
         return control
-
-    def _launch_buffers(self) -> torch.Tensor | None:
-        # Rank 0 always has shard 0. Bytes, because a copy is exact for every dtype.
-        buffers = self._kept_buffers or self._buffers()
-        if not buffers or (self._group.size == 1 and self._kept_buffers is None):
-            return None
-        flat = _gather_bytes(buffers)
-        self._group.broadcast(flat, 0)
-        return flat
 
     def _give_out(self, control: Control) -> None:
         self.control = control
@@ -520,29 +504,3 @@ class Reducer:
             buckets.forget()
         self._held = {}
         self._touched = [[False] * len(self._params) for _ in self._sets]
-
-
-def _gather_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([as_bytes(t.detach().to("cpu").contiguous()) for t in tensors])
-
-
-def _scatter_bytes(flat: torch.Tensor, targets: Sequence[torch.Tensor], unread: set[int]) -> None:
-    """Put bytes into buffers so that a graph that was made before stays good for another backward.
-
-    Args:
-        flat: what `_gather_bytes` gave.
-        targets: the buffers.
-        unread: ids of those that no backward looks at. Of the others those are left alone that are equal already; a
-            backward that needs one that is not is refused by torch, since the graph was made with another value.
-    """
-    at = 0
-    with torch.no_grad():
-        for target in targets:
-            size = target.numel() * target.element_size()
-            raw = flat[at : at + size]
-            quiet = id(target) in unread
-            if quiet or not torch.equal(raw, as_bytes(target.to("cpu").contiguous())):
-                aligned = raw if at % target.element_size() == 0 else raw.clone()
-                # `data` leaves no trace for autograd.
-                (target.data if quiet else target).copy_(aligned.view(target.dtype).view(target.shape))
-            at += size
