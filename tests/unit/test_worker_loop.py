@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.utils.data import (
 
 from fallow.model import FallowError
 from fallow.worker.group import Group
+from fallow.worker.ledger import Fed, Ledger, read_ledger
 from fallow.worker.run import Run
 
 torch.set_num_threads(1)
@@ -743,3 +745,18 @@ def test_misuse_is_said_clearly() -> None:
         pass
     with pytest.raises(FallowError, match=r"before the first run\.steps"):
         run.prepare(net())
+
+
+def test_a_step_that_a_script_leaves_before_its_backward_is_not_counted_with_the_next_call(tmp_path: Path) -> None:
+    run = world()
+    model = net()
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(points(), 8))
+    run._member.ledger = Ledger(tmp_path / "ledger")
+    for _ in run.steps(loader):
+        break
+    for x, y in run.steps(loader, max_steps=1):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    run._member.ledger.flush()
+    fed = [record for record in read_ledger(tmp_path / "ledger") if isinstance(record, Fed)]
+    assert len(fed) == 1

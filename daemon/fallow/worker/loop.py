@@ -84,6 +84,7 @@ class Loop:
                 # who come to the end of the call by it agree on that when they do the next thing together.
                 if self._open is not None:
                     place.position.left = True
+                member.ledger.drop_fed()  # of a step that has not come to its backward: it is done by the next call
                 raise
             finally:
                 member.move(in_loop=False)
