@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,6 +193,26 @@ def test_never_above_any_cap_and_stable(
         assert running + waiting + len(new) <= max_nodes
     for run in runs:
         assert sum(1 for a in new if a.run == run.run) <= max(0, run.nodes)
+
+
+@pytest.mark.parametrize(
+    ("idle", "rules"),
+    [
+        (6, HarvestRules(max_nodes=4)),
+        (6, HarvestRules(partition_nodes={"scavenge": 4})),
+        (6, HarvestRules(max_pending=2)),
+        (2, HarvestRules()),
+    ],
+)
+def test_on_an_old_poll_what_would_be_withdrawn_keeps_its_place(idle: int, rules: HarvestRules) -> None:
+    state = cluster([node(f"n{i}") for i in range(idle)])
+    mine = [held(f"h{i}", nodes=[f"x{i}"]) for i in range(2)]
+    mine += [held(f"p{i}", AllocationState.PENDING, requested_at=NOW) for i in range(2)]
+    runs = [Demand("new", 2), Demand("r", -2)]
+    wishes = plan(state, runs, mine, rules)
+    assert {w.token for w in wishes if isinstance(w, Withdraw)} == {"p0", "p1"}
+    assert [ask.run for ask in asks(wishes)] == ["new", "new"]
+    assert plan(state, runs, mine, rules, again=True) == [], "nobody withdraws the two now"
 
 
 def job(token: str, job_id: str, state: str, **more: object) -> JobInfo:

@@ -50,6 +50,7 @@ def plan(
     aims: dict[str, int] | None = None,
     standing: Standing | None = None,
     unused: dict[str, str] | None = None,
+    again: bool = False,
 ) -> list[Wish]:
     """Decide on the requests for the next interval.
 
@@ -62,6 +63,8 @@ def plan(
         aims: is told how many harvested nodes each run should have.
         standing: what others' jobs need of us; None: it is worked out here.
         unused: is told of each idle node why it is not used, in words: what it is, a colon, and the particulars.
+        again: on a poll that was planned on before. Nodes are asked for only; what has lost its point since is left to
+            the next poll, and counts until then.
     """
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
@@ -86,7 +89,7 @@ def plan(
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     moves = found.release[: _moves(found, rules.max_pending - len(pending))]
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
-    withdrawn = withdraw(cluster, surplus(found), pending, standing, rules, holes, declined)
+    withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, holes, declined)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
@@ -105,7 +108,7 @@ def plan(
     if unused is not None:
         unused.update(_closed(cluster, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
-    return out
+    return [wish for wish in out if isinstance(wish, Ask)] if again else out
 
 
 def _coming(

@@ -116,12 +116,10 @@ class Asking:
             unstarted.look(cluster)
         aims: dict[str, int] = {}
         unused: dict[str, str] = {}
-        for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused):
+        for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused, again):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
-                case Withdraw() | GiveBack() if again:
-                    continue
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
