@@ -14,7 +14,7 @@ from fallow.core import events as ev
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
-from fallow.core.requests import Ask, Demand, Known
+from fallow.core.requests import Ask, Demand, HarvestRules, Known
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.asking import Asking, ordered
@@ -525,10 +525,14 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
 # -- how fast -------------------------------------------------------------------------------------------------------
 
 
-def at_once(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> int:
+def rules(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> HarvestRules:
     asking = Asking(Config(harvest=HarvestSection(**harvest)), Known())  # type: ignore[arg-type]
     asking.interval_s = every_s
-    return asking.rules(0.0, site, {}).max_pending
+    return asking.rules(0.0, site, {})
+
+
+def at_once(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> int:
+    return rules(site, every_s, **harvest).max_pending
 
 
 def test_as_many_requests_may_wait_as_can_be_submitted_between_two_polls() -> None:
@@ -540,18 +544,22 @@ def test_as_many_requests_may_wait_as_can_be_submitted_between_two_polls() -> No
     assert at_once(crowded) == 10, "half of those that Slurm looks at"
 
 
+def test_requests_ahead_leave_room_for_what_is_idle() -> None:
+    assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
+    assert rules(config()).ahead == 1, "two may wait where backfill looks at four"
+
+
 def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:
     names = [f"n{i}" for i in range(1000)]
     partitions = [
         PartitionInfo(partition="s", nodes=names, preempt_mode="REQUEUE"),
         PartitionInfo(partition="u", nodes=names, priority_tier=9),
     ]
-    rules = Asking(Config(), Known()).rules(0.0, None, {})
     idle, polls = list(names), 0
     while idle:
         nodes = [NodeInfo(node=name, state="IDLE", partitions=["s", "u"]) for name in idle]
         cluster = ClusterState(at=1e6 + 30.0 * polls, nodes=nodes, jobs=[], partitions=partitions)
-        asked = [wish for wish in plan(cluster, [Demand("r", len(idle))], [], rules) if isinstance(wish, Ask)]
+        asked = [wish for wish in plan(cluster, [Demand("r", len(idle))], [], rules()) if isinstance(wish, Ask)]
         assert asked
         # All of them start before the next poll.
         del idle[: len(asked)]

@@ -28,8 +28,8 @@ DUDS = 3
 """Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
 
 AHEAD = 2
-"""Requests that wait for nodes which others still have. Jobs mostly end one by one; what a larger one leaves is seen
-with the next poll."""
+"""Requests that wait for nodes which others still have, and no more than half of those that may wait at all: what is
+idle comes first. Jobs mostly end one by one; what a larger one leaves is seen with the next poll."""
 
 FEW = 4
 """As many requests may wait at once however often is polled, and no more of normal priority for one run."""
@@ -74,7 +74,7 @@ class Asking:
             # Two polls may pass before a wish is a job, and then it has to start.
             lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
             whole_nodes=whole_nodes(site),
-            ahead=AHEAD,
+            ahead=min(AHEAD, self._at_once(site) // 2),
         )
 
     def _at_once(self, site: ClusterConfig | None) -> int:
