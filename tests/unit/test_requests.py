@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
@@ -19,6 +20,7 @@ from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
 from fallow.core.survival import Spell
+from fallow.core.unstarted import Unstarted
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -138,9 +140,15 @@ def test_a_request_that_does_not_start_beside_idle_nodes_was_too_long() -> None:
     nodes, known = [node("n1"), node("n2")], fixed()
     late = held("h", AllocationState.PENDING, minutes=90, requested_at=NOW - 100.0, reason="Priority")
     unsure = cluster(nodes, [waiting(reason="Priority")])
+    assert plan(cluster(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
+    for seen_at in (NOW - 80.0, NOW - 100.0):
+        assert plan(unsure, [Demand("r", 0)], [late], RULES, known) == [], "the nodes have only just fallen idle"
+        known.unstarted = Unstarted()
+        known.unstarted.look(replace(unsure, at=seen_at))
     (wish,) = [w for w in plan(unsure, [Demand("r", 0)], [late], RULES, known) if isinstance(w, Withdraw)]
     assert wish.too_long
-    assert plan(cluster(nodes), [Demand("r", 0)], [late], RULES, known) == [], "Slurm is slow, nothing else"
+    (wish,) = [w for w in plan(cluster(nodes), [Demand("r", 0)], [late], RULES, known) if isinstance(w, Withdraw)]
+    assert not wish.too_long, "nobody else wants these"
     known.backoff.too_long("scavenge", 90, NOW)
     assert asks(plan(unsure, [Demand("r", 1)], [], RULES, known))[0].minutes == 45
 

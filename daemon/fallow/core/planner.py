@@ -89,7 +89,8 @@ def plan(
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     moves = found.release[: _moves(found, rules.max_pending - len(pending))]
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
-    withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, holes, declined)
+    old = [hole for hole in holes if known.unstarted.idle_s(hole.node, cluster.at) > rules.start_patience_s]
+    withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
@@ -178,6 +179,7 @@ def withdraw(
     """Requests that have lost their point, `surplus` (run -> requests) among them.
 
     Args:
+        idle: holes that have been there for as long as a request is given to start.
         declined: token -> idle nodes on which Slurm does not start it.
     """
     declined = declined or {}
