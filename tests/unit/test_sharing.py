@@ -162,6 +162,39 @@ def test_no_node_is_taken_from_a_run_before_idle_ones_have_been_asked_for() -> N
     assert sum(isinstance(w, Ask) for w in plenty) == 10, "all that are idle"
 
 
+def test_requests_that_wait_for_long_elsewhere_keep_no_node_where_it_is_worth_less() -> None:
+    site = Site(20, 0)
+    for _ in range(20):
+        site.give("rich", "p")
+    demands = [
+        demand(site, "rich", 20, Worth(curve(64), base=12)),
+        demand(site, "poor", 40, Worth(curve(64)), "p"),
+        Demand("other", 0, partitions=("q",)),
+    ]
+
+    def moved(waiting_s: float) -> int:
+        waits = [
+            Allocation(
+                token=f"w{i}",
+                run="other",
+                kind=AllocationKind.HARVEST,
+                public_key="k",
+                state=AllocationState.PENDING,
+                partition="q",
+                minutes=60,
+                requested_at=NOW - waiting_s,
+                sent_by=NOW - waiting_s,
+            )
+            for i in range(4)
+        ]
+        wishes = plan(site.cluster(), demands, [*site.mine, *waits], HarvestRules(max_pending=4))
+        assert all(isinstance(w, GiveBack) for w in wishes)
+        return len(wishes)
+
+    assert moved(300.0) == 4, "as many as can be asked for again"
+    assert moved(10.0) == 0
+
+
 def test_targets_are_told() -> None:
     site = Site(10, 0)
     aims: dict[str, int] = {}

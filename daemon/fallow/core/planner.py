@@ -87,8 +87,6 @@ def plan(
     if aims is not None:
         aims.update(found.nodes)
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
-    moves = found.release[: _moves(found, rules.max_pending - len(pending))]
-    out += [GiveBack(a.token, "another run gains more from it") for a in moves]
     old = [hole for hole in holes if known.unstarted.idle_s(hole.node, cluster.at) > rules.start_patience_s]
     withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined)
     out += withdrawn
@@ -96,6 +94,8 @@ def plan(
     kept = [a for a in pending if a.token not in gone]
     live = [a for a in harvest if a.token not in gone]
     requests = Requests(cluster, live, kept, rules, known, holes, reach, sorts)
+    moves = _moves(found, sorts, requests, reach)
+    out += [GiveBack(a.token, "another run gains more from it") for a in moves]
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = {a.token for a in [*found.unused, *moves]}
     for demand in demands:
@@ -152,10 +152,17 @@ def _closed(
     return out
 
 
-def _moves(found: Targets, room: int) -> int:
+def _moves(found: Targets, sorts: Mapping[str, Sort], requests: Requests, reach: Reach) -> list[Allocation]:
     """Nodes to take from one run for another: no more than can be asked for again soon, idle ones first."""
-    wanted = sum(max(0, more) for more in found.more.values())
-    return max(0, room - (wanted - len(found.release)))
+    growing = {sorts[run] for run, more in found.more.items() if more > 0}
+    idle = sum(max(0, more) for more in found.more.values()) - len(found.release)
+    out: list[Allocation] = []
+    for allocation in found.release:
+        names = {name for node in allocation.nodes for name in reach.of_node(node)}
+        open_to = (name for name in names for sort in growing if name in reach.partitions(sort))
+        if len(out) + idle < max(map(requests.room, open_to), default=0):
+            out.append(allocation)
+    return out
 
 
 def _counted(harvest: Sequence[Allocation]) -> Iterator[Allocation]:

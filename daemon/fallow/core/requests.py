@@ -280,7 +280,7 @@ class Requests:
     ) -> Ask | None:
         """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
         too_many = f"too many requests: {self._rules.max_pending} wait already, as many as may at once"
-        closed = {name for name in self._partitions if not self._room(name)}
+        closed = {name for name in self._partitions if not self.room(name)}
         if len(closed) == len(self._partitions):
             self._stop = too_many
             return None
@@ -320,7 +320,7 @@ class Requests:
             suits = (h for h in coming if self._reach.suits(demand.sort, h.node, (h.partition,)))
             self._coming[demand.sort] = list(islice(suits, TRIES))
         for hole in self._coming[demand.sort]:
-            if hole.node in demand.barred or self._full(hole.partition) or not self._room(hole.partition):
+            if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
                 continue
             minutes, least = self._limits(hole, demand, budget_node_s)
             if minutes is None:
@@ -335,7 +335,7 @@ class Requests:
     def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:
         """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""
         partition = self._partitions.get(leaving.partition)
-        if partition is None or not self._room(leaving.partition) or len(leaving.nodes) != 1 or leaving.end_at is None:
+        if partition is None or not self.room(leaving.partition) or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         (node,) = leaving.nodes
         known = self._nodes.get(node)
@@ -355,10 +355,10 @@ class Requests:
         self._minutes.add((partition, minutes))
         insort(self._ends.setdefault(run, []), self._cluster.at + 60.0 * minutes)
 
-    def _room(self, partition: str) -> bool:
-        """May one more request wait there? Of all partitions together at most twice as many may."""
+    def room(self, partition: str) -> int:
+        """Requests more that may wait there. Of all partitions together at most twice as many may."""
         most = self._rules.max_pending
-        return self._fresh + self._stale.get(partition, 0) < most and self._fresh + self._all_stale < 2 * most
+        return max(0, min(most - self._stale.get(partition, 0), 2 * most - self._all_stale) - self._fresh)
 
     def _full(self, partition: str | None = None) -> bool:
         if partition is None:
