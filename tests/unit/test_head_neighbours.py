@@ -87,6 +87,19 @@ def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run
     assert neighbours.interval_s(book) == 30.0
 
 
+def test_where_slurm_would_take_no_request_none_is_made_though_it_preempts(book: Book) -> None:
+    big = PartitionInfo(partition="big", nodes=["n1"], preempt_mode="REQUEUE", min_nodes=2)
+    plain = PartitionInfo(partition="plain", nodes=["n1"], min_nodes=2)
+    state = ClusterState(at=NOW, nodes=[NodeInfo(node="n1", state="IDLE")], jobs=[], partitions=[big, plain])
+    why = "its jobs have 2 nodes at least, a request has one"
+    for names, refused in ([], {"big": why}), (["big"], {"big": why}), (["other"], {}):
+        neighbours, now = Neighbours(Config(harvest=HarvestSection(partitions=names))), turn(book)
+        neighbours.polled(now, state, SITE)
+        assert neighbours.refused == refused, "nobody wants to harvest where nothing preempts"
+        told = [record.text for record in now.records if record.text.startswith("partition")]
+        assert told == [f"partition {name} is not harvested: {why}" for name in refused]
+
+
 def test_after_an_outage_polls_come_soon_while_we_hold_what_nobody_takes_from_us(book: Book, run: Run) -> None:
     harvest = Harvest(CONFIG)
     harvest.neighbours.polled(turn(book), cluster(run, False), SITE)

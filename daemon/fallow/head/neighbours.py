@@ -97,9 +97,10 @@ class Neighbours:
         )
         wanted = self._config.harvest
         if not wanted.allow_without_preemption:
-            # Nobody wants to harvest these anyway.
-            refused = {}
-        elif wanted.partitions:
+            # Nobody wants to harvest the others anyway.
+            preempting = {p.partition for p in cluster.partitions if p.preempts}
+            refused = {name: why for name, why in refused.items() if name in preempting}
+        if wanted.partitions:
             refused = {name: why for name, why in refused.items() if name in wanted.partitions}
         for name in sorted(refused.keys() | self.refused.keys()):
             if refused.get(name) != self.refused.get(name):
