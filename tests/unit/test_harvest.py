@@ -544,6 +544,14 @@ def test_as_many_requests_may_wait_as_can_be_submitted_between_two_polls() -> No
     assert at_once(crowded) == 10, "half of those that Slurm looks at"
 
 
+def test_no_more_requests_wait_in_all_than_half_of_those_that_backfill_looks_at() -> None:
+    def in_all(parameters: str) -> int:
+        return rules(msgspec.structs.replace(config(), scheduler_parameters=parameters)).max_waiting
+
+    assert in_all("bf_max_job_user=20,bf_max_job_assoc=12,bf_max_job_user_part=4") == 6
+    assert min(in_all(""), in_all("bf_max_job_user_part=4"), rules().max_waiting) >= 1 << 30, "of one partition only"
+
+
 def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
     assert rules(config()).ahead == 1, "two may wait where backfill looks at four"

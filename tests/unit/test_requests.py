@@ -468,6 +468,7 @@ def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Alloca
     rules = HarvestRules(
         allow_without_preemption=draw(st.booleans()),
         max_pending=draw(st.integers(1, 8)),
+        max_waiting=draw(st.just(1 << 30) | st.integers(1, 8)),
         max_nodes=draw(st.none() | st.integers(0, 12)),
         partition_nodes=draw(st.just({}) | st.fixed_dictionaries({"scavenge": st.integers(0, 10)})),
         lead_s=draw(st.sampled_from([0.0, 600.0])),
@@ -507,7 +508,7 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
     withdrawn = {w.token for w in wishes if isinstance(w, Withdraw)}
     pending = [a for a in allocations if a.state is AllocationState.PENDING and a.token not in withdrawn]
     running = [a for a in allocations if a.state is AllocationState.RUNNING]
-    assert not new or len(pending) + len(new) <= 2 * rules.max_pending
+    assert not new or len(pending) + len(new) <= min(2 * rules.max_pending, rules.max_waiting)
     for before, ask in enumerate(new):
         elsewhere = [
             a for a in pending if NOW - a.requested_at > rules.start_patience_s and a.partition != ask.partition

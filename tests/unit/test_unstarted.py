@@ -119,6 +119,12 @@ def test_a_run_that_waits_for_nothing_takes_no_slots_from_others_elsewhere() -> 
     demands = [Demand("A", 1, partitions=("a",)), Demand("B", 2, partitions=("b",))]
     wishes = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * 2
+    for in_all, more in (4, 0), (5, 1), (6, 2):
+        rules, why = HarvestRules(max_waiting=in_all), dict[str, str]()
+        wishes = plan(cluster(NOW, nodes), demands, old, rules, Known(Experience(kept_short=2)), unused=why)
+        assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("B", "b")] * more
+        told = f"too many requests: {in_all} wait already, as many as may at once"
+        assert [why[name] for name in ("b0", "b1")].count(told) == 2 - more
     for allocation in old:
         allocation.requested_at = allocation.sent_by = NOW - 10.0
     fresh = plan(cluster(NOW, nodes), demands, old, HarvestRules(), Known(Experience(kept_short=2)))

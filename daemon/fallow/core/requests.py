@@ -44,6 +44,9 @@ class HarvestRules:
     groups: frozenset[str] | None = None
     "of the owner, for partitions that are open to some groups only; None: not known"
     max_pending: int = 4
+    "requests that may wait at once; those that have for long count in their own partition only"
+    max_waiting: int = 1 << 30
+    "requests that may wait in all"
     max_nodes: int | None = None
     partition_nodes: Mapping[str, int] = field(default_factory=dict)
     "at most so many nodes held or asked for in a partition"
@@ -279,7 +282,7 @@ class Requests:
         among: Callable[[Hole], bool] | None = None,
     ) -> Ask | None:
         """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
-        too_many = f"too many requests: {self._rules.max_pending} wait already, as many as may at once"
+        too_many = f"too many requests: {self._fresh + self._all_stale} wait already, as many as may at once"
         closed = {name for name in self._partitions if not self.room(name)}
         if len(closed) == len(self._partitions):
             self._stop = too_many
@@ -358,7 +361,8 @@ class Requests:
     def room(self, partition: str) -> int:
         """Requests more that may wait there. Of all partitions together at most twice as many may."""
         most = self._rules.max_pending
-        return max(0, min(most - self._stale.get(partition, 0), 2 * most - self._all_stale) - self._fresh)
+        in_all = min(2 * most, self._rules.max_waiting) - self._all_stale
+        return max(0, min(most - self._stale.get(partition, 0), in_all) - self._fresh)
 
     def _full(self, partition: str | None = None) -> bool:
         if partition is None:

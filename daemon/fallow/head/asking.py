@@ -65,6 +65,7 @@ class Asking:
             refused=refused,
             groups=self._groups,
             max_pending=self._at_once(site),
+            max_waiting=1 << 30 if site is None else pending_allowed(site, in_all=True),
             max_nodes=h.max_nodes,
             partition_nodes=h.partition_nodes,
             max_minutes=h.max_minutes,
@@ -222,7 +223,9 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
     turn.submissions.append((run.id, allocation.token))
 
 
-def pending_allowed(site: ClusterConfig) -> int:
-    """Half of the jobs that backfill looks at for one user: the user's own ones need the others."""
-    limits = re.findall(r"bf_max_job_(?:user|user_part|assoc)=(\d+)", site.scheduler_parameters)
+def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
+    """Requests that may wait in a partition, or `in_all` of them: half of the jobs that backfill looks at for one user,
+    since the user's own ones need the others."""
+    names = "user|assoc" if in_all else "user|assoc|user_part"
+    limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
     return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)

@@ -49,7 +49,7 @@ def look(
         asker=Asker.of(spec, ordered),
     )
     asks = _asks(cluster, demand, live, rules, known)
-    all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED), known)
+    all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
         polled_at=cluster.at,
         by_head=by_head,
