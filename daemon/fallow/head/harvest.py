@@ -106,8 +106,7 @@ class Harvest:
         held: set[str] = set()
         for run in turn.book.runs.values():
             for allocation in run.live_allocations():
-                workers = (run.roster.workers.get(worker) for worker in allocation.workers)
-                held.update(allocation.nodes, (worker.node for worker in workers if worker is not None))
+                held.update(allocation.nodes, allocation.agents)
         nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
         rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
         self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
