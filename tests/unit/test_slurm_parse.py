@@ -203,6 +203,7 @@ def test_what_a_job_needs_on_each_node() -> None:
         ("-N2 --ntasks-per-node=3", "2 6 6 3 1000M cpu=6,mem=6000M,node=2,billing=6", (0, 1, 0)),
         ("-N2 -n2 -c3", "2 6 2 0 1000M cpu=6,mem=6000M,node=2,billing=6", (0, 1, 0)),
         ("-n 1", "1 1 1 0 1000M cpu=1,mem=1000M,node=1,billing=1", (0, 1, 0)),
+        ("-n 6, CPUs not told", "2 N/A 6 0 1000M N/A", (0, 1, 0)),
     ],
 )
 def test_tasks_that_slurm_may_spread_as_it_likes(asked: str, values: str, tasks: tuple[int, int, int]) -> None:

@@ -277,7 +277,8 @@ def _tasks(row: Mapping[str, str], num_nodes: int) -> tuple[int, int, int]:
     """Tasks that Slurm may spread over the nodes as it likes (0: it may not), and CPUs and MiB for each of them."""
     tasks, cpus = count(row.get("NumTasks", "")), count(row.get("NumCPUs", ""))
     free = row.get("NTPerNode", "").strip() == "0" and not gpu_types(row.get("tres-per-task", ""))
-    if not free or row["State"].strip().upper() != "PENDING" or not 1 < num_nodes < tasks or cpus % tasks:
+    spread = free and row["State"].strip().upper() == "PENDING" and 1 < num_nodes < tasks
+    if not spread or not cpus or cpus % tasks:
         return 0, 1, 0
     per_cpu, total = megabytes(row.get("MinMemory", "")), re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
     by_cpu = total is not None and per_cpu * cpus == megabytes(total[1])
