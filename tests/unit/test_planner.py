@@ -11,7 +11,7 @@ from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan, withdraw
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -327,7 +327,7 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
 def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too() -> None:
     state = cluster([node("n1"), node("n2")])
     assert set(unused(state, [Demand("r", 2)], [], HarvestRules(partitions=("other",))).values()) == {
-        "not harvested: the configuration names none of its partitions"
+        "not harvested: the configuration does not name the partition"
     }
     refused = HarvestRules(refused={"scavenge": "others' jobs cannot be seen"})
     assert set(unused(state, [Demand("r", 2)], [], refused).values()) == {"not harvested: others' jobs cannot be seen"}
@@ -336,3 +336,28 @@ def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too() -> None:
     found = unused(waiting, [Demand("r", 2)], [], nobody_preempts)
     assert found["n1"] == "kept for others: job 7 of alice can start there"
     assert found["n2"] == "kept for others: a job that waits is about to start in the partition"
+
+
+def test_a_node_of_partitions_that_are_not_harvested_says_why_each_is_not() -> None:
+    here = NodeInfo(node="n1", state="IDLE", partitions=["scavenge", "debug"])
+
+    def why(rules: HarvestRules, jobs: list[JobInfo] | None = None, **of_debug: object) -> str:
+        debug = PartitionInfo(partition="debug", nodes=["n1"], **of_debug)  # type: ignore[arg-type]
+        mine = partition(["n1"], mode="OFF")
+        state = ClusterState(at=NOW, nodes=[here], jobs=jobs or [], partitions=[mine, debug])
+        found = unused(state, [Demand("r", 1)], [], rules)["n1"]
+        assert not harvestable(state, rules) or not found.startswith("not harvested:")
+        return found
+
+    nobody = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
+    down, groups = "the partition is down", "the partition is open to other groups only"
+    assert why(HarvestRules()) == f"not harvested: {nobody}"
+    assert why(HarvestRules(), up=False) == f"not harvested: scavenge: {nobody}; debug: {down}"
+    outside = HarvestRules(groups=frozenset({"users"}))
+    assert why(outside, allow_groups=["physics"]) == f"not harvested: scavenge: {nobody}; debug: {groups}"
+    assert why(HarvestRules(partitions=("debug",)), up=False) == (
+        f"not harvested: scavenge: the configuration does not name the partition; debug: {down}"
+    )
+    # Nothing is kept for others where nothing is harvested anyway.
+    assert why(HarvestRules(), [pending("7")]) == f"not harvested: {nobody}"
+    assert why(HarvestRules(allow_without_preemption=True)).startswith("asked for: ")

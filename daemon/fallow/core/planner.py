@@ -16,7 +16,17 @@ from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach, Sort
-from fallow.core.requests import Ask, Demand, HarvestRules, Known, Requests, harvestable, holes_of, may_take
+from fallow.core.requests import (
+    Ask,
+    Demand,
+    HarvestRules,
+    Known,
+    Requests,
+    harvestable,
+    holes_of,
+    may_take,
+    not_harvested,
+)
 from fallow.core.sharing import charge, requests_ahead, requests_for, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S
@@ -136,20 +146,31 @@ def _closed(
 ) -> dict[str, str]:
     """Idle nodes that are no holes to us."""
     starts = {node: job for job, nodes in standing.offered for node in nodes}
-    kept = frozenset[str]().union(*taboo.values())
+    kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in harvestable(cluster, rules)))
+    closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
     out: dict[str, str] = {}
     for node in cluster.nodes:
         if not is_idle(node):
             continue
         job = starts.get(node.node)
-        refused = next((rules.refused[name] for name in node.partitions if name in rules.refused), "")
         if node.node not in kept:
-            out[node.node] = f"not harvested: {refused or 'the configuration names none of its partitions'}"
+            out[node.node] = f"not harvested: {_none_of(node.partitions, closed)}"
         elif job is not None:
             out[node.node] = f"kept for others: job {job.job_id} of {job.user} can start there"
         else:
             out[node.node] = "kept for others: a job that waits is about to start in the partition"
     return out
+
+
+def _none_of(partitions: Sequence[str], closed: Mapping[str, str]) -> str:
+    """Why none of a node's partitions is harvested; `closed`: partition -> why it is not."""
+    reasons: dict[str, list[str]] = {}
+    for name in partitions:
+        if name in closed:
+            reasons.setdefault(closed[name], []).append(name)
+    if len(reasons) > 1:
+        return "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    return next(iter(reasons), "it is in no partition that Slurm shows")
 
 
 def _moves(found: Targets, sorts: Mapping[str, Sort], requests: Requests, reach: Reach) -> list[Allocation]:

@@ -138,14 +138,23 @@ def holes_of(cluster: ClusterState, allocations: Sequence[Allocation], rules: Ha
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
     """Partitions that may be harvested: lowest priority tier first, since those are the kindest to others."""
-    allowed = []
-    for partition in cluster.partitions:
-        named = partition.partition in rules.partitions
-        if partition.partition in rules.refused or not open_to(partition, rules.groups):
-            continue
-        if partition.up and (partition.preempts or rules.allow_without_preemption) and (named or not rules.partitions):
-            allowed.append(partition)
+    allowed = [partition for partition in cluster.partitions if not not_harvested(partition, rules)]
     return sorted(allowed, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
+
+
+def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
+    """Why nothing may be asked for in a partition, in words; empty: it may be harvested."""
+    if not partition.up:
+        return "the partition is down"
+    if not open_to(partition, rules.groups):
+        return "the partition is open to other groups only"
+    if rules.partitions and partition.partition not in rules.partitions:
+        return "the configuration does not name the partition"
+    if why := rules.refused.get(partition.partition):
+        return why
+    if not partition.preempts and not rules.allow_without_preemption:
+        return "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
+    return ""
 
 
 def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:
