@@ -18,7 +18,7 @@ from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, 
 from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.fake import FakeSlurm
-from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, Bucket, PacedClient
+from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
 
 NOW = 1_000_000.0
 PLAIN = PartitionInfo(partition="plain", nodes=["n1", "n2"])
@@ -249,6 +249,24 @@ async def test_the_configuration_is_asked_for_once_an_hour() -> None:
     clock.now += CONFIG_S
     with pytest.raises(SlurmUnavailable):
         await client.config()
+
+
+async def test_a_configuration_without_what_the_accounting_says_is_asked_for_again_soon() -> None:
+    clock = Clock()
+
+    class Away(FakeSlurm):
+        away = True
+
+        async def config(self) -> ClusterConfig:
+            return msgspec.structs.replace(await super().config(), qos_unknown=self.away)
+
+    slurm = Away(nodes=2)
+    client, _ = paced(clock, slurm)
+    assert (await client.config()).qos_unknown
+    slurm.away = False
+    assert (await client.config()).qos_unknown
+    clock.now += UNKNOWN_S
+    assert not (await client.config()).qos_unknown
 
 
 async def test_a_slow_slurmctld_and_one_that_limits_our_rate_are_asked_less() -> None:

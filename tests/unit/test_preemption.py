@@ -144,6 +144,56 @@ async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeyp
     assert (config.qos_preempt_modes, config.qos_exempt_s) == ({}, {"calm": 86400.0})
 
 
+async def test_an_accounting_that_is_away_makes_no_partition_preempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(name: str, text: str, code: int = 0) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def preempts(site: ClusterConfig) -> bool:
+        both = parse.cluster(line("normal", 10) + line("scavenge", 1))[1]
+        state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=both), site, "idle")
+        return any(p.preempts for p in state.partitions)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    without = CONFIG.format(kind="partition_prio")
+    command("scontrol", without + "AccountingStorageType = accounting_storage/slurmdbd\n")
+    command("sacctmgr", "", 1)
+    client = CliClient()
+    config = await client.config()
+    assert config.qos_unknown and not preempts(config)
+    told = checks.harvest_qos(config, "idle")
+    assert told is not None and "accounting does not say" in told.found
+    command("sacctmgr", QOS.replace("idle||cluster|", "idle||cluster|00:10:00"))
+    safe = await client.config()
+    assert not safe.qos_unknown and not preempts(safe), "safe at first"
+    command("sacctmgr", "", 1)
+    assert await client.config() == safe, "what it said last"
+    command("sacctmgr", QOS)
+    assert preempts(await client.config())
+    # Where there is none, nobody's jobs are safe by their QOS.
+    command("sacctmgr", "", 1)
+    for kind in ("accounting_storage/none", "(null)"):
+        command("scontrol", without + f"AccountingStorageType = {kind}\n")
+        assert preempts(await CliClient().config())
+
+
+async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("scontrol", f"cat <<'END'\n{CONFIG.format(kind='qos')}AccountingStorageType = x/slurmdbd\nEND\n"),
+        ("sacctmgr", "exec sleep 300\n"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
+    async with asyncio.timeout(25.0):
+        assert (await CliClient().config()).qos_unknown
+
+
 @given(
     st.lists(
         st.builds(

@@ -131,6 +131,10 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
 
 def harvest_qos(config: ClusterConfig, qos: str | None) -> Check | None:
     """Is it one that others preempt (only preempt/qos cares), and at once?"""
+    if config.qos_unknown:
+        fix = "make `sacctmgr show qos` work here; until it does, no partition is believed to preempt"
+        text = "Slurm's accounting does not say whether new jobs are safe at first"
+        return Check("harvest qos", Level.WARN, text, fix)
     if config.preempt_type and (safe_s := exempt_s(config, qos)) > 0.0:
         fix = (
             "harvested like a partition without preemption; for others' sake set [harvest] qos to a QOS whose "

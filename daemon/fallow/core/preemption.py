@@ -25,7 +25,7 @@ def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None
 
     Args:
         cluster: as the client read it.
-        site: None: not known yet, so nothing is believed to preempt.
+        site: None: not known yet, so nothing is believed to preempt; nor while its accounting has not answered.
         qos: of every harvest job (`[harvest] qos`); None: whatever the user's own jobs have.
     """
     never = {p.partition for p in cluster.partitions if not _preempted(p, cluster.partitions, site, qos)}
@@ -59,7 +59,7 @@ def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> f
 def _preempted(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
 ) -> bool:
-    if site is None or not partition.preempts or exempt_s(site, qos, partition.qos) > 0.0:
+    if site is None or site.qos_unknown or not partition.preempts or exempt_s(site, qos, partition.qos) > 0.0:
         return False
     if site.preempt_type == "preempt/qos":
         return preemptable_qos(site, qos)

@@ -158,6 +158,10 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "nobody preempts a job before it has run for so long, where no QOS says otherwise"
     qos_exempt_s: dict[str, float] = {}
     "QOS -> the same; those alone that have a value of their own"
+    qos_unknown: bool = False
+    "the accounting has not answered yet, so the two about QOS may lack what it would say"
+    accounting: bool = False
+    "the cluster has one"
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
     message_timeout_s: float = 10.0

@@ -29,6 +29,8 @@ from fallow.slurm.state import cluster_state, earlier, on_our_clock, user_name
 QUERY_TIMEOUT_S = 30.0
 "A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
 SUBMIT_TIMEOUT_S = 60.0
+ACCOUNTING_TIMEOUT_S = 5.0
+"Polls wait for this answer, and slurmdbd may be away while slurmctld is well."
 
 _SHOW = "show node\nshow partition\nshow reservation\n"
 # A site may have these commands show all clusters of its federation (FederationParameters=fed_display).
@@ -65,16 +67,19 @@ class CliClient:
         self.polls = 0
         self.commands = 0
         "number of processes started"
+        self._qos: str | None = None
+        "what the accounting said last of who preempts whom"
 
     async def config(self) -> ClusterConfig:
         asked_at = time.time()
         config, as_of = parse.config(await self._query(["scontrol", "show", "config"]))
+        between = (asked_at + time.time()) / 2
         if config.preempt_type:
-            qos = await self._qos()
+            qos, unknown = await self._ask_qos(config)
             modes = parse.qos_preempt_modes(qos, config.preempt_mode) if config.preempt_type == "preempt/qos" else {}
             exempt = parse.qos_exempt_s(qos)
-            config = msgspec.structs.replace(config, qos_preempt_modes=modes, qos_exempt_s=exempt)
-        offset = 0.0 if as_of is None else as_of - (asked_at + time.time()) / 2
+            config = msgspec.structs.replace(config, qos_preempt_modes=modes, qos_exempt_s=exempt, qos_unknown=unknown)
+        offset = 0.0 if as_of is None else as_of - between
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
 
@@ -153,13 +158,19 @@ class CliClient:
         )
         return on_our_clock(state, at, self.clock_offset_s)
 
-    async def _qos(self) -> str:
-        """What the accounting says of who preempts whom; empty where there is none, or as long as it is away."""
+    async def _ask_qos(self, config: ClusterConfig) -> tuple[str, bool]:
+        """What the accounting says of who preempts whom, now or when it was there last; empty where there is none.
+
+        And: whether that is not known, because it has not answered yet.
+        """
         columns = "format=Name,Preempt,PreemptMode,PreemptExemptTime"
+        timeout_s = min(ACCOUNTING_TIMEOUT_S, self._query_timeout_s)
         try:
-            return await self._query(["sacctmgr", "-n", "-P", "show", "qos", columns])
+            self._qos = await self._query(["sacctmgr", "-n", "-P", "show", "qos", columns], timeout_s)
         except SlurmUnavailable:
-            return ""
+            if not config.accounting:
+                return "", False
+        return self._qos or "", self._qos is None
 
     # -- processes ----------------------------------------------------------------------------------------------
 
@@ -172,18 +183,17 @@ class CliClient:
             raise SlurmUnavailable(_failure(argv, done))
         return done.stdout
 
-    async def _query(self, argv: list[str]) -> str:
-        done = await self._start(argv)
+    async def _query(self, argv: list[str], timeout_s: float | None = None) -> str:
+        done = await self._start(argv, timeout_s=timeout_s)
         if done.code != 0:
             raise SlurmUnavailable(_failure(argv, done))
         return done.stdout
 
-    async def _start(self, argv: list[str], stdin: str = "") -> Done:
+    async def _start(self, argv: list[str], stdin: str = "", timeout_s: float | None = None) -> Done:
         self.commands += 1
+        limit_s = self._query_timeout_s if timeout_s is None else timeout_s
         try:
-            return await run(
-                argv, environment=query_environment(self.conf), timeout_s=self._query_timeout_s, stdin=stdin
-            )
+            return await run(argv, environment=query_environment(self.conf), timeout_s=limit_s, stdin=stdin)
         except OSError as error:
             raise SlurmUnavailable(_not_started(argv[0], error)) from error
 

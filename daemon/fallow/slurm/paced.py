@@ -19,6 +19,8 @@ from fallow.slurm.client import SlurmClient
 T = TypeVar("T")
 
 CONFIG_S = 3600.0
+UNKNOWN_S = 60.0
+"""The configuration is asked for again so soon where a part of it did not come."""
 
 STEP_S = 1.0
 """When our clock has moved so far by itself, the configuration is asked for again: with it comes slurmctld's clock."""
@@ -113,7 +115,8 @@ class PacedClient:
         now, wall = self._clock(), self._wall()
         if self._config is not None:
             at, wall_at, known = self._config
-            if now - at < CONFIG_S and abs((wall - wall_at) - (now - at)) < STEP_S:
+            keep_s = UNKNOWN_S if known.qos_unknown else CONFIG_S
+            if now - at < keep_s and abs((wall - wall_at) - (now - at)) < STEP_S:
                 return known
         await self._wait(self._queries)
         # The times from before the question: a step in between shows at the next one.

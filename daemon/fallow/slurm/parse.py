@@ -448,6 +448,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
         preempt_mode=preempt_mode(values.get("PreemptMode", "")),
         preempt_exempt_s=duration(values.get("PreemptExemptTime", "")) or 0.0,
+        accounting=not (kind := values.get("AccountingStorageType", "")).endswith("none") and bool(kind),
         kill_wait_s=_seconds(values.get("KillWait"), 30.0),
         backfill_interval_s=float(interval[1]) if interval else 30.0,
         message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
