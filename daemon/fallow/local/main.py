@@ -62,8 +62,7 @@ def main(
     for item in driver.missed:
         sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended at step {result.steps}\n")
     encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
-    if report is not None:
-        _write(report, encoded + b"\n")
+    written = report is None or _write(report, encoded + b"\n")
     if json:
         sys.stdout.write(encoded.decode() + "\n")
     else:
@@ -71,7 +70,7 @@ def main(
     good = result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated
     if good:
         shutil.rmtree(folder, ignore_errors=True)
-        return Exit.OK
+        return Exit.OK if written else Exit.IOERR
     if result.traceback:
         sys.stderr.write(clean_block(result.traceback, 20_000).rstrip() + "\n")
     sys.stderr.write(f"fallow local: run is {result.status}: {result.message or 'see the report'}; logs in {folder}\n")
@@ -86,12 +85,14 @@ async def _train(driver: Driver) -> RunReport:
     return await driver.train()
 
 
-def _write(report: Path, content: bytes) -> None:
+def _write(report: Path, content: bytes) -> bool:
+    """False: it could not be written. The training is done all the same, so what it came to is shown."""
     try:
         report.write_bytes(content)
     except OSError as error:
-        # The training is done all the same, so what it came to is shown.
         sys.stderr.write(f"fallow local: --report {report}: cannot be written ({error.strerror})\n")
+        return False
+    return True
 
 
 def summary(report: RunReport) -> str:
