@@ -427,6 +427,84 @@ def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> 
     assert asks(plan(state, [Demand("r", 1)], [for_it], AHEAD, fixed())) == []
 
 
+def ahead(token: str = "h1", waited_s: float = 60.0, **more: object) -> Allocation:
+    values = {"requested_at": NOW - waited_s, "minutes": 120, "ahead": True, **more}
+    return held(token, AllocationState.PENDING, **values)
+
+
+def other(*idle: str) -> ClusterState:
+    """All nodes of one partition are others', and these of another one are idle."""
+    state, nodes = busy(), [node(name, partitions=["other"]) for name in idle]
+    there = PartitionInfo(partition="other", nodes=list(idle), preempt_mode="REQUEUE")
+    above = PartitionInfo(partition="above", nodes=list(idle), priority_tier=10)
+    return ClusterState(
+        at=NOW, nodes=[*state.nodes, *nodes], jobs=state.jobs, partitions=[*state.partitions, there, above]
+    )
+
+
+INSTEAD = "an idle node is asked for instead"
+
+
+def test_an_idle_node_elsewhere_is_asked_for_in_place_of_a_request_that_waits_ahead() -> None:
+    run, two = Demand("r", 0), [ahead(), ahead("h2", minutes=119)]
+    found: dict[str, str] = {}
+    wishes = plan(other("m1"), [run], two, AHEAD, fixed(), unused=found)
+    assert wishes == [Withdraw("h1", INSTEAD), Ask("r", "other", 120)]
+    assert found == {"m1": "asked for: a request waits for Slurm to start it"}
+    assert plan(other("m1"), [run], two, AHEAD, fixed(), again=True) == [], "nothing is withdrawn then"
+    gone = [a for a in two if a.token != "h1"] + [ahead(asked_at=NOW)]
+    asked = held("n1", AllocationState.PENDING, partition="other", requested_at=NOW, minutes=120)
+    assert plan(other("m1"), [run], [*gone, asked], AHEAD, fixed()) == [], "one is enough"
+    # Whatever room it takes is free then.
+    for full in (HarvestRules(max_nodes=2, ahead=2), HarvestRules(max_pending=2, ahead=2)):
+        assert plan(other("m1"), [Demand("r", 1)], two, full, fixed()) == wishes
+    # Not for a node that is of no use, nor for a run that may not ask, nor for one that the request gets itself.
+    for useless in (
+        Demand("r", 0, partitions=("scavenge",)),
+        Demand("r", 0, barred=frozenset({"m1"})),
+        Demand("r", 0, renew=False),
+        Demand("r", 0, budget_node_s=0.0),
+    ):
+        assert plan(other("m1"), [useless], two, AHEAD, fixed()) == []
+    assert plan(cluster([node("n1"), node("n2")]), [run], two, AHEAD, fixed()) == []
+    made_for_one = [held("h1", AllocationState.PENDING, requested_at=NOW - 60, minutes=120)]
+    assert plan(other("m1"), [run], made_for_one, AHEAD, fixed()) == []
+
+
+def test_a_request_that_waits_ahead_gives_way_to_one_that_fits_a_short_hole() -> None:
+    planned = waiting(planned_nodes=["n1"], start_at=NOW + 600, reason="BeginTime", partition="other")
+    state = cluster([node("n1")], [planned])
+    swapped = [Withdraw("h1", INSTEAD), Ask("r", "scavenge", 10)]
+    assert plan(state, [Demand("r", 0)], [ahead()], AHEAD, fixed()) == swapped
+    capped = HarvestRules(max_pending=8, ahead=2, partition_nodes={"scavenge": 1})
+    assert plan(state, [Demand("r", 1)], [ahead()], capped, fixed()) == swapped
+    hopeless = waiting(planned_nodes=["n1"], start_at=NOW + 60, reason="BeginTime", partition="other")
+    assert plan(cluster([node("n1")], [hopeless]), [Demand("r", 0)], [ahead()], AHEAD, fixed()) == []
+
+
+def test_a_request_ahead_waits_as_long_as_it_takes_where_it_keeps_no_room_from_others() -> None:
+    run = Demand("r", 0)
+
+    def left(waits: Allocation, demand: Demand = run, rules: HarvestRules = AHEAD, **more: object) -> bool:
+        wishes = plan(busy(**more), [demand], [waits], rules, fixed())
+        assert wishes in ([], [Withdraw(waits.token, "Slurm did not start it within 600 s")])
+        return not wishes
+
+    assert left(ahead(waited_s=5000.0))
+    assert not left(held("h1", AllocationState.PENDING, requested_at=NOW - 5000.0, minutes=120))
+    for capped in (
+        HarvestRules(ahead=2, max_nodes=9),
+        HarvestRules(ahead=2, partition_nodes={"scavenge": 9}),
+        HarvestRules(partitions=("other",), ahead=2),
+        HarvestRules(),
+    ):
+        assert not left(ahead(waited_s=5000.0), rules=capped)
+    assert not left(ahead(waited_s=5000.0), Demand("r", 0, budget_node_s=1e6))
+    assert not left(ahead(waited_s=5000.0), preempt_mode="OFF")
+    node_came = plan(cluster([node("n1")]), [run], [ahead(waited_s=5000.0)], AHEAD, fixed())
+    assert node_came == [], "and has its node in a moment"
+
+
 # -- properties ---------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +540,7 @@ def situations(draw: st.DrawFn) -> tuple[ClusterState, list[Demand], list[Alloca
             requested_at=NOW - draw(st.integers(0, 700)),
             minutes=30,
             reason=draw(st.sampled_from(["", "Resources", "QOSMaxJobsPerUserLimit"])),
+            ahead=draw(st.booleans()),
         )
         for i in range(draw(st.integers(0, 3)))
     ]
@@ -538,7 +617,8 @@ def test_never_above_caps_budgets_or_deadlines_and_stable(
             assert ask.node in leaving.nodes
     for demand in demands:
         mine = [a for a in new if a.run == demand.run]
-        assert sum(1 for a in mine if not a.replaces) <= max(0, demand.nodes)
+        instead = sum(1 for w in wishes if isinstance(w, Withdraw) and w.reason == INSTEAD and demand.run == "a")
+        assert sum(1 for a in mine if not a.replaces) - instead <= max(0, demand.nodes)
         if demand.budget_node_s is not None:
             assert sum(60 * a.minutes for a in mine) <= demand.budget_node_s
         assert len({a.replaces for a in mine if a.replaces}) == sum(1 for a in mine if a.replaces)

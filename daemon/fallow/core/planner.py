@@ -7,7 +7,7 @@ withdrawn, nodes whose time is nearly over are asked for again, and what is left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from fallow.core.requests import (
     may_take,
     not_harvested,
 )
-from fallow.core.sharing import charge, requests_ahead, requests_for, share_out, surplus
+from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S
 from fallow.model import AllocationState, ClusterState
@@ -98,7 +98,8 @@ def plan(
         aims.update(found.nodes)
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     old = [hole for hole in holes if known.unstarted.idle_s(hole.node, cluster.at) > rules.start_patience_s]
-    withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined)
+    lasting = _lasting(cluster, pending, demands, rules)
+    withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined, lasting)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
@@ -113,8 +114,11 @@ def plan(
         out += _renew(cluster, demand, mine, rules, requests, budgets)
     wishes = requests_for(found, demands, requests, budgets)
     asked = Counter(wish.run for wish in wishes)
-    coming = _coming(cluster, allocations, rules, standing) if requests.waiting < rules.ahead else []
     out += wishes
+    for waits, wish in [] if again else requests_instead(demands, requests, budgets):
+        out += [Withdraw(waits.token, "an idle node is asked for instead"), wish]
+    more = requests.waiting < rules.ahead and any(demand.nodes > asked[demand.run] for demand in demands)
+    coming = _coming(cluster, allocations, rules, standing) if more else []
     out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)
     if unused is not None:
         unused.update(_closed(cluster, rules, standing, taboo))
@@ -186,6 +190,18 @@ def _moves(found: Targets, sorts: Mapping[str, Sort], requests: Requests, reach:
     return out
 
 
+def _lasting(
+    cluster: ClusterState, pending: Sequence[Allocation], demands: Sequence[Demand], rules: HarvestRules
+) -> frozenset[str]:
+    """Requests ahead that keep no room from anything else: to cancel them and submit the same again would be idle."""
+    there = {p.partition for p in harvestable(cluster, rules) if p.preempts} - rules.partition_nodes.keys()
+    runs = {demand.run for demand in demands if demand.renew and demand.budget_node_s is None}
+    if rules.max_nodes is not None or not rules.ahead:
+        return frozenset()
+    waits = (a for a in pending if a.ahead and a.state is AllocationState.PENDING)
+    return frozenset(a.token for a in waits if a.partition in there and a.run in runs)
+
+
 def _counted(harvest: Sequence[Allocation]) -> Iterator[Allocation]:
     """Those that are not on their way out; while its successor starts, a node is counted once."""
     replaced = {a.replaces for a in harvest}
@@ -203,12 +219,14 @@ def withdraw(
     rules: HarvestRules,
     idle: Sequence[Hole],
     declined: Mapping[str, tuple[str, ...]] | None = None,
+    lasting: Collection[str] = (),
 ) -> list[Withdraw]:
     """Requests that have lost their point, `surplus` (run -> requests) among them.
 
     Args:
         idle: holes that have been there for as long as a request is given to start.
         declined: token -> idle nodes on which Slurm does not start it.
+        lasting: tokens of those that may wait for as long as it takes.
     """
     declined = declined or {}
     out: list[Withdraw] = []
@@ -224,7 +242,7 @@ def withdraw(
         if too_many.get(allocation.run, 0) > 0 and not allocation.pinned:
             too_many[allocation.run] -= 1
             out.append(Withdraw(token, "the run no longer needs it"))
-        elif waited_s > rules.pending_patience_s:
+        elif waited_s > rules.pending_patience_s and token not in lasting:
             what = "it was not submitted" if allocation.queued else "Slurm did not start it"
             reason = f"{what} within {rules.pending_patience_s:.0f} s"
             out.append(Withdraw(token, reason, declined=declined.get(token, ())))

@@ -214,12 +214,13 @@ class Requests:
         "nodes that others wait for, or might"
         self.waiting = 0
         "pending requests for which there is no idle node"
+        self.waiting_ahead: list[Allocation] = []
+        "those of them that were made ahead"
         self._probing = any(a.least_minutes for a in pending)
         self._holes = holes
         not_started = {a.token for a in pending}
         for allocation in allocations:
-            end = allocation.end_at or cluster.at + 60.0 * (allocation.minutes or 0)
-            insort(self._ends.setdefault(allocation.run, []), end)
+            insort(self._ends.setdefault(allocation.run, []), self._end(allocation))
             if not allocation.pinned or allocation.token not in not_started:
                 self._held[allocation.partition] = self._held.get(allocation.partition, 0) + 1
         for allocation in pending:
@@ -244,6 +245,9 @@ class Requests:
         self._stop = ""
         "why nothing more was asked for, whatever the hole"
 
+    def _end(self, allocation: Allocation) -> float:
+        return allocation.end_at or self._cluster.at + 60.0 * (allocation.minutes or 0)
+
     def _take_one(self, allocation: Allocation) -> None:
         """A request that is still pending will take one of these nodes."""
         if allocation.part is not None:
@@ -255,8 +259,10 @@ class Requests:
         fitting = (h for h in known if may_take(allocation, h.length_s, self._cluster.at, self._rules))
         if (hole := next(fitting, None)) is not None:
             self._taken.add(hole.node)
-        else:
-            self.waiting += 1
+            return
+        self.waiting += 1
+        if allocation.ahead and allocation.asked_at is None:
+            self.waiting_ahead.append(allocation)
 
     def unused(self, otherwise: str) -> dict[str, str]:
         """Node of a hole -> what was decided about it; `otherwise`: about those that nobody had to look at."""
@@ -343,6 +349,35 @@ class Requests:
             exclude = self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, minutes, least, exclude=exclude, ahead=True)
         return None
+
+    def instead(self, waits: Allocation, demand: Demand, budget_node_s: float | None) -> Ask | None:
+        """An idle node in place of a request that waits ahead; None: none will do, and it waits on.
+
+        Its share of the budget is free only once Slurm has cancelled it.
+        """
+        self._count_waiting(waits, -1)
+        wish = self.ask(demand, budget_node_s)
+        if wish is None:
+            self._count_waiting(waits, 1)
+        return wish
+
+    def _count_waiting(self, allocation: Allocation, by: int) -> None:
+        """Take a request that waits ahead out of all that limits others (-1), or put it back (1)."""
+        name, ends = allocation.partition, self._ends[allocation.run]
+        if by < 0:
+            ends.remove(self._end(allocation))
+        else:
+            insort(ends, self._end(allocation))
+        self.waiting += by
+        self._held[name] += by
+        if self._cluster.at - allocation.waits_since > self._rules.start_patience_s:
+            self._stale[name] += by
+            self._all_stale += by
+        else:
+            self._fresh += by
+        if name in self._rules.partition_nodes:
+            # Holes there were passed over for good while it was full.
+            self._suited.clear()
 
     def succeed(self, demand: Demand, budget_node_s: float | None, leaving: Allocation) -> Ask | None:
         """The node of an allocation that is about to end, once more: Slurm starts it in the moment the job ends."""

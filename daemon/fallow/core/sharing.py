@@ -157,6 +157,27 @@ def requests_for(
     return out
 
 
+def requests_instead(
+    demands: Sequence[Demand], requests: Requests, budgets: dict[str, float | None]
+) -> list[tuple[Allocation, Ask]]:
+    """Idle nodes that are left, for runs whose requests wait for nodes that others still have; and those requests.
+
+    Args:
+        demands, requests, budgets: as for `requests_for`.
+    """
+    known = {demand.run: demand for demand in demands}
+    out: list[tuple[Allocation, Ask]] = []
+    for waits in requests.waiting_ahead:
+        demand = known.get(waits.run)
+        if demand is None or not demand.renew:
+            continue
+        wish = requests.instead(waits, demand, budgets[demand.run])
+        if wish is not None:
+            charge(budgets, wish)
+            out.append((waits, wish))
+    return out
+
+
 def requests_ahead(
     aims: Targets,
     demands: Sequence[Demand],
