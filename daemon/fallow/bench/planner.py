@@ -31,7 +31,13 @@ TIMES = 5
 PENDING = 100
 """Requests that may wait at once: far more than a site would like."""
 
+AHEAD = 2
+"""Requests that wait for nodes of others, as the head has them."""
+
 PARTITIONS = 8
+SHARED = 3
+"""One in so many nodes is in two partitions."""
+
 NOW = 1_000_000.0
 SHARDS = (8, 64, 256, 1024)
 WIDE = (1, 2, 1, 16, 1, 4, 64)
@@ -52,12 +58,12 @@ def measure(nodes: int, runs: int, times: int, waiting: int = 0) -> Row:
     cluster, demands, allocations, curves = situation(nodes, runs)
     if waiting:
         cluster = beside(cluster, waiting)
-    rules = HarvestRules(max_pending=PENDING, allow_without_preemption=bool(waiting))
+    rules = HarvestRules(max_pending=PENDING, allow_without_preemption=bool(waiting), ahead=AHEAD)
     took, wishes = [], []
     for _ in range(times):
         began = time.process_time()
         valued = [replace(demand, worth=worth(curves[demand.run])) for demand in demands]
-        wishes = plan(cluster, valued, allocations, rules)
+        wishes = plan(cluster, valued, allocations, rules, unused={})
         took.append(time.process_time() - began)
     return Row(
         name="plan",
@@ -100,15 +106,18 @@ def beside(cluster: ClusterState, waiting: int) -> ClusterState:
 def situation(
     nodes: int, runs: int
 ) -> tuple[ClusterState, list[Demand], list[Allocation], dict[str, tuple[Curve, int, float]]]:
-    """A cluster of `PARTITIONS` partitions, runs that can use one to four of them, and what they hold."""
+    """A cluster of `PARTITIONS` partitions with nodes in common, runs that can use one to four, and what they hold."""
     infos, parts, jobs, allocations = [], [], [], []
     names = [[f"n{i}" for i in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)]
+    shared = [members[::SHARED] for members in names]
     usable = {f"r{r}": [f"p{(r + k) % PARTITIONS}" for k in range(1 + r % 4)] for r in range(runs)}
     users = {f"p{p}": [run for run, may in usable.items() if f"p{p}" in may] for p in range(PARTITIONS)}
     for p, members in enumerate(names):
-        parts.append(PartitionInfo(partition=f"p{p}", nodes=members, preempt_mode="REQUEUE", max_time_s=14400.0))
+        there = [*members, *shared[p - 1]]
+        parts.append(PartitionInfo(partition=f"p{p}", nodes=there, preempt_mode="REQUEUE", max_time_s=14400.0))
         for i, node in enumerate(members):
-            infos.append(NodeInfo(node=node, state="IDLE" if i % 4 == 0 else "ALLOCATED", partitions=[f"p{p}"], gpus=4))
+            of = [f"p{p}"] if i % SHARED else [f"p{p}", f"p{(p + 1) % PARTITIONS}"]
+            infos.append(NodeInfo(node=node, state="IDLE" if i % 4 == 0 else "ALLOCATED", partitions=of, gpus=4))
             if i % 8 == 0:
                 end = NOW + 600.0 * (1 + i % 20)
                 jobs.append(_job(f"j{p}-{i}", f"p{p}", "PENDING", planned_nodes=[node], start_at=end))
