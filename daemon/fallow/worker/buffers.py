@@ -26,7 +26,7 @@ class SharedBuffers:
     def __init__(self, live: Callable[[], Sequence[torch.Tensor]], unread: Callable[[], set[int]]) -> None:
         self._live = live
         self._unread = unread
-        self._agreed: list[torch.Tensor] = []
+        self.agreed: list[torch.Tensor] = []
         "copies of what all members had after the last round"
         self._kept: list[torch.Tensor] | None = None
         "copies of shard 0's, if other shards came after it"
@@ -44,7 +44,7 @@ class SharedBuffers:
 
     def begin_step(self) -> None:
         """A step begins, or begins again: all members have the same."""
-        self._agreed = [buffer.detach().clone() for buffer in self._live()]
+        self.agreed = [buffer.detach().clone() for buffer in self._live()]
         self._kept = None
 
     def keep(self) -> None:
@@ -59,7 +59,7 @@ class SharedBuffers:
         self._alone = not mine or (group.size == 1 and self._kept is None)
         if self._alone:
             return
-        self.changed = group.rank == 0 and not all(map(_same, mine, self._agreed))
+        self.changed = group.rank == 0 and not all(map(_same, mine, self.agreed))
         if self._follow:
             self._flat = _gather(mine)
             group.broadcast(self._flat, 0)
@@ -82,7 +82,7 @@ class SharedBuffers:
             group.wait()
         live = self._live()
         if self._flat is not None:
-            self._agreed = _parts(self._flat, live)
+            self.agreed = _parts(self._flat, live)
         if group.rank or self._kept is not None:
             self._take(live, came=self._flat is not None)
         self._flat, self._follow = None, changed
@@ -93,7 +93,7 @@ class SharedBuffers:
         Torch refuses a backward that needs one that is not, since the graph was made with another value.
         """
         unread = self._unread()
-        for target, value in zip(live, self._agreed, strict=True):
+        for target, value in zip(live, self.agreed, strict=True):
             free = id(target) in unread
             if (free and came) or not _same(value, target):
                 with torch.no_grad():

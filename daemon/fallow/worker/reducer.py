@@ -413,16 +413,16 @@ class Reducer:
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
-                if self._next == len(buckets) - 1:
-                    self._tell()
                 self._group.all_reduce(bucket.flat)
                 bucket.launched = True
                 self._next += 1
+                if self._next == len(buckets):
+                    self._tell()
         except Interrupted:
             self.interrupted = True
 
     def _tell(self) -> None:
-        """Launch what goes beside the sums: before the last bucket, since nothing of it can change any more."""
+        """Launch what goes beside the sums, behind the last bucket, which takes longer."""
         self.buffers.launch(self._group)
         switch, checkpoint = self.flags()
         group, plan, first = self._group, self._plan, self.rounds == 0
