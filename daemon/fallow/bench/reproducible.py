@@ -41,8 +41,8 @@ def measure(members: int, params: int, shards: int, rounds: int) -> tuple[list[F
 def _row(measured: tuple[list[Figures], list[Figures]]) -> Row:
     fast, exact = measured
     one = exact[0]
-    wall = statistics.mean(f.wall.median for f in fast) / statistics.mean(f.wall.median for f in exact)
-    cpu = statistics.mean(f.cpu.median for f in fast) / statistics.mean(f.cpu.median for f in exact)
+    wall = statistics.mean(f.wall.value for f in fast) / statistics.mean(f.wall.value for f in exact)
+    cpu = statistics.mean(f.cpu.value for f in fast) / statistics.mean(f.cpu.value for f in exact)
     return Row(
         name="reproducible",
         members=one.members,

@@ -32,19 +32,23 @@ BATCH = 8
 _MLP_IN = 256
 
 
+_SAMPLES = 1 << 13
+"""Of a pass, which each block begins anew: its order must not take longer to draw than the block."""
+
+
 class Block(msgspec.Struct, frozen=True):
-    """One block of one arm: seconds per step, by rank. CPU time is that of all threads of the member's process."""
+    """One block of one arm: seconds, by rank and step. CPU time is that of all threads of the member's process."""
 
     arm: str
-    wall: list[float]
-    cpu: list[float]
+    wall: list[list[float]]
+    cpu: list[list[float]]
 
 
 class Vectors(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Made-up rows for the MLP; a pure function of the index."""
 
     def __len__(self) -> int:
-        return 1 << 20
+        return _SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.linspace(0, index % 11, _MLP_IN), torch.tensor(index % 10)
@@ -62,7 +66,7 @@ def mlp(params: int) -> nn.Module:
 def model_and_data(kind: str, params: int) -> tuple[nn.Module, Dataset[Any], Callable[..., torch.Tensor]]:
     """Model, its data, and its loss of (model, inputs, targets)."""
     if kind == "gpt":
-        return workload.make(params)[0], workload.Text(), workload.loss_of
+        return workload.make(params)[0], workload.Text(_SAMPLES), workload.loss_of
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return mlp(params), Vectors(), lambda model, x, y: nn.functional.cross_entropy(model(x), y)
@@ -75,14 +79,17 @@ class Arm:
         self.name = name
         self.steps = steps
 
-    def block(self, steps: int) -> tuple[float, float]:
-        """Seconds and CPU seconds per step, of `steps` steps after the first."""
+    def block(self, steps: int) -> list[tuple[float, float]]:
+        """Seconds and CPU seconds of each of `steps` steps after the first."""
         running = self.steps(steps + 1)
         next(running)
+        taken = []
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             next(running)
-        taken = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+            now, used = time.perf_counter(), time.process_time()
+            taken.append((now - wall, used - cpu))
+            wall, cpu = now, used
         for _ in running:
             raise AssertionError("one step too many")
         return taken
@@ -126,7 +133,8 @@ def main() -> None:
             mine = torch.tensor(arm.block(args.block), dtype=torch.float64)
             every = [torch.empty_like(mine) for _ in range(args.members)]
             dist.all_gather(every, mine)
-            blocks.append(Block(arm.name, [float(row[0]) for row in every], [float(row[1]) for row in every]))
+            wall, cpu = ([row[:, column].tolist() for row in every] for column in (0, 1))
+            blocks.append(Block(arm.name, wall, cpu))
     if run.is_main:
         partial = args.out.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(blocks))

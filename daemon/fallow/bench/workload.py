@@ -55,8 +55,11 @@ def width_for(wanted: float) -> int:
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of a periodic text, with the next byte as target; a pure function of the index."""
 
+    def __init__(self, samples: int = _SAMPLES) -> None:
+        self._samples = samples
+
     def __len__(self) -> int:
-        return _SAMPLES
+        return self._samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         window = (torch.arange(CONTEXT + 1) * (1 + index % 7) + index) % VOCABULARY
