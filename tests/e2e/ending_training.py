@@ -6,7 +6,8 @@ HARM `links`: at each of them w1's group breaks just when the others have the re
 that moment), and w2 dies in one. `break`: the main member alone leaves the loop. `late`: it raises after the loop.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
 loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
-`hang`: the main member's process does not end. `desert`: w1's script ends in the loop.
+`hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `last`: w2 dies in the step in
+which the others leave the loop for good.
 """
 
 from __future__ import annotations
@@ -106,9 +107,13 @@ def main() -> None:
     told.append(run.mean(0.25 * (1 + run.rank)))
     for (x,) in run.steps(loader):
         loss = model(x).square().mean()
+        if args.harm == "last" and run.step == 9 and WORKER == "w2":
+            os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if args.harm == "last" and run.step == 9 and run.final_shard:
+            break
         mean = run.mean(loss)  # something has acted by now
         if run.final_shard:
             schedule.step(mean)

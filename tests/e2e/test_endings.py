@@ -84,6 +84,11 @@ def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> N
     assert "inside of the run.steps loop while the others go on" in done.report["message"]
 
 
+def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_the_run(box: Box) -> None:
+    done = train(box, "last", members=3)
+    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 9), done.report["message"]
+
+
 @pytest.mark.parametrize("harm", ["mean before", "mean after"])
 def test_a_mean_that_one_member_alone_asks_for_in_a_body_is_refused_at_the_deadline(box: Box, harm: str) -> None:
     words = [SCRIPT, "--folder", str(box.folder), "--harm", harm]

@@ -44,7 +44,7 @@ class World:
             for mine in self.live
         ]
 
-    def step(self, changes: Sequence[float | None], kept: float | None = None) -> None:
+    def step(self, changes: Sequence[float | None], kept: float | None = None, phase: int = 0) -> None:
         """Each member adds its number to its first buffer, if it has one; rank 0 may have kept an earlier value."""
         for shared, mine, change in zip(self.shared, self.live, changes, strict=True):
             shared.begin_step()
@@ -54,7 +54,7 @@ class World:
             if change is not None:
                 mine[0].add_(change)
         for shared, wire in zip(self.shared, self.wires, strict=True):
-            shared.launch(wire)  # type: ignore[arg-type]
+            shared.launch(wire, phase, 0)  # type: ignore[arg-type]
         changed = self.shared[0].changed
         assert not self.shared[1].changed
         for shared, wire in zip(self.shared, self.wires, strict=True):
@@ -87,12 +87,31 @@ def test_what_changes_after_a_while_follows_at_once() -> None:
     assert world.broadcasts == 4, "the first step's; of both changes; of the step after them, where nobody knew"
 
 
+def test_phases_are_told_apart() -> None:
+    world = World()
+    for _ in range(4):
+        world.step((1.0, 2.0), phase=0)
+        world.step((None, None), phase=1)
+    assert world.broadcasts == 4 + 1 + 1, "the second step found the first phase quiet, and was late"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_written_after_the_exchange_is_made_equal_by_the_next(rank: int) -> None:
+    world = World()
+    world.step((None, None))
+    world.step((None, None))
+    world.live[rank][0].add_(5.0)
+    world.step((None, None))
+    wanted = 5.0 if rank == 0 else 0.0
+    assert [mine[0].tolist() for mine in world.live] == [[wanted] * 3] * 2
+
+
 def test_zeros_of_either_sign_are_unlike() -> None:
     world = World()
     world.step((None, None))
     world.shared[0].begin_step()
     world.live[0][0].mul_(-1.0)
-    world.shared[0].launch(world.wires[0])  # type: ignore[arg-type]
+    world.shared[0].launch(world.wires[0], 0, 0)  # type: ignore[arg-type]
     assert world.shared[0].changed
 
 
@@ -109,15 +128,15 @@ NUMBERS = st.sampled_from([None, 0.0, 1.0, -2.5, float("nan")])
 
 
 @pytest.mark.parametrize("unread", [True, False])
-@given(st.lists(st.tuples(st.tuples(NUMBERS, NUMBERS), NUMBERS, st.booleans()), max_size=8))
+@given(st.lists(st.tuples(st.tuples(NUMBERS, NUMBERS), NUMBERS, st.booleans(), st.integers(0, 1), NUMBERS), max_size=8))
 def test_all_have_what_shard_0_left(unread: bool, steps: list) -> None:
     world = World(unread=unread)
     wanted = torch.zeros(3)
-    for changes, kept, attach in steps:
+    for changes, kept, attach, phase, later in steps:
         if attach:
             for shared in world.shared:
                 shared.attach()
-        world.step(changes, kept)
+        world.step(changes, kept, phase)
         if kept is not None:
             wanted = wanted + kept
         elif changes[0] is not None:
@@ -125,3 +144,7 @@ def test_all_have_what_shard_0_left(unread: bool, steps: list) -> None:
         for mine in world.live:
             assert mine[0].view(torch.int32).tolist() == wanted.view(torch.int32).tolist()
             assert (int(mine[1]), mine[2].tolist()) == (7, [True, False])
+        if later is not None:  # by the script, each member something else
+            world.live[0][0].add_(later)
+            wanted = wanted + later
+            world.live[1][1].add_(1)

@@ -22,10 +22,10 @@ class Bucket:
     flat: torch.Tensor
     members: list[int]
     "indices of its parameters"
-    watched: int
-    "how many of them are, see `Buckets.watched`"
+    watched: list[int]
+    "those of them whose gradient's arrival is watched, see `Buckets.watched`"
     others: list[int]
-    "indices of those that are not"
+    "the rest"
     waiting: int = 0
     "watched ones without a gradient in the current backward"
     launched: bool = False
@@ -60,8 +60,8 @@ class Buckets:
             numel = sum(self._place[index][2] for index in members)
             first = self._params[members[0]]
             flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
-            others = [index for index in members if not self.watched[index]]
-            self.all.append(Bucket(flat, members, len(members) - len(others), others))
+            watched, others = ([i for i in members if self.watched[i] == wanted] for wanted in (True, False))
+            self.all.append(Bucket(flat, members, watched, others))
         for parameter, (number, offset, count) in zip(self._params, self._place, strict=True):
             self.of.append(self.all[number])
             self.views.append(_shaped(self.all[number].flat[offset : offset + count], parameter))

@@ -1,8 +1,8 @@
 """Buffers: after each round of a step all members hold those of shard 0.
 
-Most models have none that change, or only such as a mask. So they are broadcast where the last step changed them, and
-in a generation's first step; else the control exchange tells whether shard 0's member has changed one, and only then
-they follow.
+Most models have none that change, or only such as a mask. So they are broadcast where the same round of the last step
+changed them, and in a generation's first; else the control exchange tells whether shard 0's member has changed one, and
+only then they follow. What a script writes to them between two exchanges is found by the next one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class SharedBuffers:
     def __init__(self, live: Callable[[], Sequence[torch.Tensor]], unread: Callable[[], set[int]]) -> None:
         self._live = live
         self._unread = unread
-        self.agreed: list[torch.Tensor] = []
-        "copies of what all members had after the last round"
+        self._agreed: list[torch.Tensor] = []
+        "copies of what all members had after the last round; empty: there was none in this generation"
         self._kept: list[torch.Tensor] | None = None
         "copies of shard 0's, if other shards came after it"
-        self._follow = True
-        "they go with the next control exchange"
+        self._quiet: set[tuple[int, int]] = set()
+        "(phase, round) in which nothing had changed the last time: they do not go with its control exchange"
+        self._key = (0, 0)
+        "the one at work"
         self._flat: torch.Tensor | None = None
         self._alone = False
         "nobody else has any"
@@ -40,27 +42,27 @@ class SharedBuffers:
 
     def attach(self) -> None:
         """Another generation begins."""
-        self._follow = True
+        self._agreed = []
+        self._quiet.clear()
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: all members have the same."""
-        self.agreed = [buffer.detach().clone() for buffer in self._live()]
+        """A step begins, or a phase of it."""
         self._kept = None
 
     def keep(self) -> None:
         """They are shard 0's as they are now."""
         self._kept = [buffer.detach().clone() for buffer in self._live()]
 
-    def launch(self, group: Group) -> None:
-        """Just before the control exchange of a round; sets `changed`."""
+    def launch(self, group: Group, phase: int, number: int) -> None:
+        """Just before the control exchange of a round, which has that number in its phase; sets `changed`."""
         # Rank 0 always has shard 0.
         mine = self._kept or self._live()
-        self._flat, self.changed = None, False
+        self._key, self._flat, self.changed = (phase, number), None, False
         self._alone = not mine or (group.size == 1 and self._kept is None)
         if self._alone:
             return
-        self.changed = group.rank == 0 and not all(map(_same, mine, self.agreed))
-        if self._follow:
+        self.changed = group.rank == 0 and bool(self._agreed) and not all(map(_same, mine, self._agreed))
+        if self._key not in self._quiet:
             self._flat = _gather(mine)
             group.broadcast(self._flat, 0)
 
@@ -82,10 +84,11 @@ class SharedBuffers:
             group.wait()
         live = self._live()
         if self._flat is not None:
-            self.agreed = _parts(self._flat, live)
+            self._agreed = _parts(self._flat, live)
         if group.rank or self._kept is not None:
             self._take(live, came=self._flat is not None)
-        self._flat, self._follow = None, changed
+        self._flat = None
+        (self._quiet.discard if changed else self._quiet.add)(self._key)
 
     def _take(self, live: Sequence[torch.Tensor], *, came: bool) -> None:
         """So that a graph that was made before stays good for another backward: what is equal is left alone.
@@ -93,7 +96,7 @@ class SharedBuffers:
         Torch refuses a backward that needs one that is not, since the graph was made with another value.
         """
         unread = self._unread()
-        for target, value in zip(live, self.agreed, strict=True):
+        for target, value in zip(live, self._agreed, strict=True):
             free = id(target) in unread
             if (free and came) or not _same(value, target):
                 with torch.no_grad():

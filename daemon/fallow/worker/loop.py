@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from fallow.core.shards import mix
-from fallow.model import WorkerReady
+from fallow.model import Exit, FallowError, WorkerReady
 from fallow.worker import rng
 from fallow.worker.capture import backward_seen
 from fallow.worker.compiled import graphs_cut_at_buckets
@@ -84,9 +84,9 @@ class Loop:
                 # who come to the end of the call by it agree on that when they do the next thing together.
                 if self._open is not None:
                     place.position.left = True
-                member.ledger.drop_fed()  # of a step that has not come to its backward: it is done by the next call
                 raise
             finally:
+                member.ledger.drop_fed()  # of a step that has not come to its reduction: the next call does it
                 member.move(in_loop=False)
                 step.final_shard = False
                 step.watch.end_call()
@@ -127,8 +127,17 @@ class Loop:
             EndedAlone: so they do, and it is the script's end.
         """
         if self._open is not None and not self._member.gate.in_body:
-            if script and self._member.group.pending:
-                raise EndedAlone  # ended in the middle of an exchange: the next one would be taken for its end
+            group = self._member.group
+            if group.pending and group.broken is None:
+                # In the middle of an exchange: the next one would be taken for its end.
+                if script:
+                    raise EndedAlone
+                raise FallowError(
+                    f"step {self._member.place.position.step}: an exception left the step in the middle of its "
+                    "reduction, where the other members wait for this one; catch it inside of the body, or let it end "
+                    "the script",
+                    Exit.DATA,
+                )
             self._member.place.position.left = True
             self._agree_on_end(script=script)
             self._open = None

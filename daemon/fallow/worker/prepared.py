@@ -346,7 +346,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
     """State travels row by row, but fused kernels go through it and its parameter as both lie in memory."""
     for parameter, entry in optimizer.state.items():
-        if not isinstance(entry, dict) or parameter.is_contiguous():
+        if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict) or parameter.is_contiguous():
             continue
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

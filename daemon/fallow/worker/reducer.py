@@ -71,8 +71,8 @@ class Reducer:
         self._small = [parameter.numel() < SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
-        self._watched = self._sets[0].watched
         "by number of the backward in a body"
+        self._watched = self._sets[0].watched
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
         self._handles = [
@@ -238,7 +238,8 @@ class Reducer:
                     self._resumed[index] = grad, grad._version
         self._fired = [False] * len(self._params)
         for bucket in self._buckets.all:
-            bucket.waiting = bucket.watched
+            # What was frozen since has no gradient to wait for.
+            bucket.waiting = sum(self._params[index].requires_grad for index in bucket.watched)
             bucket.launched = False
         self._next = 0
 
@@ -370,6 +371,8 @@ class Reducer:
         return not bucket.waiting and all(self._arrived(index) for index in bucket.others)
 
     def _arrived(self, index: int) -> bool:
+        if not self._params[index].requires_grad:
+            return True
         grad = self._params[index].grad
         before, version = self._resumed.get(index, (None, 0))
         return grad is not before or (grad is not None and grad._version != version)
@@ -423,7 +426,7 @@ class Reducer:
 
     def _tell(self) -> None:
         """Launch what goes beside the sums, behind the last bucket, which takes longer."""
-        self.buffers.launch(self._group)
+        self.buffers.launch(self._group, self._plan.phase, self.rounds)
         switch, checkpoint = self.flags()
         group, plan, first = self._group, self._plan, self.rounds == 0
         further = any(any(touched) for touched in self._touched[self._number + 1 :])

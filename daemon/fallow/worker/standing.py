@@ -16,7 +16,7 @@ class Standing:
     def __init__(self) -> None:
         self.value = FRESH
         self.intake: Intake | None = None
-        "what comes to this member while its first backward runs"
+        "what comes to this member while its first forward and backward run"
         self.supply: Supply | None = None
         "what others take from this member"
         self.whole = False

@@ -80,7 +80,7 @@ class Step:
         self.means.begin_step()
         self.shards = loader.shards
         gate.single = shards == 1
-        before = reducer.buffers.agreed
+        before = member.buffers()
         feeding = self._fed != (generation, at.step)
         if feeding:
             self._batches.clear()  # of another step, or of another generation's share of this one

@@ -6,10 +6,10 @@ receiver waits for them before its first forward, donors are at work by then. *L
 which come while the receiver's first forward and backward run, straight into its optimizer. Each receiver takes an
 equal piece of all parts from several donors at once.
 
-Donors send from live memory. It stays as it is until every receiver has everything, since a receiver takes part in the
-first step's reduction only then, and nobody's optimizer acts before that reduction is complete. A script that writes to
-weights before it, by hand, tears what is sent: the receiver sees that by the weights' fingerprint, and the group is
-built again with the middle part in the early one; see `Standing.whole`.
+Donors send from live memory where it is plain, on the CPU. It stays as it is until every receiver has everything, since
+a receiver takes part in the first step's reduction only then, and nobody's optimizer acts before that reduction is
+complete. A script that writes to weights before it, by hand, tears what is sent: the receiver sees that by the weights'
+fingerprint, and the group is built again with the middle part in the early one; see `Standing.whole`.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Supply:
         group.streams.serve(self._serve)
 
     def _serve(self, line: socket.socket) -> None:
+        # A line that was opened ahead may never be asked for anything, and ends without harm.
+        number, pieces = ASK.unpack(receive(line, ASK.size))
         try:
-            number, pieces = ASK.unpack(receive(line, ASK.size))
             line.sendall(HEAD.pack(len(self._text), self._crc))
             if number == 0:
                 line.sendall(self._text)
@@ -105,6 +106,7 @@ class Supply:
                 self._changed.notify_all()
         else:
             if not self._open[LATE]:
+                self._parts = []  # copies, where the state is not in plain memory
                 self._group.end_transfers()
 
     def wait_early(self) -> None:
