@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,9 @@ from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
+_NATIVE = ("build-", "reaper-")
+"Beginnings of the names of threads that build and destroy groups."
+_NATIVE_S = 3.0
 _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_paths().values())
 "Beginnings of file names that are not part of a user's script."
 
@@ -112,6 +117,11 @@ def leave_things_be(*things: Any) -> None:
     Args:
         things: stay as they are until the process is gone, with all that they refer to.
     """
+    # One that comes back from native code while the interpreter goes would end the process by an abort.
+    end = time.monotonic() + _NATIVE_S
+    for thread in threading.enumerate():
+        if thread.name.startswith(_NATIVE):
+            thread.join(max(0.0, end - time.monotonic()))
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     gc.freeze()
