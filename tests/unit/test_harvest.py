@@ -175,6 +175,7 @@ async def test_a_run_that_begins_to_train_asks_at_once_for_what_the_last_poll_sh
     early = site.book.new_allocation(run, AllocationKind.HARVEST, site.slurm.now, partition="scavenge")
     early.state, early.agents = AllocationState.RUNNING, {"n2": ["w9"]}
     assert begins(POLL_S - 1) == 0, "an agent has come on n2, and none of its workers is known any more"
+    assert site.harvest.asking.unused == {}, "so it is not idle"
     site.book.end_allocation(run, early, "gone")
     assert begins(POLL_S - 1) == 1, "n1 is the base job's, though the last poll showed it idle"
     assert begins(POLL_S - 1) == 0, "it is asked for already"
