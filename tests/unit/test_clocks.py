@@ -113,7 +113,7 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     def iso(at: float) -> str:
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
 
-    async def answer(self: CliClient, argv: list[str], stdin: str = "") -> Done:
+    async def answer(self: CliClient, argv: list[str], stdin: str = "", **_: float) -> Done:
         there = time.time() + ahead_s
         if "config" in argv:
             return Done(0, f"Configuration data as of {iso(there)}\nClusterName = c\nSLURM_VERSION = 25.11.2\n", "")
