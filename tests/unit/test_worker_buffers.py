@@ -50,7 +50,7 @@ class World:
             shared.begin_step()
             if shared is self.shared[0] and kept is not None:
                 mine[0].add_(kept)
-                shared.keep()
+                shared.keep([buffer.clone() for buffer in mine])
             if change is not None:
                 mine[0].add_(change)
         for shared, wire in zip(self.shared, self.wires, strict=True):

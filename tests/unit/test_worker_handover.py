@@ -355,15 +355,19 @@ class Stall:
         monkeypatch.setattr(supply, "send_piece", send)
 
 
+def held_up(monkeypatch: pytest.MonkeyPatch, part: int) -> tuple[Member, Member, Stall, list[Group]]:
+    """A member that has trained, a newcomer, what holds that part up between them, and their new groups."""
+    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
+    old.standing.value = HOLDS
+    old.train(2)
+    return old, new, Stall(monkeypatch, part), groups(2, [old, new], HashStore())
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_break_while_the_late_part_comes_leaves_a_torn_newcomer_that_the_next_generation_mends(
     monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
-    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
-    old.standing.value = HOLDS
-    old.train(2)
-    stall = Stall(monkeypatch, supply.LATE)
-    ours = groups(2, [old, new], HashStore())
+    old, new, stall, ours = held_up(monkeypatch, supply.LATE)
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(meet, ours, [old, new]))
     assert stall.reached.wait(DEADLINE_S)
@@ -391,11 +395,7 @@ def test_a_break_while_the_late_part_comes_leaves_a_torn_newcomer_that_the_next_
 def test_donors_go_on_while_weights_are_on_their_way_and_a_break_leaves_a_torn_newcomer(
     monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
-    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
-    old.standing.value = HOLDS
-    old.train(2)
-    stall = Stall(monkeypatch, supply.MIDDLE)
-    ours = groups(2, [old, new], HashStore())
+    old, new, stall, ours = held_up(monkeypatch, supply.MIDDLE)
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(meet, group, member) for group, member in zip(ours, [old, new], strict=True)]
         runs[0].result(DEADLINE_S)

@@ -115,7 +115,7 @@ class Step:
             if member.group.broken is not None and not self.final_shard:
                 break
             if shard == 0 and (not self.final_shard or not reducer.rounds):
-                reducer.buffers.keep()
+                reducer.buffers.keep(member.buffers())
         else:
             if not reducer.rounds and at.phase in self._examples and member.group.broken is None:
                 # The others go on after their backward, with clipping, schedulers and the like: so must this member.
