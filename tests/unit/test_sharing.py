@@ -108,10 +108,6 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     only_p = Demand("p", 4, partitions=("p",))
     assert asked(capped, only_p) == [("p", "p")]
     assert asked(capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
-    # With a cap on each, a node uses room in one of them.
-    both_capped = HarvestRules(partition_nodes={"p": 1, "q": 2})
-    assert asked(both_capped, Demand("any", 4)) == [("any", "p"), *[("any", "q")] * 2]
-    assert asked(both_capped, only_p) == [("p", "p")]
     # What one account may not use, or is kept from for a while, another partition has.
     known = Known()
     known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)

@@ -84,7 +84,7 @@ def _room(demand: Demand, rules: HarvestRules) -> int:
 
 
 class _Offers:
-    """In which of its partitions each node may be asked for: in all of them together no more than may be held there."""
+    """In which of its partitions each node may be asked for: in none of them more than may be held there."""
 
     def __init__(
         self,
@@ -100,24 +100,19 @@ class _Offers:
         for hole in holes:
             there.setdefault(hole.node, []).append(hole.partition)
         # A name comes once for each part that is idle there.
-        self.idle: list[Place] = []
+        open_to = ((node, self._with_room(list(dict.fromkeys(names)))) for node, names in there.items())
+        self.idle = [Place(node, names) for node, names in open_to if names]
         "holes that may be taken, those that requests will take included"
-        for node, names in there.items():
-            if open_to := self._with_room(list(dict.fromkeys(names))):
-                self.idle.append(Place(node, open_to))
-                # It is held in one of them in the end: to count it in each would leave other nodes out.
-                self._offered.update([name for name in open_to if name in rules.partition_nodes][:1])
 
     def elsewhere(self, node: str, partition: str) -> tuple[str, ...]:
         """Partitions besides this one in which a node that we hold could be asked for."""
-        names = self._with_room([name for name in self._reach.of_node(node) if name != partition])
-        # In each: a node that is given back for a run which cannot have it then is given back for nothing.
-        self._offered.update(name for name in names if name in self._rules.partition_nodes)
-        return names
+        return self._with_room([name for name in self._reach.of_node(node) if name != partition])
 
     def _with_room(self, partitions: Sequence[str]) -> tuple[str, ...]:
         most = self._rules.partition_nodes
-        return tuple(name for name in partitions if name not in most or self._offered[name] < most[name])
+        names = tuple(name for name in partitions if name not in most or self._offered[name] < most[name])
+        self._offered.update(name for name in names if name in most)
+        return names
 
 
 def requests_for(
