@@ -40,5 +40,5 @@ fi
 # torch first: it is by far the largest, and everything after it finds it in place.
 say "installing Python packages into $venv (minutes at first)"
 "${pip[@]}" -c constraints.txt "$(grep '^torch==' constraints.txt)"
-"${pip[@]}" -c constraints.txt -e ".[torch,tui,dev]"
+"${pip[@]}" -c constraints.txt -e ".[torch,tui,sim,dev]"
 say "done"

@@ -94,6 +94,7 @@ from fallow.model.runs import (
     RunSpec,
     WorkerSecret,
 )
+from fallow.model.simulate import DelayedJobs, PolicyScore, Score, SimReport, TraceRead
 from fallow.model.usage import (
     Amount,
     DelayReport,
@@ -157,6 +158,7 @@ __all__ = [
     "ClusterState",
     "Commit",
     "DelayReport",
+    "DelayedJobs",
     "Dismiss",
     "Doing",
     "DryRun",
@@ -195,6 +197,7 @@ __all__ = [
     "Parts",
     "PauseReport",
     "Peer",
+    "PolicyScore",
     "Prepare",
     "PriorityView",
     "Prospect",
@@ -208,8 +211,10 @@ __all__ = [
     "RunView",
     "SampleReport",
     "SaveCheckpoint",
+    "Score",
     "ShareView",
     "ShowOutput",
+    "SimReport",
     "Snapshot",
     "Source",
     "SpeedView",
@@ -217,6 +222,7 @@ __all__ = [
     "Struct",
     "ToAgent",
     "ToWorker",
+    "TraceRead",
     "UsageReport",
     "UsageRow",
     "Vote",

@@ -1,0 +1,55 @@
+"""What `fallow simulate --json` says."""
+
+from __future__ import annotations
+
+from fallow.model.base import Struct
+
+
+class DelayedJobs(Struct, frozen=True, kw_only=True):
+    """Jobs of others that waited for a node of ours."""
+
+    jobs: int
+    p95_s: float
+    max_s: float
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """What a policy made of the idle nodes.
+
+    `ideal_ratio` is useful work ÷ the work of the same idle nodes with free, instant rescaling.
+    """
+
+    ideal_ratio: float
+    idle_node_s: float
+    harvested_node_s: float
+    absorbs_per_day: float
+    releases_per_day: float
+    unannounced_per_day: float
+    others_delayed: DelayedJobs
+    slurmctld_rpcs_per_min: float
+
+
+class PolicyScore(Score, frozen=True, kw_only=True):
+    name: str
+
+
+class TraceRead(Struct, frozen=True, kw_only=True):
+    """Where the load came from; bad lines by reason, and what the trace did not say."""
+
+    name: str
+    jobs: int
+    bad_lines: dict[str, int]
+    examples: list[str]
+    assumed: list[str]
+
+
+class SimReport(Score, frozen=True, kw_only=True):
+    """The figures of the first policy that was asked for, and of all of them."""
+
+    policies: list[PolicyScore]
+    trace: TraceRead
+    seed: int
+    seconds: float
+    "of the trace that were played"
+    arm: str
+    "latency and plans"
