@@ -7,9 +7,18 @@ events, ends of jobs, submissions, the scheduler's main pass, backfill, runs, he
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo, ReservationInfo, Score, Struct
+from fallow.model import (
+    ClusterConfig,
+    ClusterState,
+    Exit,
+    FallowError,
+    PartitionInfo,
+    ReservationInfo,
+    Score,
+    Struct,
+)
 
 Latency = Literal["none", "slurm"]
 """none: what is asked for starts at once (published tables are so); slurm: polls, submissions, scheduler cycles."""
@@ -44,6 +53,9 @@ class SimJob(Struct, frozen=True, kw_only=True):
     least_s: float | None = None
     "--time-min"
     nodelist: tuple[str, ...] = ()
+    "where it ran, as recorded; it goes there again if these nodes are free"
+    requeue: bool = False
+    "starts again after a preemption (PreemptMode=REQUEUE) or the failure of a node"
     account: str = ""
     qos: str = ""
 
@@ -93,6 +105,54 @@ class Scheduler(Struct, frozen=True, kw_only=True):
     slurmd_timeout_s: float = 300.0
     min_job_age_s: float = 300.0
     preempt_youngest_first: bool = False
+
+    @classmethod
+    def of(cls, scheduler_parameters: str, **more: Any) -> Scheduler:
+        """As a site's SchedulerParameters say, with Slurm's defaults for the rest.
+
+        Args:
+            scheduler_parameters: `bf_interval=30,bf_continue,...`; words that play no part here are left out.
+            more: other fields, such as `kill_wait_s`.
+        """
+        found: dict[str, Any] = {}
+        for word in scheduler_parameters.replace(" ", "").split(","):
+            name, _, value = word.partition("=")
+            if name in _FLAGS:
+                found[name] = True
+            elif name in _NUMBERS:
+                try:
+                    number = float(value)
+                except ValueError:
+                    raise FallowError(f"SchedulerParameters: {word!r} has no number", Exit.DATA) from None
+                field, unit = _NUMBERS[name]
+                found[field] = int(number) if unit is int else number * unit
+        return cls(**{**found, **more})
+
+    @property
+    def words(self) -> str:
+        """As `SchedulerParameters` of slurm.conf; what is not said there is left out."""
+        numbers = [
+            f"{name}={getattr(self, field) if unit is int else getattr(self, field) / unit:g}"
+            for name, (field, unit) in _NUMBERS.items()
+            if unit is not int or getattr(self, field)
+        ]
+        return ",".join([*numbers, *(name for name in _FLAGS if getattr(self, name))])
+
+
+_FLAGS = ("bf_hetjob_immediate", "bf_running_job_reserve", "preempt_youngest_first")
+_NUMBERS: dict[str, tuple[str, Any]] = {
+    "bf_interval": ("bf_interval_s", 1.0),
+    "bf_resolution": ("bf_resolution_s", 1.0),
+    "bf_window": ("bf_window_s", 60.0),
+    "bf_max_job_test": ("bf_max_job_test", int),
+    "bf_max_job_user": ("bf_max_job_user", int),
+    "bf_max_job_part": ("bf_max_job_part", int),
+    "bf_max_job_start": ("bf_max_job_start", int),
+    "sched_interval": ("sched_interval_s", 1.0),
+    "default_queue_depth": ("default_queue_depth", int),
+    "batch_sched_delay": ("batch_sched_delay_s", 1.0),
+}
+"""Word of slurm.conf -> field, and what its unit is in seconds; `int`: a number of jobs."""
 
 
 class Site(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,189 @@
+"""Nodes, and which jobs are on them. Sets of nodes are integers: bit n is node n."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from fallow.model import Exit, FallowError
+from fallow.sim.slurm.jobs import Component, Job, Partition
+from fallow.sim.types import Site
+
+Windows = list[tuple[float, float, int]]
+
+
+class Cluster:
+    """Who has what of which node. A job has its nodes until its epilog is over."""
+
+    def __init__(self, site: Site) -> None:
+        self.names = [node.node for node in site.nodes]
+        self.index = {name: place for place, name in enumerate(self.names)}
+        self.gpus = [node.gpus for node in site.nodes]
+        self.cpus = [max(node.cpus, node.gpus, 1) for node in site.nodes]
+        self.everything = (1 << len(self.names)) - 1
+        self.jobs: list[list[Job]] = [[] for _ in self.names]
+        "those on each node, ending ones included"
+        self.gpus_used = [0] * len(self.names)
+        self.cpus_used = [0] * len(self.names)
+        self.has = [self._mask(n for n, g in enumerate(self.gpus) if g >= least) for least in range(max(self.gpus) + 1)]
+        "number of GPUs -> nodes that have as many"
+        self._level = list(self.gpus)
+        "GPUs of a node that a job beside the others could have; -1: not even one without GPUs has room"
+        self.room = list(self.has)
+        "number of GPUs -> nodes on which as many are free, with their share of the CPUs"
+        self.empty = self.everything
+        "nodes without any job"
+        self.theirs = 0
+        "nodes with jobs of others"
+        self.ending = 0
+        "nodes with a job that is ending"
+        self.answering = self.everything
+        self.down = 0
+        self.reservations: Windows = sorted(
+            (r.start_at, r.end_at, self.mask_of(r.nodes)) for r in site.reservations if r.nodes
+        )
+        self.reserved = 0
+        "nodes in a reservation that has begun"
+        self.touched = self.everything
+        "nodes that changed since a poll showed them"
+        self.partitions = self._partitions(site)
+        self.components = sorted({p.component for p in self.partitions.values()}, key=lambda c: c.number)
+
+    # -- sets of nodes ------------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> int:
+        """Nodes that take jobs."""
+        return self.answering & ~self.down
+
+    @property
+    def idle(self) -> int:
+        """Up, not reserved, and none of others' jobs on it; ours may be."""
+        return self.usable & ~self.reserved & ~self.theirs
+
+    def mask_of(self, names: Collection[str]) -> int:
+        """Raises `FallowError` for a node that there is not."""
+        try:
+            return self._mask(self.index[name] for name in names)
+        except KeyError as error:
+            raise FallowError(f"node {error} is named, but the site has none of that name", Exit.DATA) from None
+
+    def names_of(self, mask: int) -> list[str]:
+        return [self.names[place] for place in places(mask)]
+
+    def blocked(self, start: float, end: float) -> tuple[int, float | None]:
+        """Nodes on which nothing may run in that time because of reservations, and when the first of these ends."""
+        mask, opens = 0, None
+        for begin, over, nodes in self.reservations:
+            if begin < end and over > start:
+                mask |= nodes
+                opens = over if opens is None else min(opens, over)
+        return mask, opens
+
+    # -- jobs ---------------------------------------------------------------------------------------------------
+
+    def cpus_for(self, job: Job, place: int) -> int:
+        """A job gets CPUs in proportion to its GPUs."""
+        if job.whole:
+            return self.cpus[place]
+        return max(1, self.cpus[place] * job.gpus // self.gpus[place]) if self.gpus[place] else 1
+
+    def take(self, job: Job) -> None:
+        """The job has `job.mask` from now on."""
+        self.empty &= ~job.mask
+        self.touched |= job.mask
+        if not job.ours:
+            self.theirs |= job.mask
+        for place in places(job.mask):
+            self.jobs[place].append(job)
+            self._count(job, place, 1)
+
+    def end(self, job: Job) -> None:
+        """The job is ending; it still has its nodes."""
+        self.ending |= job.mask
+        self.touched |= job.mask
+
+    def free(self, job: Job) -> None:
+        """It has left them."""
+        self.touched |= job.mask
+        for place in places(job.mask):
+            jobs, bit = self.jobs[place], 1 << place
+            jobs.remove(job)
+            self._count(job, place, -1)
+            if not jobs:
+                self.empty |= bit
+                self.theirs &= ~bit
+                self.ending &= ~bit
+                continue
+            if all(other.ours for other in jobs):
+                self.theirs &= ~bit
+            if all(other.state == "RUNNING" for other in jobs):
+                self.ending &= ~bit
+
+    def _count(self, job: Job, place: int, sign: int) -> None:
+        self.gpus_used[place] += sign * (self.gpus[place] if job.whole else job.gpus)
+        self.cpus_used[place] += sign * self.cpus_for(job, place)
+        self._set_level(place, self.fitting(place, self.gpus_used[place], self.cpus_used[place]))
+
+    def fitting(self, place: int, gpus_used: int, cpus_used: int) -> int:
+        """How many GPUs a job could have beside those that use so much; -1: there is no room at all."""
+        gpus, cpus = self.gpus[place], self.cpus[place] - cpus_used
+        if cpus < 1:
+            return -1
+        return min(gpus - gpus_used, cpus * gpus // self.cpus[place]) if gpus else 0
+
+    def _set_level(self, place: int, level: int) -> None:
+        before, bit = self._level[place], 1 << place
+        for number in range(max(level, -1) + 1, before + 1):
+            self.room[number] &= ~bit
+        for number in range(before + 1, level + 1):
+            self.room[number] |= bit
+        self._level[place] = level
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def _mask(self, found: Iterator[int]) -> int:
+        mask = 0
+        for place in found:
+            mask |= 1 << place
+        return mask
+
+    def _partitions(self, site: Site) -> dict[str, Partition]:
+        masks = [self.mask_of(info.nodes) for info in site.partitions]
+        joined: list[int] = []
+        for mask in masks:
+            apart = [other for other in joined if not other & mask]
+            for other in joined:
+                if other & mask:
+                    mask |= other
+            joined = [*apart, mask]
+        joined.sort(key=lambda mask: mask & -mask)
+        components = [Component(number, mask, list(places(mask))) for number, mask in enumerate(joined)]
+        return {
+            info.partition: Partition(info, mask, next(c for c in components if c.mask & mask or not mask))
+            for info, mask in zip(site.partitions, masks, strict=True)
+        }
+
+
+def places(mask: int) -> Iterator[int]:
+    """The nodes of a set, ascending."""
+    while mask:
+        bit = mask & -mask
+        yield bit.bit_length() - 1
+        mask ^= bit
+
+
+def lowest(mask: int, number: int) -> int:
+    """The first so many nodes of a set that has as many."""
+    spare = mask.bit_count() - number
+    if not spare:
+        return mask
+    if number <= spare:
+        found = 0
+        for _ in range(number):
+            bit = mask & -mask
+            found |= bit
+            mask ^= bit
+        return found
+    for _ in range(spare):
+        mask ^= 1 << (mask.bit_length() - 1)
+    return mask

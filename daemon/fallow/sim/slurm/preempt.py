@@ -1,0 +1,82 @@
+"""Whom a job may have ended to get its nodes.
+
+slurm.conf(5), PreemptType=preempt/partition_prio; victims: the lowest tier first, then those with the fewest nodes,
+or the youngest (`src/slurmctld/preempt.c`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fallow.sim.slurm.cluster import Cluster, places
+from fallow.sim.slurm.jobs import Job
+from fallow.sim.slurm.select import has, nodes_now, preemptable
+
+
+def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> list[Job] | None:
+    """Running jobs that must go so that the job can start on some of `allowed`.
+
+    Empty: it only has to wait for those that are on their way out. None: it would not start even without them.
+    """
+    wanted = allowed & has(cluster, job.gpus)
+    if job.required.bit_count() >= job.nodes:
+        wanted &= job.required
+    free = nodes_now(cluster, job, wanted)
+    if free:
+        return []
+    going = {other for place in places(wanted) for other in cluster.jobs[place] if _leaves(other)}
+    room = _room(cluster, job, wanted, going)
+    chosen: list[Job] = []
+    for victim in _in_order(cluster, job, wanted, youngest_first):
+        if _enough(job, room):
+            break
+        if victim in going:
+            continue
+        group = [victim] if victim.het is None else list(victim.het.parts)
+        going.update(group)
+        chosen += group
+        room = _room(cluster, job, wanted, going)
+    if not _enough(job, room):
+        return None
+    for victim in list(chosen):
+        if victim.het is None and _enough(job, _room(cluster, job, wanted, going - {victim})):
+            going.discard(victim)
+            chosen.remove(victim)
+    return chosen
+
+
+def _leaves(job: Job) -> bool:
+    return job.state == "COMPLETING" or job.preempt_at is not None
+
+
+def _enough(job: Job, room: int) -> bool:
+    return room.bit_count() >= job.nodes and not job.required & ~room
+
+
+def _room(cluster: Cluster, job: Job, wanted: int, going: Iterable[Job]) -> int:
+    """Nodes that would take the job without those."""
+    gone = set(going)
+    room = 0
+    for place in places(wanted):
+        staying = [other for other in cluster.jobs[place] if other not in gone]
+        if job.whole:
+            fits = not staying
+        else:
+            gpus = sum(cluster.gpus[place] if other.whole else other.gpus for other in staying)
+            cpus = sum(cluster.cpus_for(other, place) for other in staying)
+            fits = cluster.fitting(place, gpus, cpus) >= job.gpus
+        if fits:
+            room |= 1 << place
+    return room
+
+
+def _in_order(cluster: Cluster, job: Job, wanted: int, youngest_first: bool) -> list[Job]:
+    found = {
+        other.serial: other
+        for place in places(wanted)
+        for other in cluster.jobs[place]
+        if preemptable(other, job.partition.tier)
+    }
+    if youngest_first:
+        return sorted(found.values(), key=lambda other: (other.partition.tier, -other.start_at, other.serial))
+    return sorted(found.values(), key=lambda other: (other.partition.tier, other.nodes, other.serial))

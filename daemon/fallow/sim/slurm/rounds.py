@@ -1,0 +1,123 @@
+"""When the main scheduler and backfill look at which part of the queue.
+
+Only what changed is looked at again: for the rest a pass would come to the same result.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from fallow.sim.slurm.backfill import Cycle, Limits
+from fallow.sim.slurm.clock import BACKFILL, PASS, Agenda, Clock
+from fallow.sim.slurm.cluster import Cluster
+from fallow.sim.slurm.jobs import Component, Queue
+from fallow.sim.slurm.lives import Lives
+from fallow.sim.slurm.mainpass import MainPass
+from fallow.sim.types import Scheduler
+
+
+class Rounds:
+    """Args: preempting: partitions of a higher tier preempt."""
+
+    def __init__(
+        self, scheduler: Scheduler, cluster: Cluster, queue: Queue, agenda: Agenda, clock: Clock, preempting: bool
+    ) -> None:
+        self._scheduler = scheduler
+        self._cluster = cluster
+        self._queue = queue
+        self._agenda = agenda
+        self._clock = clock
+        self._preempting = preempting
+        self.lives = Lives(scheduler, cluster, queue, agenda, clock, self.changed)
+        self._main = MainPass(cluster, self.lives, preempting, scheduler.preempt_youngest_first)
+        self._pass_at = inf
+        self._full_at = inf
+        self._cycle_at = inf
+        self._submits_at = -inf
+        "of the last pass for submitted jobs: the next one waits for batch_sched_delay"
+        self._cycles = 0
+
+    def changed(self, component: Component) -> None:
+        """A job has left, or nodes have changed: looked at, at once."""
+        component.dirty = component.stale = True
+        self._pass_by(self._agenda.now + self._scheduler.pass_s)
+        self._cycle_soon()
+
+    def submitted(self, component: Component) -> None:
+        """A job has come: it may be held for a while, with those that come meanwhile."""
+        component.dirty = component.stale = True
+        now = self._agenda.now
+        if self._submits_at < now:  # else one is planned that will see this job, too
+            self._submits_at = max(now, self._submits_at + self._scheduler.batch_sched_delay_s)
+        self._pass_by(self._submits_at + self._scheduler.pass_s)
+        self._cycle_soon()
+
+    # -- main scheduler -----------------------------------------------------------------------------------------
+
+    def _pass_by(self, at: float) -> None:
+        if at < self._pass_at:
+            self._pass_at = at
+            self._agenda.at(at, PASS, self._pass)
+
+    def _pass(self) -> None:
+        if self._pass_at != self._agenda.now:
+            return  # another came before it
+        self._pass_at = inf
+        self._look([c for c in self._cluster.components if c.dirty], self._scheduler.default_queue_depth)
+        if self._full_at == inf and any(c.cut for c in self._cluster.components):
+            now = self._agenda.now
+            self._full_at = self._clock.full_pass(now)
+            if self._full_at == now:
+                self._full_at += self._scheduler.sched_interval_s
+            self._agenda.at(self._full_at, PASS, self._full_pass)
+
+    def _full_pass(self) -> None:
+        self._full_at = inf
+        self._look([c for c in self._cluster.components if c.dirty or c.cut], self._queue.length)
+
+    def _look(self, components: list[Component], depth: int) -> None:
+        last = self._queue.last_within(depth)
+        for component in components:
+            waiting = len(component.pending)
+            self._main.run(component, last)
+            if len(component.pending) != waiting:
+                component.stale = True
+                self._cycle_soon()
+
+    # -- backfill -----------------------------------------------------------------------------------------------
+
+    def _cycle_soon(self) -> None:
+        if self._cycle_at == inf:
+            self._cycle_at = self._clock.cycle(self._agenda.now)
+            if self._cycle_at < inf:
+                self._agenda.at(self._cycle_at, BACKFILL, self._cycle)
+
+    def _cycle(self) -> None:
+        self._cycle_at = inf
+        self._cycles += 1
+        queue, scheduler, limits = self._queue, self._scheduler, Limits(self._scheduler)
+        stale = [component for component in self._cluster.components if component.stale]
+        for component in stale:
+            component.stale = False
+        starts = 0
+        if queue.hets or queue.length > self._each_for_itself():
+            # What happens in one place bears on the others.
+            cycle = Cycle(scheduler, self._cluster, self.lives, self._cluster.components, self._preempting, limits)
+            cycle.run(queue.in_order(), queue.hets, clear=self._cycles % 2 == 1)
+            starts = cycle.starts
+        else:
+            for component in stale:
+                if component.pending:
+                    cycle = Cycle(scheduler, self._cluster, self.lives, [component], self._preempting, limits)
+                    cycle.run(list(component.pending), {}, clear=False)
+                    starts += cycle.starts
+        clock = self._clock
+        clock.took_s = limits.tested * scheduler.bf_test_s
+        clock.cycle_end, clock.busy = self._agenda.now + clock.took_s, queue.length > 0
+        if starts or queue.hets or any(component.stale for component in self._cluster.components):
+            self._cycle_soon()
+
+    def _each_for_itself(self) -> int:
+        """With up to so many jobs none of the limits of a cycle is reached."""
+        s = self._scheduler
+        return min(n for n in (s.bf_max_job_test, s.bf_max_job_user, s.bf_max_job_part, s.bf_max_job_start) if n > 0)

@@ -1,0 +1,150 @@
+"""Which nodes a job gets, now or when those that run have ended.
+
+As Slurm's select/cons_tres does, jobs that share nodes go where others are already, whole nodes are taken in their
+order. Which of several equal nodes it is, is not modelled beyond that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection
+
+from fallow.sim.slurm.cluster import Cluster, lowest
+from fallow.sim.slurm.jobs import Component, Job
+
+WHOLE = -1
+
+
+def nodes_now(cluster: Cluster, job: Job, allowed: int) -> int:
+    """Nodes among `allowed` on which the job can start; 0: there are not enough."""
+    if job.whole:
+        free = allowed & cluster.empty & has(cluster, job.gpus)
+    else:
+        free = allowed & cluster.room[job.gpus] if job.gpus < len(cluster.room) else 0
+    if job.required & ~free or free.bit_count() < job.nodes:
+        return 0
+    if job.preferred and not job.preferred & ~free:
+        return job.preferred
+    if job.whole:
+        return pick(job, free)
+    # The fullest first: that leaves the most of whole nodes.
+    found = job.required
+    for level in range(job.gpus, len(cluster.room)):
+        above = cluster.room[level + 1] if level + 1 < len(cluster.room) else 0
+        here = free & ~above & ~found
+        mixed = here & ~cluster.empty
+        for part in (mixed, here ^ mixed):
+            missing = job.nodes - found.bit_count()
+            if missing <= 0:
+                return found
+            found |= lowest(part, min(missing, part.bit_count()))
+    return found
+
+
+def has(cluster: Cluster, gpus: int) -> int:
+    """Nodes with at least so many GPUs."""
+    return cluster.has[gpus] if gpus < len(cluster.has) else 0
+
+
+def pick(job: Job, free: int) -> int:
+    """As many of `free` as it needs, with those that it named."""
+    rest = free & ~job.required
+    missing = job.nodes - job.required.bit_count()
+    return job.required | lowest(rest, missing) if missing > 0 else job.required
+
+
+class Timeline:
+    """When nodes will have room, by the limits of the jobs on them: nobody knows when jobs really end."""
+
+    def __init__(self, times: list[float], nodes: list[int]) -> None:
+        self._times = times
+        self._nodes = nodes
+        "those with room from that time on"
+
+    def at(self, time: float) -> int:
+        """Nodes that have room then."""
+        place = bisect_right(self._times, time)
+        return self._nodes[place - 1] if place else 0
+
+    def earliest(self, job: Job, allowed: int, start: float) -> tuple[float, int] | None:
+        """The first time from `start` on at which the job finds its nodes among `allowed`, and these."""
+        times, nodes = self._times, self._nodes
+        low, high = max(bisect_right(times, start) - 1, 0), len(times)
+        while low < high:
+            middle = (low + high) // 2
+            free = nodes[middle] & allowed
+            if free.bit_count() < job.nodes or job.required & ~free:
+                low = middle + 1
+            else:
+                high = middle
+        if low == len(times):
+            return None
+        return max(times[low], start), pick(job, nodes[low] & allowed)
+
+
+class Timelines:
+    """Those of one moment; one for whole nodes, one for each number of GPUs, for each tier that preempts."""
+
+    def __init__(self, cluster: Cluster, components: Collection[Component], now: float, late_s: float) -> None:
+        """Args: late_s: how much longer a job is taken to run that is over its limit."""
+        self._cluster = cluster
+        self._nodes = [place for component in components for place in component.nodes]
+        self._now = now
+        self._late_s = late_s
+        self._known: dict[tuple[int, int], Timeline] = {}
+
+    def forget(self) -> None:
+        """A job has started or is being ended."""
+        self._known.clear()
+
+    def of(self, job: Job, tier: int) -> Timeline:
+        """Args: tier: jobs of lower tiers that may be preempted count as gone; 0: none."""
+        kind = (WHOLE if job.whole else job.gpus, tier)
+        if kind not in self._known:
+            self._known[kind] = self._made(*kind)
+        return self._known[kind]
+
+    def _made(self, gpus: int, tier: int) -> Timeline:
+        changes: dict[float, int] = {}
+        for place in self._nodes:
+            at = self._whole_at(place, tier) if gpus == WHOLE else self._room_at(place, gpus, tier)
+            if at is not None:
+                changes[at] = changes.get(at, 0) | 1 << place
+        times, nodes, mask = sorted(changes), [], 0
+        for at in times:
+            mask |= changes[at]
+            nodes.append(mask)
+        return Timeline(times, nodes)
+
+    def _end(self, job: Job) -> float:
+        if job.state != "RUNNING":
+            return self._now + 1.0  # the epilog is about to end
+        return job.end_at if job.end_at > self._now else self._now + self._late_s
+
+    def _staying(self, place: int, tier: int) -> list[Job]:
+        jobs = self._cluster.jobs[place]
+        return [job for job in jobs if not preemptable(job, tier)] if tier else jobs
+
+    def _whole_at(self, place: int, tier: int) -> float:
+        return max((self._end(job) for job in self._staying(place, tier)), default=0.0)
+
+    def _room_at(self, place: int, gpus: int, tier: int) -> float | None:
+        cluster, jobs = self._cluster, self._staying(place, tier)
+        gpus_used = sum(cluster.gpus[place] if job.whole else job.gpus for job in jobs)
+        cpus_used = sum(cluster.cpus_for(job, place) for job in jobs)
+        if cluster.fitting(place, gpus_used, cpus_used) >= gpus:
+            return 0.0
+        for end, job in sorted(((self._end(job), job) for job in jobs), key=lambda item: item[0]):
+            gpus_used -= cluster.gpus[place] if job.whole else job.gpus
+            cpus_used -= cluster.cpus_for(job, place)
+            if cluster.fitting(place, gpus_used, cpus_used) >= gpus:
+                return end
+        return None
+
+
+def preemptable(job: Job, tier: int) -> bool:
+    """May a job of this partition tier have it ended?"""
+    if job.state != "RUNNING":
+        return False
+    parts = (job,) if job.het is None else tuple(job.het.parts)
+    return all(part.partition.info.preempts and part.partition.tier < tier for part in parts)

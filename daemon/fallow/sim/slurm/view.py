@@ -1,0 +1,131 @@
+"""What a poll of the simulated Slurm shows: made anew only for what changed since the last one."""
+
+from __future__ import annotations
+
+from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
+from fallow.sim.slurm.cluster import Cluster, places
+from fallow.sim.slurm.jobs import Job
+from fallow.sim.slurm.lives import Lives
+from fallow.sim.types import Site
+
+
+class View:
+    def __init__(self, site: Site, cluster: Cluster, lives: Lives) -> None:
+        self._site = site
+        self._cluster = cluster
+        self._lives = lives
+        self._nodes: list[NodeInfo] = [NodeInfo(node=node.node, state="IDLE") for node in site.nodes]
+        self._partitions_of = [
+            [p.partition for p in site.partitions if cluster.partitions[p.partition].mask >> place & 1]
+            for place in range(len(site.nodes))
+        ]
+        self._planned = 0
+        self._idle_since: list[float | None] = [None] * len(site.nodes)
+
+    def state(self, now: float) -> ClusterState:
+        """One poll."""
+        jobs = [job.info or self._job(job) for job in self._lives.jobs.values()]
+        cluster, planned = self._cluster, 0
+        for job in self._lives.jobs.values():
+            planned |= job.planned
+        touched, cluster.touched = cluster.touched | (planned ^ self._planned), 0
+        self._planned = planned
+        for place in places(touched):
+            self._nodes[place] = self._node(place, now)
+        return ClusterState(
+            at=now,
+            nodes=list(self._nodes),
+            jobs=jobs,
+            partitions=list(self._site.partitions),
+            reservations=[r for r in self._site.reservations if r.end_at > now],
+        )
+
+    def _node(self, place: int, now: float) -> NodeInfo:
+        cluster, node, bit = self._cluster, self._site.nodes[place], 1 << place
+        running = [job for job in cluster.jobs[place] if job.state == "RUNNING"]
+        gpus = sum(cluster.gpus[place] if job.whole else job.gpus for job in running)
+        cpus = sum(cluster.cpus_for(job, place) for job in running)
+        flags = []
+        if cluster.ending & bit:
+            flags.append("COMPLETING")
+        if not cluster.answering & bit:
+            flags.append("NOT_RESPONDING")
+        if cluster.reserved & bit:
+            flags += ["MAINTENANCE", "RESERVED"]
+        if self._planned & bit and not any(job.whole for job in running):
+            flags.append("PLANNED")
+        if cluster.down & bit:
+            state = "DOWN"
+        elif not running:
+            state = "IDLE"
+        elif cpus >= cluster.cpus[place]:
+            state = "ALLOCATED"
+        else:
+            state = "MIXED"
+        if state != "IDLE" or "COMPLETING" in flags:
+            self._idle_since[place] = None
+        elif self._idle_since[place] is None:
+            self._idle_since[place] = now
+        return NodeInfo(
+            node=node.node,
+            state=state,
+            flags=flags,
+            partitions=self._partitions_of[place],
+            arch="x86_64",
+            cpus=cluster.cpus[place],
+            cpus_used=cpus,
+            gpus=node.gpus,
+            gpus_used=gpus,
+            gpu_types={"": node.gpus} if node.gpus else {},
+            gpu_types_used={"": gpus} if gpus else {},
+            features=list(node.features),
+        )
+
+    def _job(self, job: Job) -> JobInfo:
+        cluster, waits = self._cluster, job.state == "PENDING"
+        limit_s = job.limit_s if waits else job.granted_s
+        job.info = JobInfo(
+            job_id=job.job_id,
+            name=job.name,
+            user=job.user,
+            state=job.state,
+            partition=job.partition.name,
+            reason=job.reason,
+            nodes=cluster.names_of(job.mask),
+            num_nodes=job.nodes,
+            planned_nodes=cluster.names_of(job.planned),
+            submit_at=job.submit_at,
+            start_at=job.planned_at if waits else job.start_at,
+            end_at=None if waits or job.end_at == float("inf") else job.end_at,
+            time_limit_s=None if limit_s == float("inf") else limit_s,
+            preempt_at=job.preempt_at,
+            priority=job.priority,
+            comment=job.name if job.ours else "",
+            het_job_id=None if job.het is None else job.het.leader,
+            account=job.account,
+            qos=job.qos,
+            cpus_per_node=max(1, min(cluster.cpus_for(job, p) for p in places(job.mask or job.partition.mask))),
+            gpus_per_node=job.gpus,
+            exclusive=job.whole,
+            required_nodes=cluster.names_of(job.required),
+            excluded_nodes=cluster.names_of(job.excluded),
+            eligible_at=job.eligible_at or job.submit_at,
+        )
+        return job.info
+
+
+def config(site: Site) -> ClusterConfig:
+    """As `scontrol show config` would say it."""
+    s = site.scheduler
+    shared = not all(partition.exclusive for partition in site.partitions)
+    return ClusterConfig(
+        cluster=site.name,
+        slurm_version=f"{s.version[0]}.{s.version[1]:02}.0",
+        preempt_type=site.preempt_type,
+        preempt_mode=site.preempt_mode,
+        kill_wait_s=s.kill_wait_s,
+        backfill_interval_s=s.bf_interval_s,
+        priority_type="priority/basic",
+        scheduler_parameters=s.words,
+        select_type="select/cons_tres" if shared else "select/linear",
+    )

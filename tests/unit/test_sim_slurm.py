@@ -1,0 +1,461 @@
+"""The simulated Slurm: cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from fallow.model import Exit, FallowError, PartitionInfo, ReservationInfo
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import (
+    Ended,
+    Happening,
+    JobPart,
+    Notice,
+    Outage,
+    Pool,
+    Scheduler,
+    SimJob,
+    SimNode,
+    Site,
+    Started,
+    Wanted,
+)
+from fallow.slurm.client import SubmitRejected
+
+MIN = 60.0
+MANY = 1_000_000.0
+
+
+def scheduler(**more: Any) -> Scheduler:
+    return Scheduler(**{"batch_sched_delay_s": 0.0, "kill_wait_s": 5.0, **more})
+
+
+def site(
+    nodes: int = 4,
+    *,
+    partitions: Sequence[PartitionInfo] | None = None,
+    gpus: int = 8,
+    reservations: Sequence[ReservationInfo] = (),
+    outages: Sequence[Outage] = (),
+    preempt: bool = False,
+    **more: Any,
+) -> Site:
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    partitions = partitions or [PartitionInfo(partition="p", nodes=names)]
+    return Site(
+        name="made-up",
+        nodes=tuple(SimNode(node=n, partitions=(), gpus=gpus, cpus=16) for n in names),
+        partitions=tuple(partitions),
+        scheduler=scheduler(**more),
+        preempt_type="preempt/partition_prio" if preempt else "",
+        reservations=tuple(reservations),
+        outages=tuple(outages),
+    )
+
+
+def tiers(nodes: int, grace_s: float, mode: str = "CANCEL") -> list[PartitionInfo]:
+    names = [f"n{i}" for i in range(1, nodes + 1)]
+    return [
+        PartitionInfo(partition="normal", nodes=names, priority_tier=10),
+        PartitionInfo(partition="scavenge", nodes=names, preempt_mode=mode, grace_s=grace_s),
+    ]
+
+
+def job(
+    job_id: str, at: float, nodes: int, limit_s: float, runs_s: float = MANY, partition: str = "p", **more: Any
+) -> SimJob:
+    gpus = more.pop("gpus", None)
+    part = JobPart(partition=partition, nodes=nodes, gpus_per_node=gpus or 0, exclusive=gpus is None)
+    return SimJob(
+        job_id=job_id, user=more.pop("user", "u"), submit_at=at, runs_s=runs_s, limit_s=limit_s, parts=(part,), **more
+    )
+
+
+def wanted(minutes: int = 60, **more: Any) -> Wanted:
+    return Wanted(**{"token": "fallow-r-h1-x", "partition": "p", "minutes": minutes, "nice": 100_000, **more})
+
+
+def starts(sim: SlurmSim, *jobs: str) -> list[float]:
+    return [round(sim.ran[name][0], 3) for name in jobs]
+
+
+def of(kind: type[Any], told: Iterable[Happening]) -> list[Any]:
+    return [each for each in told if isinstance(each, kind)]
+
+
+# -- backfill ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_node_starts_a_job_in_the_main_pass_with_all_of_its_time() -> None:
+    sim = SlurmSim(site(1), [], 0)
+    mine = sim.submit(wanted(60, least_minutes=2))
+    [started] = of(Started, sim.advance(10.0))
+    assert started == Started(at=0.2, job_id=mine, nodes=("n1",), end_at=0.2 + 3600)
+
+
+def test_behind_a_blocked_job_only_backfill_starts_one_and_cycles_are_bf_interval_apart() -> None:
+    # `wide` waits for both nodes, one of which is idle.
+    jobs = [job("runs", 0, 1, 100 * MIN), job("wide", 1, 2, 10 * MIN)]
+    sim = SlurmSim(site(2), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(5.0)
+    sim.submit(wanted(10))
+    assert [s.at for s in of(Started, sim.advance(60.0))] == [30.0]
+
+
+def test_after_a_quiet_time_backfill_looks_within_a_second() -> None:
+    nodes = ["n1", "n2"]
+    maintenance = ReservationInfo(reservation="m", nodes=nodes, start_at=1000, end_at=2000)
+    sim = SlurmSim(site(2, reservations=[maintenance]), [], 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(100.5)
+    # Too long for the main pass, which knows no --time-min.
+    sim.submit(wanted(60, least_minutes=5))
+    [started] = of(Started, sim.advance(200.0))
+    assert (started.at, started.end_at) == (101.0, 101.0 + 5 * MIN)
+
+
+@pytest.mark.parametrize(("version", "minutes"), [((22, 5), 2), ((25, 11), 29)])
+def test_time_min_is_exact_on_22_05_and_stretched_to_the_hole_later(version: tuple[int, int], minutes: int) -> None:
+    # n2 has a job until 30:00; then `wide` takes both nodes.
+    jobs = [job("runs", 0, 1, 1800 - 0.2), job("wide", 1, 2, 10 * MIN)]
+    sim = SlurmSim(site(2, version=version), jobs, 0)
+    sim.clock.cycle_end = 15.0
+    sim.advance(20.0)
+    sim.submit(wanted(60, least_minutes=2))
+    [started] = of(Started, sim.advance(100.0))
+    assert (started.at, started.end_at) == (45.0, 45.0 + minutes * MIN)
+
+
+def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it() -> None:
+    jobs = [
+        job("A", 0, 2, 100 * MIN, runs_s=40 * MIN),
+        job("B", 10, 4, 60 * MIN),
+        job("C", 20, 1, 90 * MIN, runs_s=50 * MIN - 31),
+        job("D", 30, 1, 120 * MIN),
+    ]
+    sim = SlurmSim(site(4), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(100.0)
+    assert starts(sim, "A", "C") == [0.2, 30.0]
+    planned = {j.job_id: (j.start_at, j.planned_nodes) for j in sim.poll().jobs if j.state == "PENDING"}
+    assert planned["B"] == (0.2 + 100 * MIN, ["n1", "n2", "n3", "n4"])
+    assert planned["D"][0] is not None and planned["D"][0] >= 160 * MIN
+    # C ends at 49:59, and its node is free 0.3 s later; B runs to its limit.
+    sim.advance(12 * 60 * MIN)
+    assert starts(sim, "B") == [50 * MIN - 1 + 0.3 + 0.2]
+    assert sim.ran["B"][1] + 0.5 == pytest.approx(sim.ran["D"][0])
+
+
+def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too() -> None:
+    partitions = [
+        PartitionInfo(partition="big", nodes=["n1", "n2"], priority_tier=2),
+        PartitionInfo(partition="p", nodes=["n2", "n3"]),
+    ]
+    jobs = [
+        job("runs", 0, 1, 60 * MIN, partition="big"),
+        job("wide", 1, 2, 60 * MIN, partition="big"),
+        job("one", 2, 1, 60 * MIN),
+        job("two", 3, 1, 60 * MIN),
+    ]
+    sim = SlurmSim(site(3, partitions=partitions, bf_interval_s=0.0), jobs, 0)
+    sim.advance(100.0)
+    shown = {j.job_id: (j.state, j.reason, j.nodes) for j in sim.poll().jobs}
+    assert shown["one"] == ("RUNNING", "", ["n3"])
+    assert shown["wide"] == ("PENDING", "Resources", [])
+    assert shown["two"][:2] == ("PENDING", "Resources")
+
+
+def test_a_job_that_names_its_node_keeps_nothing_else_from_those_behind_it() -> None:
+    sim = SlurmSim(site(2, bf_interval_s=0.0), [job("runs", 0, 1, 60 * MIN)], 0)
+    sim.advance(1.0)
+    sim.submit(wanted(10, node="n1"))
+    sim.advance(2.0)
+    other = sim.submit(wanted(10, token="fallow-r-h2-x"))
+    assert [s.job_id for s in of(Started, sim.advance(100.0))] == [other]
+
+
+def test_jobs_in_the_queue_beyond_the_depth_wait_for_a_full_pass() -> None:
+    partitions = [
+        PartitionInfo(partition="p", nodes=["n1"], priority_tier=2),
+        PartitionInfo(partition="q", nodes=["n2"]),
+    ]
+    jobs = [job(f"w{i}", 0, 1, 60 * MIN) for i in range(4)] + [job("late", 1, 1, 60 * MIN, partition="q")]
+    sim = SlurmSim(site(2, partitions=partitions, default_queue_depth=3, bf_interval_s=0.0), jobs, 0)
+    sim.clock.full_phase_s = 40.0
+    sim.advance(100.0)
+    assert starts(sim, "w0", "late") == [0.2, 40.0]
+
+
+def test_bf_max_job_user_counts_every_job_that_is_looked_at() -> None:
+    jobs = [job("runs", 0, 1, 60 * MIN), job("wide", 1, 2, 60 * MIN, user="other")]
+    sim = SlurmSim(site(2, bf_max_job_user=1), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(5.0)
+    for number, minutes in enumerate((300, 20)):  # the first does not fit, and uses up the user's turn
+        sim.submit(wanted(minutes, token=f"fallow-r-h{number}-x"))
+    assert of(Started, sim.advance(300.0)) == []
+
+
+def test_a_planned_job_beside_a_maintenance() -> None:
+    window = ReservationInfo(reservation="m", nodes=["n1"], start_at=1000, end_at=2000)
+    jobs = [job("long", 0, 1, 20 * MIN), job("short", 1, 1, 15 * MIN)]
+    sim = SlurmSim(site(1, reservations=[window]), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(35.0)
+    shown = {j.job_id: j for j in sim.poll().jobs}
+    assert starts(sim, "short") == [1.2]
+    assert shown["long"].reason == "ReqNodeNotAvail, Reserved for maintenance"
+    assert shown["long"].start_at == 2000.0
+    sim.advance(5000.0)
+    assert starts(sim, "long") == [2000.2]
+
+
+def test_nodes_of_a_reservation_are_not_idle() -> None:
+    window = ReservationInfo(reservation="m", nodes=["n1"], start_at=100, end_at=200)
+    sim = SlurmSim(site(2, reservations=[window]), [], 0)
+    assert of(Pool, sim.advance(300.0)) == [Pool(at=0.0, idle=2), Pool(at=100.0, idle=1), Pool(at=200.0, idle=2)]
+
+
+# -- heterogeneous jobs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+def test_the_components_of_a_heterogeneous_job_start_together(immediate: bool) -> None:
+    partitions = [PartitionInfo(partition="p", nodes=["n1"]), PartitionInfo(partition="q", nodes=["n2", "n3"])]
+    parts = (JobPart(partition="p", nodes=1), JobPart(partition="q", nodes=2))
+    het = SimJob(job_id="9", user="u", submit_at=1.0, runs_s=60.0, limit_s=10 * MIN, parts=parts)
+    jobs = [job("runs", 0, 2, 10 * MIN, runs_s=50 - 0.5, partition="q"), het]
+    sim = SlurmSim(site(3, partitions=partitions, bf_hetjob_immediate=immediate), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(59.0)
+    shown = {j.job_id: (j.state, j.het_job_id) for j in sim.poll().jobs}
+    assert shown == {"9": ("PENDING", "9"), "9+1": ("PENDING", "9")}
+    sim.advance(89.0)
+    # The cycle at 30 planned it for the limit of `runs`; the next one forgets that, or the one after it.
+    assert {round(sim.ran[name][0]) for name in ("9", "9+1") if name in sim.ran} <= {60}
+    sim.advance(1000.0)
+    assert starts(sim, "9")[0] in (60.0, 90.0) and starts(sim, "9") == starts(sim, "9+1")
+
+
+# -- preemption --------------------------------------------------------------------------------------------------------
+
+
+def held(grace_s: float, **more: Any) -> tuple[SlurmSim, str]:
+    """One node, which is ours, and a job in `normal` that comes at 100 s."""
+    sim = SlurmSim(
+        site(1, partitions=tiers(1, grace_s), preempt=True, bf_interval_s=0.0, **more),
+        [job("user", 100, 1, 60 * MIN, partition="normal")],
+        0,
+        begin=0.0,
+    )
+    sim.clock.sweep_phase_s, sim.clock.full_phase_s = 0.0, 59.0
+    mine = sim.submit(wanted(600, partition="scavenge"))
+    sim.advance(50.0)
+    return sim, mine
+
+
+def test_preemption_with_grace_when_we_leave_at_once() -> None:
+    sim, mine = held(10.0)
+    told = sim.advance(100.5)
+    [notice] = of(Notice, told)
+    assert (round(notice.at, 2), round(notice.kill_at, 2)) == (100.37, 115.2)
+    shown = {j.job_id: j for j in sim.poll().jobs}
+    assert shown[mine].state == "RUNNING" and shown[mine].preempt_at == 100.2
+    assert shown[mine].end_at == pytest.approx(110.2)
+    sim.left(mine)
+    told = sim.advance(200.0)
+    assert [(e.at, e.state) for e in of(Ended, told)] == [(100.5, "COMPLETED")]
+    assert starts(sim, "user") == [101.0]
+
+
+def test_a_job_that_leaves_in_grace_is_preempted_from_24_05_on() -> None:
+    sim, mine = held(10.0, version=(24, 5))
+    sim.advance(101.0)
+    sim.left(mine)
+    assert [e.state for e in of(Ended, sim.advance(102.0))] == ["PREEMPTED"]
+
+
+def test_preemption_with_grace_when_we_stay() -> None:
+    sim, _ = held(10.0)
+    told = sim.advance(300.0)
+    [ended] = of(Ended, told)
+    # The grace is over at 110.2, which the pass of 119 s notices; KillWait is 5 s.
+    assert (round(ended.at, 3), ended.state) == (124.0, "PREEMPTED")
+    assert starts(sim, "user") == [124.5]
+
+
+def test_preemption_without_grace_when_we_stay() -> None:
+    sim, _ = held(0.0)
+    told = sim.advance(300.0)
+    assert [round(n.at, 3) for n in of(Notice, told)] == [100.48]
+    assert [(round(e.at, 3), e.state) for e in of(Ended, told)] == [(104.7, "PREEMPTED")]
+    assert starts(sim, "user") == [105.2]
+
+
+def test_nobody_is_preempted_where_there_is_room_or_by_an_equal() -> None:
+    sim = SlurmSim(
+        site(2, partitions=tiers(2, 10.0), preempt=True),
+        [job("user", 100, 1, 60 * MIN, partition="normal"), job("equal", 200, 1, 60 * MIN, partition="scavenge")],
+        0,
+        begin=0.0,
+    )
+    sim.submit(wanted(600, partition="scavenge"))
+    told = sim.advance(1000.0)
+    assert of(Notice, told) == []
+    assert list(sim.ran) == ["user"]
+
+
+def test_no_more_are_preempted_than_are_needed_and_the_smallest_first() -> None:
+    jobs = [
+        job("two", 0, 2, 600 * MIN, partition="scavenge"),
+        job("one", 1, 1, 600 * MIN, partition="scavenge"),
+        job("user", 100, 1, 60 * MIN, partition="normal"),
+    ]
+    sim = SlurmSim(site(3, partitions=tiers(3, 0.0), preempt=True, bf_interval_s=0.0), jobs, 0)
+    sim.advance(1000.0)
+    assert sim.ran["one"][1] == pytest.approx(100.2)
+    assert sim.ran["two"][1] == float("inf")
+    assert starts(sim, "user") == [100.7]
+
+
+def test_a_preempted_job_of_others_starts_again_where_it_may() -> None:
+    jobs = [
+        job("low", 0, 1, 600 * MIN, runs_s=300, partition="scavenge", requeue=True),
+        job("user", 100, 1, 60 * MIN, runs_s=10, partition="normal"),
+    ]
+    sim = SlurmSim(site(1, partitions=tiers(1, 0.0, "REQUEUE"), preempt=True, bf_interval_s=0.0), jobs, 0)
+    sim.advance(2000.0)
+    start, end = sim.ran["low"]
+    assert start == pytest.approx(100.2 + 0.3 + 121.0 + 0.2) and end == pytest.approx(start + 300)
+
+
+# -- limits, cancellation, failures ------------------------------------------------------------------------------------
+
+
+def test_a_limit_is_noticed_at_the_next_sweep() -> None:
+    sim = SlurmSim(site(1), [], 0, begin=19.8)
+    sim.clock.sweep_phase_s = 0.0
+    mine = sim.submit(wanted(1))
+    told = sim.advance(300.0)
+    assert [(s.at, s.end_at) for s in of(Started, told)] == [(20.0, 80.0)]
+    assert [(n.at, n.kill_at) for n in of(Notice, told)] == [(90.0, 95.0)]
+    assert of(Ended, told) == [Ended(at=95.0, job_id=mine, state="TIMEOUT")]
+
+
+def test_a_job_of_others_ends_by_itself_or_at_the_sweep_after_its_limit() -> None:
+    jobs = [job("short", 0, 1, 10 * MIN, runs_s=100), job("long", 0, 1, 10 * MIN, runs_s=1000)]
+    sim = SlurmSim(site(2), jobs, 0)
+    sim.clock.sweep_phase_s = 0.0
+    sim.advance(5000.0)
+    assert sim.ran == {"short": (0.2, 100.2), "long": (0.2, 630.0)}
+
+
+def test_cancelling() -> None:
+    sim = SlurmSim(site(1), [], 0, begin=0.0)
+    first, second = sim.submit(wanted()), sim.submit(wanted(token="fallow-r-h2-x"))
+    sim.advance(10.0)
+    sim.cancel(second)
+    sim.cancel(first)
+    sim.cancel("77")
+    told = sim.advance(11.0)
+    assert [(e.job_id, e.state) for e in of(Ended, told)] == [(second, "CANCELLED")]
+    assert [(n.job_id, n.at, n.kill_at) for n in of(Notice, told)] == [(first, 10.03, 15.0)]
+    shown = {j.job_id: j.state for j in sim.poll().jobs}
+    assert shown == {first: "COMPLETING", second: "CANCELLED"}
+    assert [(e.job_id, e.at) for e in of(Ended, sim.advance(20.0))] == [(first, 15.0)]
+    sim.advance(320.0)
+    assert sim.poll().jobs == []
+
+
+def test_a_dead_node() -> None:
+    sim = SlurmSim(site(2, outages=[Outage(node="n1", begin=500, end=2000)]), [], 0, begin=0.0)
+    mine = sim.submit(wanted(600))
+    sim.advance(600.0)
+    [node, _] = sim.poll().nodes
+    assert (node.state, node.flags) == ("ALLOCATED", ["NOT_RESPONDING"])
+    other = sim.submit(wanted(600, token="fallow-r-h2-x"))
+    told = sim.advance(3000.0)
+    assert [(s.job_id, s.nodes) for s in of(Started, told)] == [(other, ("n2",))]
+    assert of(Ended, told) == [Ended(at=800.0, job_id=mine, state="NODE_FAIL")]
+    assert [(p.at, p.idle) for p in of(Pool, told)] == [(2000.0, 2)]
+
+
+# -- shared nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_share_a_node_and_the_fullest_is_taken_first() -> None:
+    jobs = [
+        job("a", 0, 1, 60 * MIN, gpus=4),
+        job("b", 1, 1, 60 * MIN, gpus=6),
+        job("c", 2, 1, 60 * MIN, gpus=2),
+        job("d", 3, 1, 60 * MIN, gpus=4),
+        job("e", 4, 1, 60 * MIN, gpus=1),
+        job("whole", 5, 1, 60 * MIN),
+    ]
+    sim = SlurmSim(site(2, bf_interval_s=0.0), jobs, 0)
+    told = sim.advance(100.0)
+    state = sim.poll()
+    assert {j.job_id: j.nodes for j in state.jobs} == {
+        "a": ["n1"],
+        "b": ["n2"],
+        "c": ["n2"],
+        "d": ["n1"],
+        "e": [],
+        "whole": [],
+    }
+    assert [(n.state, n.gpus_used, n.cpus_used) for n in state.nodes] == [("ALLOCATED", 8, 16)] * 2
+    assert [p.idle for p in of(Pool, told)] == [2, 1, 0]
+
+
+def test_a_planned_job_waits_for_gpus_by_the_limits_of_those_that_have_them() -> None:
+    jobs = [
+        job("a", 0, 1, 60 * MIN, gpus=5),
+        job("b", 1, 1, 30 * MIN, gpus=3),
+        job("wants", 2, 1, 60 * MIN, gpus=4),
+        job("little", 3, 1, 60 * MIN, gpus=3),
+    ]
+    sim = SlurmSim(site(1), jobs, 0)
+    sim.advance(40.0)
+    planned = {j.job_id: j.start_at for j in sim.poll().jobs if j.state == "PENDING"}
+    assert planned == {"wants": 0.2 + 60 * MIN, "little": pytest.approx(120 * MIN, abs=60)}
+
+
+# -- what is refused, and what is read -------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    sim = SlurmSim(site(1), [job("wide", 0, 2, MIN)], 0)
+    with pytest.raises(SubmitRejected, match="invalid partition"):
+        sim.submit(wanted(partition="q"))
+    with pytest.raises(SubmitRejected, match="node configuration"):
+        SlurmSim(site(2, partitions=[PartitionInfo(partition="p", nodes=["n1"])]), [], 0).submit(wanted(node="n2"))
+    sim.advance(1.0)
+    assert list(sim.refused) == ["wide"]
+    with pytest.raises(FallowError, match="no partition 'q'") as caught:
+        SlurmSim(site(1), [job("j", 0, 1, MIN, partition="q")], 0).advance(1.0)
+    assert caught.value.code is Exit.DATA
+
+
+def test_a_request_beyond_the_partitions_limit_waits_for_ever() -> None:
+    short = PartitionInfo(partition="p", nodes=["n1"], max_time_s=600.0)
+    sim = SlurmSim(site(1, partitions=[short]), [], 0, begin=0.0)
+    sim.submit(wanted(11))
+    fits = sim.submit(wanted(11, least_minutes=10, token="fallow-r-h2-x"))
+    told = sim.advance(1000.0)
+    assert [(s.job_id, s.end_at - s.at) for s in of(Started, told)] == [(fits, 600.0)]
+    assert [j.reason for j in sim.poll().jobs if j.state == "PENDING"] == ["PartitionTimeLimit"]
+
+
+def test_scheduler_parameters() -> None:
+    text = "bf_interval=5, bf_window=1440,bf_continue,bf_max_job_user=7,bf_hetjob_immediate,bf_busy_nodes"
+    found = Scheduler.of(text, kill_wait_s=5.0)
+    assert found == Scheduler(
+        bf_interval_s=5.0, bf_window_s=86400.0, bf_max_job_user=7, bf_hetjob_immediate=True, kill_wait_s=5.0
+    )
+    assert Scheduler.of(found.words, kill_wait_s=5.0) == found
+    with pytest.raises(FallowError, match="bf_window=long"):
+        Scheduler.of("bf_window=long")
