@@ -310,7 +310,11 @@ class Engine(Protocol):
     """A cluster in virtual time."""
 
     site: Site
-    now: float
+
+    @property
+    def now(self) -> float:
+        """Unix time up to which it has been played."""
+        ...
 
     def next_at(self) -> float:
         """When something happens by itself; infinity: nothing any more."""

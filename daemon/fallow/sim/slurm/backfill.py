@@ -138,13 +138,15 @@ class Cycle:
         elif at <= self._now and self._start(job, nodes, limit_s):
             return
         # A job that could start now keeps its nodes from now on: those that it preempts are still there.
-        job.planned, job.planned_at, job.info = nodes, max(at, self._now), None
-        self._space.reserve(nodes, *self._space.slot(at, limit_s))
+        job.planned_at, job.info = max(at, self._now), None
+        if at <= self._space.end:
+            job.planned = nodes
+            self._space.reserve(nodes, *self._space.slot(at, limit_s))
 
     # -- planning -----------------------------------------------------------------------------------------------
 
     def _plan(self, job: Job, start: float, limit_s: float) -> tuple[float, int] | None:
-        """When it could start, and where; that it is not planned at all is no reason to start it."""
+        """When it could start, and where; None: not within reach of the map."""
         cluster, space, now = self._cluster, self._space, self._now
         candidates = cluster.usable & job.partition.mask & ~job.excluded & has(cluster, job.gpus)
         if candidates.bit_count() < job.nodes or job.required & ~candidates:
@@ -170,6 +172,8 @@ class Cycle:
                 start = later
                 continue
             at, nodes = found
+            if at > space.end:
+                return None if at == inf else found
             taken = at > now and space.overlaps(nodes, *space.slot(at, limit_s))
             if not taken and not (at > start and nodes & cluster.blocked(at, at + limit_s)[0]):
                 return at, nodes

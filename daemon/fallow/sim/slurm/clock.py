@@ -57,6 +57,7 @@ class Clock:
         self._scheduler = scheduler
         self.sweep_phase_s = rng.uniform(0.0, SWEEP_S)
         self.full_phase_s = rng.uniform(0.0, scheduler.sched_interval_s)
+        self.look_phase_s = rng.uniform(0.0, LOOK_S)
         self.cycle_end = -inf
         "of the last backfill cycle"
         self.busy = False
@@ -82,7 +83,7 @@ class Clock:
         if interval <= 0.0:
             return inf  # switched off
         if self.cycle_end == -inf:
-            return changed_at + LOOK_S
+            return next_beat(changed_at, LOOK_S, self.look_phase_s)
         first = self.cycle_end + interval
         if changed_at <= first:
             return first

@@ -1,0 +1,159 @@
+"""The simulated Slurm against a real one: the same jobs at the same times start in the same order, and when it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.model import PartitionInfo
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import JobPart, Scheduler, SimJob, SimNode, Site
+from fallow.testbed import load as seeded
+from fallow.testbed.cluster import Testbed
+from fallow.testbed.conf import KILL_WAIT_S, PARTITION, SCAVENGE, Profile
+
+pytestmark = pytest.mark.slurm
+MakeTestbed = Callable[..., Testbed]
+DATA = Path(__file__).parents[1] / "data" / "sim"
+MAIN_S = 2.0
+"By how much starts of the main scheduler may differ: Slurm tells whole seconds."
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A job of a load."""
+
+    at_s: float
+    name: str
+    partition: str
+    nodes: int
+    limit: int
+    "minutes"
+    runs_s: float
+    time_min: int | None = None
+    backfill: bool = False
+    "it starts when backfill looks, of which only the interval is known"
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What became of it."""
+
+    submit_at: float
+    start_at: float
+    limit: str
+    state: str
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("name", "profile"), [("plain", Profile.PLAIN), ("preempt", Profile.PREEMPT)])
+def test_starts_are_those_of_a_real_slurm(name: str, profile: Profile, make_testbed: MakeTestbed) -> None:
+    load = msgspec.json.decode((DATA / f"{name}.json").read_bytes(), type=list[Line])
+    testbed = make_testbed(nodes=4, profile=profile, bf_interval=5)
+    real = play(testbed, load)
+    compare(load, real, simulate(testbed, load, real), testbed.layout.bf_interval + MAIN_S)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_starts_of_a_load_from_a_seed(make_testbed: MakeTestbed) -> None:
+    plan = seeded.LoadPlan(seed=3, seconds=600, nodes=8, gpus=4, utilisation=1.1)
+    load = [
+        Line(job.at_s, job.name, PARTITION, job.nodes, job.limit_minutes, job.runs_s, backfill=True)
+        for job in seeded.from_seed(plan)
+    ]
+    testbed = make_testbed(nodes=8, profile=Profile.PLAIN, bf_interval=5)
+    real = play(testbed, load)
+    ours = simulate(testbed, load, real)
+    waits = sorted(abs(ours[job.name].start_at - real[job.name].start_at) for job in load)
+    mean_wait = [sum(seen[job.name].start_at - seen[job.name].submit_at for job in load) for seen in (real, ours)]
+    print(f"{len(load)} jobs; difference p50 {waits[len(waits) // 2]:.1f} s, max {waits[-1]:.1f} s; waits {mean_wait}")
+    # One early backfill start may move many jobs behind it, so single ones may differ more.
+    assert waits[len(waits) // 2] <= MAIN_S + 5 and mean_wait[1] == pytest.approx(mean_wait[0], rel=0.15)
+
+
+def play(testbed: Testbed, load: list[Line]) -> dict[str, Seen]:
+    """Have the real Slurm run it."""
+    began = time.monotonic()
+    for job in load:
+        time.sleep(max(0.0, began + job.at_s - time.monotonic()))
+        options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--time={job.limit}"]
+        options += [f"--partition={job.partition}", "--exclusive", "--no-requeue", "--output=/dev/null", "--chdir=/"]
+        if job.time_min is not None:
+            options.append(f"--time-min={job.time_min}")
+        testbed.slurm("sbatch", *options, f"--wrap=exec sleep {job.runs_s:g}")
+    deadline = began + load[-1].at_s + 60.0 + 5.0 * len(load)
+    while testbed.slurm("squeue", "-h", "-o", "%j"):
+        assert time.monotonic() < deadline, f"jobs are left: {testbed.slurm('squeue')}"
+        time.sleep(0.2)
+    text = testbed.slurm("env", "SLURM_TIME_FORMAT=%s", "squeue", "-h", "-t", "all", "-o", "%j|%V|%S|%l|%T")
+    rows = [line.split("|") for line in text.split()]
+    return {name: Seen(float(submit), float(start), limit, state) for name, submit, start, limit, state in rows}
+
+
+def simulate(testbed: Testbed, load: list[Line], real: dict[str, Seen]) -> dict[str, Seen]:
+    """The same, submitted when the real one had it."""
+    # Somewhere in the second that Slurm says.
+    sim = SlurmSim(site(testbed), sorted((job_of(j, real) for j in load), key=lambda j: j.submit_at), 0)
+    shown: dict[str, Seen] = {}
+    end = max(seen.start_at for seen in real.values()) + 600.0
+    while sim.next_at() <= end:
+        sim.advance(sim.next_at())
+        for job in sim.poll().jobs:
+            if job.state == "RUNNING" and job.start_at is not None and job.time_limit_s is not None:
+                minutes, seconds = divmod(round(job.time_limit_s), 60)
+                at = real[job.job_id].submit_at
+                state = "PREEMPTED" if job.preempt_at is not None else "COMPLETED"
+                shown[job.job_id] = Seen(at, job.start_at, f"{minutes}:{seconds:02}", state)
+    return shown
+
+
+def site(testbed: Testbed) -> Site:
+    nodes, layout = testbed.layout.node_names, testbed.layout
+    told = dict(
+        (part.strip() for part in line.split("=", 1))
+        for line in testbed.slurm("scontrol", "show", "config").splitlines()
+        if "=" in line
+    )
+    partitions = [PartitionInfo(partition=PARTITION, nodes=nodes, max_time_s=86400.0, priority_tier=10)]
+    if layout.profile is not Profile.PLAIN:
+        grace_s = float(layout.profile.grace_s)
+        partitions.append(PartitionInfo(partition=SCAVENGE, nodes=nodes, preempt_mode="REQUEUE", grace_s=grace_s))
+    return Site(
+        name="testbed",
+        nodes=tuple(SimNode(node=node, partitions=(), gpus=layout.gpus, cpus=4) for node in nodes),
+        partitions=tuple(partitions),
+        scheduler=Scheduler.of(
+            told["SchedulerParameters"], version=layout.version, kill_wait_s=float(KILL_WAIT_S), slurmd_timeout_s=15.0
+        ),
+        preempt_type="" if layout.profile is Profile.PLAIN else told["PreemptType"],
+        preempt_mode=told["PreemptMode"],
+    )
+
+
+def job_of(line: Line, real: dict[str, Seen]) -> SimJob:
+    return SimJob(
+        job_id=line.name,
+        user="user",
+        submit_at=real[line.name].submit_at + 0.5,
+        runs_s=line.runs_s,
+        limit_s=60.0 * line.limit,
+        least_s=None if line.time_min is None else 60.0 * line.time_min,
+        parts=(JobPart(partition=line.partition, nodes=line.nodes),),
+    )
+
+
+def compare(load: list[Line], real: dict[str, Seen], ours: dict[str, Seen], cycle_s: float) -> None:
+    for job in load:
+        print(f"{job.name:6} real {real[job.name]}\n       sim  {ours[job.name]}")
+    for job in load:
+        mine, theirs = ours[job.name], real[job.name]
+        assert abs(mine.start_at - theirs.start_at) <= (cycle_s if job.backfill else MAIN_S), job.name
+        assert (mine.limit, mine.state) == (theirs.limit, theirs.state), job.name
+    for one, other in combinations(load, 2):
+        apart = ours[one.name].start_at - ours[other.name].start_at
+        if abs(apart) > cycle_s:
+            assert (real[one.name].start_at > real[other.name].start_at) == (apart > 0), (one.name, other.name)
