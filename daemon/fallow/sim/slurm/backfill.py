@@ -70,6 +70,7 @@ class Cycle:
     Args:
         preempting: partitions of a higher tier preempt.
         limits: shared by the components of a cycle.
+        watched: somebody may look at the plans; else only those are made that bear on what starts now.
     """
 
     def __init__(
@@ -80,20 +81,26 @@ class Cycle:
         components: Sequence[Component],
         preempting: bool,
         limits: Limits,
+        watched: bool,
     ) -> None:
         self._scheduler = scheduler
         self._cluster = cluster
         self._lives = lives
         self._preempting = preempting
         self._limits = limits
+        # What a cycle takes depends on how much is tested.
+        self._watched = watched or scheduler.bf_test_s > 0.0
         self._now = lives.now
         nodes = 0
         for component in components:
             nodes |= component.mask
+        self._nodes = nodes
         self._space = Space(
             self._now, scheduler.bf_window_s, scheduler.bf_resolution_s, nodes & cluster.everything & ~cluster.down
         )
         self._timelines = Timelines(cluster, components, self._now, scheduler.kill_wait_s)
+        self._room_for: tuple[bool, int | None] | None = None
+        "do whole-node jobs wait, and what the least is of the others"
         self.starts = 0
         if scheduler.bf_running_job_reserve:
             running = {job.serial: job for place in _all(components) for job in cluster.jobs[place]}
@@ -109,14 +116,24 @@ class Cycle:
         for job in queue:
             if job.planned_at is not None:
                 job.planned, job.planned_at, job.info = 0, None, None
+        hopeless = not self._watched and not hets and not self._preempting
         for job in queue:
-            if self._limits.over:
+            if self._limits.over or (hopeless and not self._any_room(queue)):
                 break
             if job.state == "PENDING" and not self._barred(job):
                 self._look(job)
         if not self._scheduler.bf_hetjob_immediate:
             for het in list(hets.values()):
                 self._start_het(het)
+
+    def _any_room(self, queue: Sequence[Job]) -> bool:
+        """Is there a node that one of these could have now?"""
+        if self._room_for is None:
+            shared = [job.gpus for job in queue if not job.whole]
+            self._room_for = (any(job.whole for job in queue), min(shared) if shared else None)
+        whole, gpus = self._room_for
+        cluster, nodes = self._cluster, self._nodes & self._cluster.usable
+        return bool(whole and cluster.empty & nodes) or bool(gpus is not None and cluster.room[gpus] & nodes)
 
     def _barred(self, job: Job) -> bool:
         if job.eligible_at > self._now or job.too_long or not job.partition.info.up:

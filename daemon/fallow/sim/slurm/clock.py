@@ -87,10 +87,7 @@ class Clock:
         first = self.cycle_end + interval
         if changed_at <= first:
             return first
-        if self.busy:
-            period = interval + self.took_s
-            return first + ceil((changed_at - first) / period) * period
-        return first + ceil((changed_at - first) / LOOK_S) * LOOK_S
+        return next_beat(changed_at, interval + self.took_s if self.busy else LOOK_S, first)
 
 
 def next_beat(at: float, period_s: float, phase_s: float) -> float:

@@ -145,6 +145,7 @@ class SlurmSim:
             self._lives.left(job)
 
     def poll(self) -> ClusterState:
+        self._rounds.watch()
         self._lives.purge()
         return self._view.state(self.now)
 

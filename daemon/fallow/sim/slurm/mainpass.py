@@ -43,7 +43,7 @@ class MainPass:
                 continue
             if job.eligible_at > lives.now:
                 continue
-            if job.partition.info.up is False or job.too_long:
+            if not job.partition.info.up or job.too_long:
                 set_reason(job, "PartitionTimeLimit" if job.too_long else "PartitionDown")
                 continue
             if job.het is not None:

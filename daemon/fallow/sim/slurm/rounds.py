@@ -36,6 +36,17 @@ class Rounds:
         self._submits_at = -inf
         "of the last pass for submitted jobs: the next one waits for batch_sched_delay"
         self._cycles = 0
+        self._watched = False
+
+    def watch(self) -> None:
+        """Somebody polls: jobs' planned starts are needed, from the next cycle on.
+
+        That one comes when it would have come anyway: whether somebody looks does not change what happens.
+        """
+        if not self._watched:
+            self._watched = True
+            for component in self._cluster.components:
+                component.stale = True
 
     def changed(self, component: Component) -> None:
         """A job has left, or nodes have changed: looked at, at once."""
@@ -102,13 +113,13 @@ class Rounds:
         starts = 0
         if queue.hets or queue.length > self._each_for_itself():
             # What happens in one place bears on the others.
-            cycle = Cycle(scheduler, self._cluster, self.lives, self._cluster.components, self._preempting, limits)
+            cycle = self._new_cycle(self._cluster.components, limits)
             cycle.run(queue.in_order(), queue.hets, clear=self._cycles % 2 == 1)
             starts = cycle.starts
         else:
             for component in stale:
                 if component.pending:
-                    cycle = Cycle(scheduler, self._cluster, self.lives, [component], self._preempting, limits)
+                    cycle = self._new_cycle([component], limits)
                     cycle.run(list(component.pending), {}, clear=False)
                     starts += cycle.starts
         clock = self._clock
@@ -116,6 +127,9 @@ class Rounds:
         clock.cycle_end, clock.busy = self._agenda.now + clock.took_s, queue.length > 0
         if starts or queue.hets or any(component.stale for component in self._cluster.components):
             self._cycle_soon()
+
+    def _new_cycle(self, components: list[Component], limits: Limits) -> Cycle:
+        return Cycle(self._scheduler, self._cluster, self.lives, components, self._preempting, limits, self._watched)
 
     def _each_for_itself(self) -> int:
         """With up to so many jobs none of the limits of a cycle is reached."""
