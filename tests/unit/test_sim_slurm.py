@@ -150,6 +150,17 @@ def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it
     assert sim.ran["B"][1] + 0.5 == pytest.approx(sim.ran["D"][0])
 
 
+def test_ends_that_are_far_away_are_taken_together() -> None:
+    limits = {"n1": 62, "n2": 10, "n3": 60}
+    jobs = [job(name, number, 1, minutes * MIN - number) for number, (name, minutes) in enumerate(limits.items())]
+    sim = SlurmSim(site(3), [*jobs, job("two", 3, 2, MIN)], 0)
+    sim.poll()
+    sim.advance(60.0)
+    [two] = [j for j in sim.poll().jobs if j.job_id == "two"]
+    # n3 is free two minutes before n1, but half an hour is looked at in one, and n1 is the first of those.
+    assert (two.start_at, two.planned_nodes) == (0.2 + 62 * MIN, ["n1", "n2"])
+
+
 def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too() -> None:
     partitions = [
         PartitionInfo(partition="big", nodes=["n1", "n2"], priority_tier=2),

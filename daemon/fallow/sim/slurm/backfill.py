@@ -1,8 +1,7 @@
 """One backfill cycle (`src/plugins/sched/backfill/backfill.c`, `_attempt_backfill`).
 
 Jobs in order; each is planned at the first time at which it fits beside those that were planned before it. What could
-start now starts, the others have their nodes set aside. Slurm looks ahead in steps that grow (bf_window_linear), so its
-planned times may be later than those here by some tens of seconds per hour.
+start now starts, the others have their nodes set aside.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class Cycle:
                 if not counted:
                     counted = True
                     self._limits.tested += 1
-                found = self._room(job, avail, start)
+                found = self._room(job, avail, start, inf if later is None else later)
             if found is None or (later is not None and found[0] > later):
                 if later is None:
                     return None
@@ -197,18 +196,18 @@ class Cycle:
             start = at if at > start else at + self._scheduler.bf_resolution_s
         return None
 
-    def _room(self, job: Job, avail: int, start: float) -> tuple[float, int] | None:
+    def _room(self, job: Job, avail: int, start: float, until: float) -> tuple[float, int] | None:
         if start <= self._now:
             nodes = nodes_now(self._cluster, job, avail)
             if nodes:
                 return self._now, nodes
         tier = job.partition.tier if self._preempting else 0
-        found = self._timelines.of(job, tier).earliest(job, avail, start)
+        found = self._timelines.of(job, tier).earliest(job, avail, start, until)
         if found is None or not tier or found[0] > self._now:
             return found
         # Slurm preempts in the order of its victims, which are not those of the first nodes.
         gone = victims(self._cluster, job, avail, self._scheduler.preempt_youngest_first)
-        return found if gone is not None else self._timelines.of(job, 0).earliest(job, avail, start)
+        return found if gone is not None else self._timelines.of(job, 0).earliest(job, avail, start, until)
 
     # -- starting -----------------------------------------------------------------------------------------------
 

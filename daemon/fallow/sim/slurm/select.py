@@ -6,13 +6,17 @@ order. Which of several equal nodes it is, is not modelled beyond that.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 
 from fallow.sim.slurm.cluster import Cluster, lowest
 from fallow.sim.slurm.jobs import Component, Job
 
 WHOLE = -1
+
+WINDOW_S = 30.0
+LAST_S = 1e12
+"Later than any time; jobs without a limit end after it."
 
 
 def nodes_now(cluster: Cluster, job: Job, allowed: int) -> int:
@@ -21,7 +25,7 @@ def nodes_now(cluster: Cluster, job: Job, allowed: int) -> int:
         free = allowed & cluster.empty & has(cluster, job.gpus)
     else:
         free = allowed & cluster.room[job.gpus] if job.gpus < len(cluster.room) else 0
-    if job.required & ~free or free.bit_count() < job.nodes:
+    if not _enough(job, free):
         return 0
     if job.preferred and not job.preferred & ~free:
         return job.preferred
@@ -61,25 +65,44 @@ class Timeline:
         self._nodes = nodes
         "those with room from that time on"
 
-    def at(self, time: float) -> int:
-        """Nodes that have room then."""
-        place = bisect_right(self._times, time)
-        return self._nodes[place - 1] if place else 0
+    def earliest(self, job: Job, allowed: int, start: float, until: float) -> tuple[float, int] | None:
+        """When from `start` on the job finds its nodes among `allowed`, and these.
 
-    def earliest(self, job: Job, allowed: int, start: float) -> tuple[float, int] | None:
-        """The first time from `start` on at which the job finds its nodes among `allowed`, and these."""
+        Slurm takes jobs away in groups that end close to each other, at first half a minute, then twice as far each
+        time; of the nodes that a group leaves it takes the first ones, not those that are left first
+        (`_future_run_test`). So what is far away is planned later than it could be.
+
+        Args:
+            until: ends after that are not looked at.
+        """
         times, nodes = self._times, self._nodes
-        low, high = max(bisect_right(times, start) - 1, 0), len(times)
-        while low < high:
-            middle = (low + high) // 2
-            free = nodes[middle] & allowed
-            if free.bit_count() < job.nodes or job.required & ~free:
-                low = middle + 1
-            else:
-                high = middle
-        if low == len(times):
+        place, end = bisect_right(times, start), bisect_right(times, min(until, LAST_S))
+        free = nodes[place - 1] & allowed if place else 0
+        if _enough(job, free):
+            return start, pick(job, free)
+        while place < end and not nodes[place] & allowed & ~free:
+            place += 1
+        if place >= end:
             return None
-        return max(times[low], start), pick(job, nodes[low] & allowed)
+        first, window_s = times[place] // WINDOW_S * WINDOW_S + WINDOW_S, WINDOW_S
+        while place < end:
+            place = min(max(place + 1, bisect_right(times, first + window_s)), end)
+            free = nodes[place - 1] & allowed
+            if _enough(job, free):
+                chosen = pick(job, free)
+                return self._left(chosen), chosen
+            window_s *= 2.0
+            while place < end and times[place] > first + window_s:
+                window_s *= 2.0
+        return None
+
+    def _left(self, chosen: int) -> float:
+        """When all of them have room."""
+        return self._times[bisect_left(self._nodes, True, key=lambda nodes: not chosen & ~nodes)]
+
+
+def _enough(job: Job, free: int) -> bool:
+    return free.bit_count() >= job.nodes and not job.required & ~free
 
 
 class Timelines:
