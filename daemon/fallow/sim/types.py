@@ -210,8 +210,16 @@ class Pool(Struct, frozen=True, kw_only=True):
     idle: int
 
 
-Happening = Started | Notice | Ended | Pool
-"""What an engine tells: of our jobs (Started, Notice, Ended), and of the idle nodes."""
+class Waited(Struct, frozen=True, kw_only=True):
+    """A job of others has a node of ours now, for which it waited."""
+
+    at: float
+    job_id: str
+    seconds: float
+
+
+Happening = Started | Notice | Ended | Pool | Waited
+"""What an engine tells: of our jobs (Started, Notice, Ended), of the idle nodes, and of those who waited for us."""
 
 
 class Active(Struct, frozen=True, kw_only=True):
