@@ -15,7 +15,8 @@ import pytest
 from fallow.model import FallowError
 from fallow.testbed import api
 from fallow.testbed.cluster import Testbed
-from fallow.testbed.load import LoadPlan, asked, from_seed, from_trace, trace_path
+from fallow.testbed.load import LoadPlan, asked, from_seed, from_trace
+from fallow.traces import trace_path
 
 
 def plan(**fields: float) -> LoadPlan:

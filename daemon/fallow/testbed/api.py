@@ -18,6 +18,7 @@ from fallow.testbed import registry
 from fallow.testbed.cluster import Testbed
 from fallow.testbed.conf import Profile
 from fallow.testbed.player import Player, record_path, stopped_by_signals
+from fallow.traces import trace_path
 
 __all__ = ["down", "load", "status", "up"]
 
@@ -83,7 +84,7 @@ def load(
     testbed = Testbed.load(folder if folder is not None else _only())
     layout = testbed.layout
     plan = jobs_of.LoadPlan(seed=seed, seconds=seconds, nodes=layout.nodes, gpus=layout.gpus, utilisation=utilisation)
-    jobs = jobs_of.from_seed(plan, mean_s) if trace is None else jobs_of.from_trace(plan, jobs_of.trace_path(trace))
+    jobs = jobs_of.from_seed(plan, mean_s) if trace is None else jobs_of.from_trace(plan, trace_path(trace))
     path = record or record_path(testbed)
     with path.open("a") as file:
         player = Player(testbed, file, as_user=as_user)

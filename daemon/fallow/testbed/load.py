@@ -14,21 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fallow.model import Exit, FallowError, Struct
+from fallow.traces import HELIOS_GPUS, HELIOS_NODES
 
 USERS = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 MAX_PLAY_S = 86400.0
 
-# Nodes of each virtual cluster of the Helios Earth trace (contrib/traces/README.md); 8 GPUs per node.
-# Of equal ones the liveliest first (vchbv: 29,105 jobs in the month).
-_HELIOS_NODES = {
-    name: size
-    for size, names in {
-        26: "vc6YE", 12: "vcvlY", 8: "vchbv vc3sl vcLJZ vcMod", 7: "vcpDC", 6: "vc8Sj vcTJs",
-        4: "vcSoL vccaA", 3: "vcira", 2: "vcJLV vcJkd vcdI0", 1: "vcgkz",
-    }.items()
-    for name in names.split()
-}  # fmt: skip
-_HELIOS_GPUS = 8
 TRACE_SQUEEZE = 60.0
 "Seconds of a trace that become one second of load: its jobs of minutes to hours then last seconds to minutes."
 MEAN_S = 20.0
@@ -134,19 +124,6 @@ def asked(jobs: Iterable[LoadJob], plan: LoadPlan) -> float:
     return node_s / (plan.seconds * plan.nodes)
 
 
-def trace_path(name: str | Path) -> Path:
-    """A trace by path, or `helios`: the one that comes with the source tree."""
-    if str(name) != "helios":
-        return Path(name)
-    path = Path(__file__).parents[3] / "contrib" / "traces" / "helios_earth_2020-05_jobs.csv.gz"
-    if not path.exists():
-        raise FallowError(
-            f"{path}: the trace comes with Fallow's source tree, not with the installed package; give its path",
-            Exit.NOINPUT,
-        )
-    return path
-
-
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -171,8 +148,8 @@ Row = tuple[float, float, int]
 
 def _queue_for(nodes: int) -> tuple[str, int]:
     """The virtual cluster whose size is nearest; of equal ones the first."""
-    queue = min(_HELIOS_NODES, key=lambda name: abs(_HELIOS_NODES[name] - nodes))
-    return queue, _HELIOS_NODES[queue]
+    queue = min(HELIOS_NODES, key=lambda name: abs(HELIOS_NODES[name] - nodes))
+    return queue, HELIOS_NODES[queue]
 
 
 def _rows(path: Path, queue: str) -> Iterator[Row]:
@@ -199,7 +176,7 @@ def _window(plan: LoadPlan, rows: list[Row], start: float, size: int) -> list[Lo
             continue
         runs = max((end - max(begin, start)) / TRACE_SQUEEZE, _SHORTEST_S)
         at = max(begin - start, 0.0) / TRACE_SQUEEZE
-        share = wanted / _HELIOS_GPUS  # of a node
+        share = wanted / HELIOS_GPUS  # of a node
         nodes, gpus = 1, math.ceil(share * plan.gpus)
         if share >= 1:
             nodes, gpus = min(plan.nodes, max(1, round(share / size * plan.nodes))), plan.gpus

@@ -1,0 +1,43 @@
+"""The recorded clusters that come with Fallow's source tree: where they are, and what their files do not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fallow.model import Exit, FallowError
+
+FOLDER = Path(__file__).parents[2] / "contrib" / "traces"
+SHIPPED = {
+    "earth": "helios_earth_2020-05_jobs.csv.gz",
+    "helios": "helios_earth_2020-05_jobs.csv.gz",
+    "earth-holes": "helios_earth_2020-05_occupancy.csv.gz",
+    "philly": "philly_2017_active_nodes.csv.gz",
+    "summit": "summit_2021-02_idle_percentiles.csv",
+}
+"""Name -> file; contrib/traces/README.md says what each of them is."""
+
+# Of equal ones the liveliest first (vchbv: 29,105 jobs in the month).
+HELIOS_NODES = {
+    name: size
+    for size, names in {
+        26: "vc6YE", 12: "vcvlY", 8: "vchbv vc3sl vcLJZ vcMod", 7: "vcpDC", 6: "vc8Sj vcTJs",
+        4: "vcSoL vccaA", 3: "vcira", 2: "vcJLV vcJkd vcdI0", 1: "vcgkz",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+"""Nodes of each virtual cluster of the Helios Earth trace."""
+HELIOS_GPUS = 8
+"""On each node."""
+
+
+def trace_path(name: str | Path) -> Path:
+    """A trace by path, or by the name of one of those that come with the source tree."""
+    if str(name) not in SHIPPED:
+        return Path(name)
+    path = FOLDER / SHIPPED[str(name)]
+    if not path.exists():
+        raise FallowError(
+            f"{path}: the trace comes with Fallow's source tree, not with the installed package; give its path",
+            Exit.NOINPUT,
+        )
+    return path
