@@ -1,0 +1,304 @@
+"""Holes as on Summit, drawn from percentiles of its idle nodes (contrib/traces): no row of the source is kept.
+
+The table has one column each for the length of holes, the nodes that join or leave at once, and the time between two
+events. How they go together it does not say; what is done here gives back its columns, the share of idle time that is
+lost to a start-up (U(c), below), and the published scores of simple policies (tests/unit/test_sim_summit.py):
+
+- Events come at the table's intervals, on the source's grid of 10 s; nodes join at 62 % of them. The other events are
+  leaves that do not meet one of these.
+- A slow wave, half a day long, moves batches and lengths alike: many nodes become idle for long, then few for short.
+  Without it half of the time 290 nodes are idle instead of 81, and restarts score half as much as published.
+- A batch is cut into parts of 8 to 500 nodes. Each draws how long it stays, then leaves together with others that do
+  so at about that time, the more of them the likelier, or alone.
+- Of several draws the one is taken whose percentile had the fewest nodes so far. So a few days have the marginals of
+  the two weeks behind the table, although single batches have thousands of nodes.
+
+U(c) = Σ max(0, length - c) / Σ length, of all holes.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+
+from fallow.model import Exit, FallowError
+from fallow.sim.traces.sites import Profile, made_up
+from fallow.sim.types import Problems, Scheduler
+
+NODES, GPUS = 4734, 6
+GRID_S = 10.0
+SHORTEST_S = 70.0
+FIRST_AT = 1612915200.0
+"""2021-02-10 00:00 UTC, when the source begins."""
+_JOINS = 14691 / 23883
+"""Part of the events at which nodes join."""
+MEANS = {
+    "hole_length_s": 1192.0,
+    "join_batch_nodes": 29.0,
+    "leave_batch_nodes": 38.0,
+    "inter_event_s": 14.9 * 86400 / 23883,
+}
+"""Of the source's columns. Between the last two percentiles a table says nothing of a heavy tail; its mean does."""
+_WARM_UP_S = 43200.0
+_WAVE_S, _WAVE_SPREAD = 43200.0, 0.5
+_BATCH_FOLLOWS, _LENGTH_FOLLOWS = 0.5, 0.85
+"""Correlation with the wave."""
+# Logarithms of sizes of parts of a batch.
+_PARTS = (math.log(8), math.log(500))
+_DRAWS = 6
+"""So many lengths are drawn, and one of them taken."""
+_TOGETHER, _CROWDS, _ALONE = 2.0, 1.5, 8.0
+"""n nodes that leave at about the right time weigh _TOGETHER · n^_CROWDS, a time of one's own _ALONE."""
+_ABOUT = 0.4
+"""As much longer or shorter than drawn a hole may be."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_NORMAL = NormalDist()
+
+
+class Percentiles:
+    """A distribution by its percentiles 0-100: linear in between, the last cell a bounded Pareto with the known mean.
+
+    Args:
+        values: the 101 percentiles.
+        mean: of the whole.
+    """
+
+    def __init__(self, values: Sequence[float], mean: float) -> None:
+        self._values = tuple(values)
+        rest = sum(self._values[i] + self._values[i + 1] for i in range(99)) / 200
+        self._tail = _pareto(self._values[99], self._values[100], 100 * (mean - rest))
+
+    def at(self, part: float) -> float:
+        """The value that `part` (0 to 1) of all are below."""
+        cell = min(int(part * 100), 99)
+        within = part * 100 - cell
+        low, high = self._values[cell], self._values[cell + 1]
+        if cell < 99 or not low < high:
+            return low + (high - low) * within
+        return float(low * (1 - within * (1 - (low / high) ** self._tail)) ** (-1 / self._tail))
+
+
+class Balanced:
+    """Draws of a column that together keep to its percentiles, whatever each of them weighs."""
+
+    def __init__(self, column: Percentiles, rng: random.Random) -> None:
+        self._column = column
+        self._weight = [0.0] * 100
+        self._within = [rng.random() for _ in range(100)]
+
+    def draw(self, parts: Sequence[float]) -> tuple[int, float]:
+        """The value at that one of `parts` whose percentile has had the least, and the percentile."""
+        cell = min((min(int(100 * part), 99) for part in parts), key=self._weight.__getitem__)
+        self._within[cell] = (self._within[cell] + _GOLDEN) % 1.0
+        return cell, self._column.at((cell + self._within[cell]) / 100)
+
+    def count(self, cell: int, weight: float) -> None:
+        self._weight[cell] += weight
+
+
+class SummitHoles:
+    """`Holes` of a machine that is idle as Summit was."""
+
+    def __init__(
+        self,
+        path: Path,
+        seed: int,
+        *,
+        begin_day: int,
+        days: float,
+        profile: Profile,
+        scheduler: Scheduler,
+    ) -> None:
+        self._columns = read_percentiles(path)
+        self._seed = f"{seed}/summit/{begin_day}"
+        names = [f"n{number:04d}" for number in range(1, NODES + 1)]
+        self.site = made_up("summit", {"batch": names}, gpus=GPUS, profile=profile, scheduler=scheduler)
+        self.begin = FIRST_AT + begin_day * 86400.0
+        self.end = self.begin + days * 86400.0
+        self.problems = Problems(
+            read=101,
+            used=101,
+            bad={},
+            examples=[],
+            assumed=["holes are drawn from percentiles of the source; how they go together is a model"],
+        )
+
+    def changes(self) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+        present: set[int] = set()
+        begun = False
+        for at, joined, left in _Machine(self._columns, self._seed).changes(self.begin - _WARM_UP_S):
+            if at > self.begin and not begun:
+                begun = True
+                yield self.begin, tuple(sorted(present)), ()
+            if at >= self.end:
+                return
+            if begun:
+                yield at, tuple(sorted(joined)), tuple(sorted(left))
+            else:
+                present.difference_update(left)
+                present.update(joined)
+
+
+class _Machine:
+    def __init__(self, columns: dict[str, Percentiles], seed: str) -> None:
+        self._rng = random.Random(seed)
+        self._gaps = Balanced(columns["inter_event_s"], self._rng)
+        self._batches = Balanced(columns["join_batch_nodes"], self._rng)
+        self._lengths = Balanced(columns["hole_length_s"], self._rng)
+        self._ranks = _ranks(columns["join_batch_nodes"])
+        self._busy = list(range(NODES))
+        self._leaving: dict[float, list[int]] = {}
+        self._times: list[float] = []
+        "keys of `_leaving`, ascending"
+        self._wave_from = self._wave_to = 0.0
+
+    def changes(self, begin: float) -> Iterator[tuple[float, list[int], list[int]]]:
+        """Without end: time, nodes that join, nodes that leave."""
+        rng = self._rng
+        self._wave_to = begin + rng.random() * _WAVE_S
+        self._wave_from = self._wave_to - _WAVE_S
+        for at in self._joins(begin):
+            while self._times and self._times[0] < at:
+                time, left = self._leave()
+                yield time, [], left
+            joined = self._join(at)
+            left = self._leave()[1] if self._times and self._times[0] == at else []
+            if joined or left:
+                yield at, joined, left
+
+    def _joins(self, begin: float) -> Iterator[float]:
+        at = begin
+        while True:
+            cell, gap_s = self._gaps.draw([self._rng.random() for _ in range(2)])
+            self._gaps.count(cell, 1.0)
+            at += max(GRID_S, round(gap_s / GRID_S) * GRID_S)
+            if self._rng.random() < _JOINS:
+                yield at
+
+    def _leave(self) -> tuple[float, list[int]]:
+        at = self._times.pop(0)
+        nodes = self._leaving.pop(at)
+        self._busy += nodes
+        return at, nodes
+
+    def _join(self, at: float) -> list[int]:
+        rng, level = self._rng, self._level(at)
+        cell, size = self._batches.draw([_follow(rng, level, _BATCH_FOLLOWS) for _ in range(2)])
+        self._batches.count(cell, 1.0)
+        joined: list[int] = []
+        for _ in range(min(round(size), len(self._busy))):
+            number = rng.randrange(len(self._busy))
+            self._busy[number], self._busy[-1] = self._busy[-1], self._busy[number]
+            joined.append(self._busy.pop())
+        begun = 0
+        while begun < len(joined):
+            part = joined[begun : begun + round(math.exp(rng.uniform(*_PARTS)))]
+            begun += len(part)
+            parts = [self._rank(_follow(rng, level, _LENGTH_FOLLOWS)) for _ in range(_DRAWS)]
+            cell, length_s = self._lengths.draw(parts)
+            self._lengths.count(cell, len(part))
+            self._leave_at(self._when(at, length_s), part)
+        return joined
+
+    def _leave_at(self, at: float, nodes: list[int]) -> None:
+        if at in self._leaving:
+            self._leaving[at] += nodes
+        else:
+            self._leaving[at] = list(nodes)
+            insort(self._times, at)
+
+    def _when(self, at: float, length_s: float) -> float:
+        """When a part leaves that would stay for `length_s`: with others, or alone."""
+        first = bisect_left(self._times, at + max(SHORTEST_S, length_s / (1 + _ABOUT)))
+        others = self._times[first : bisect_right(self._times, at + length_s * (1 + _ABOUT))]
+        weights = [
+            len(self._leaving[time]) ** _CROWDS * math.exp(-abs(math.log((time - at) / length_s)) / _ABOUT)
+            for time in others
+        ]
+        total = _TOGETHER * sum(weights)
+        if others and self._rng.random() * (total + _ALONE) < total:
+            return self._rng.choices(others, weights)[0]
+        return at + max(SHORTEST_S, round(length_s / GRID_S) * GRID_S)
+
+    def _level(self, at: float) -> float:
+        """The wave, as a standard normal value."""
+        while at >= self._wave_to:
+            spread = self._rng.uniform(-_WAVE_SPREAD, _WAVE_SPREAD)
+            self._wave_from, self._wave_to = self._wave_to, self._wave_to + _WAVE_S * math.exp(spread)
+        phase = (at - self._wave_from) / (self._wave_to - self._wave_from)
+        return _NORMAL.inv_cdf(min(max(phase, 0.002), 0.998))
+
+    def _rank(self, part: float) -> float:
+        """Of all nodes, the part whose lengths are drawn below this."""
+        return (bisect_right(self._ranks, part) + self._rng.random()) / (len(self._ranks) + 1)
+
+
+def _follow(rng: random.Random, level: float, closely: float) -> float:
+    """A part (0 to 1) that is even over all levels, and goes with this one."""
+    return _NORMAL.cdf(closely * level + math.sqrt(1 - closely * closely) * rng.gauss(0.0, 1.0))
+
+
+def _ranks(batches: Percentiles) -> list[float]:
+    """200-quantiles of the parts at which lengths are drawn, each weighted with the nodes of its batch.
+
+    Large batches come with long holes; nodes, not batches, are to have the table's lengths.
+    """
+    rng = random.Random("summit/ranks")
+    drawn: list[tuple[float, float]] = []
+    for _ in range(6000):
+        level = rng.gauss(0.0, 1.0)
+        size = batches.at(_follow(rng, level, _BATCH_FOLLOWS))
+        drawn.append((_follow(rng, level, _LENGTH_FOLLOWS), size))
+    drawn.sort()
+    total, so_far, found = sum(size for _, size in drawn), 0.0, []
+    for part, size in drawn:
+        so_far += size
+        while len(found) < 199 and so_far >= total * (len(found) + 1) / 200:
+            found.append(part)
+    return found
+
+
+def _pareto(low: float, high: float, mean: float) -> float:
+    """Exponent of the Pareto distribution bounded by `low` and `high` that has this mean."""
+    if not low < mean < (low + high) / 2:
+        return 1e-6 if mean >= (low + high) / 2 else 50.0
+    flat, steep = 1e-6, 50.0
+    for _ in range(60):
+        middle = (flat + steep) / 2
+        flat, steep = (middle, steep) if _pareto_mean(low, high, middle) > mean else (flat, middle)
+    return (flat + steep) / 2
+
+
+def _pareto_mean(low: float, high: float, exponent: float) -> float:
+    if abs(exponent - 1) < 1e-9:
+        exponent += 1e-9
+    ratio = low / high
+    return exponent / (exponent - 1) * (low - high * ratio**exponent) / (1 - ratio**exponent)
+
+
+def read_percentiles(path: Path) -> dict[str, Percentiles]:
+    """The columns of a table of percentiles 0-100, as `contrib/traces/summit_2021-02_idle_percentiles.csv`.
+
+    Raises:
+        FallowError: it is no such table.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        columns = {name: [float(row[name]) for row in rows] for name in (*MEANS, "percentile")}
+    except FileNotFoundError:
+        raise FallowError(f"{path}: no such file", Exit.NOINPUT) from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise FallowError(f"{path}: cannot read this as percentiles ({error!r})", Exit.DATA) from error
+    if columns.pop("percentile") != [float(number) for number in range(101)]:
+        raise FallowError(f"{path}: not the percentiles 0, 1, ... 100, each in a line", Exit.DATA)
+    for name, values in columns.items():
+        if any(a > b for a, b in pairwise(values)):
+            raise FallowError(f"{path}: column {name} falls", Exit.DATA)
+    return {name: Percentiles(values, MEANS[name]) for name, values in columns.items()}
