@@ -110,13 +110,13 @@ class SummitHoles:
         path: Path,
         seed: int,
         *,
-        begin_day: int,
+        begin_day: float,
         days: float,
         profile: Profile,
         scheduler: Scheduler,
     ) -> None:
         self._columns = read_percentiles(path)
-        self._seed = f"{seed}/summit/{begin_day}"
+        self._seed = f"{seed}/summit/{begin_day:g}"
         names = [f"n{number:04d}" for number in range(1, NODES + 1)]
         self.site = made_up("summit", {"batch": names}, gpus=GPUS, profile=profile, scheduler=scheduler)
         self.begin = FIRST_AT + begin_day * 86400.0

@@ -1,0 +1,121 @@
+"""Reading a file of which some lines are bad: they are counted, a few are kept to be shown, and the rest is used."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from fallow.model import Exit, FallowError
+from fallow.sim.types import Problems
+
+MOST_EXAMPLES = 5
+MOST_JOBS = 2_000_000
+"""More are not held in memory."""
+_SHOWN = 80
+
+
+class Tally:
+    """What became of the lines of one file.
+
+    Args:
+        path: the file.
+        expected: what it should be, in words, for the messages.
+    """
+
+    def __init__(self, path: Path, expected: str) -> None:
+        self._path = path
+        self._expected = expected
+        self._bad: Counter[str] = Counter()
+        self._wrong = 0
+        self._examples: list[str] = []
+        self._assumed: dict[str, int] = {}
+        self.read = 0
+        self.used = 0
+
+    def bad(self, line: int, reason: str, value: str = "") -> None:
+        """A line that cannot be used."""
+        self._bad[reason] += 1
+        self._wrong += 1
+        if len(self._examples) < MOST_EXAMPLES:
+            shown = f" ({value[:_SHOWN]!r})" if value else ""
+            self._examples.append(f"line {line}: {reason}{shown}")
+
+    def left_out(self, reason: str) -> None:
+        """A good line of which nothing is needed."""
+        self._bad[reason] += 1
+
+    def assume(self, what: str) -> None:
+        """Something that the file does not say; said once, with how often if that is more than once."""
+        self._assumed[what] = self._assumed.get(what, 0) + 1
+
+    def use(self) -> None:
+        self.used += 1
+        if self.used > MOST_JOBS:
+            raise FallowError(
+                f"{self._path}: more than {MOST_JOBS:,} jobs; take a part of it (--begin, --days)", Exit.DATA
+            )
+
+    def refuse(self, reason: str) -> FallowError:
+        """The error that says why the whole file is of no use."""
+        return FallowError(f"{self._path}: {reason}; expected {self._expected}", Exit.DATA)
+
+    def problems(self) -> Problems:
+        """All of it.
+
+        Raises:
+            FallowError: nothing could be used, or more than half of the lines were bad.
+        """
+        first = f"; the first: {self._examples[0]}" if self._examples else ""
+        if 2 * self._wrong > self.read:
+            raise self.refuse(f"{self._wrong} of {self.read} lines are bad{first}")
+        if not self.used:
+            raise self.refuse(f"none of its {self.read} lines can be used{first}")
+        return Problems(
+            read=self.read,
+            used=self.used,
+            bad=dict(sorted(self._bad.items())),
+            examples=list(self._examples),
+            assumed=[what if times == 1 else f"{what} ({times} times)" for what, times in self._assumed.items()],
+        )
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line without its end) of a text file, unpacked where its name ends in .gz.
+
+    Raises:
+        FallowError: it cannot be read.
+    """
+    try:
+        with gzip.open(path, "rt", errors="replace") if path.suffix == ".gz" else path.open(errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.rstrip("\r\n")
+    except FileNotFoundError:
+        raise FallowError(f"{path}: no such file", Exit.NOINPUT) from None
+    except (OSError, EOFError) as error:
+        raise FallowError(f"{path}: cannot read it ({error})", Exit.DATA) from error
+
+
+def table(path: Path, columns: tuple[str, ...], tally: Tally) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, column -> text) of a file with commas and a header, which must have `columns`.
+
+    Lines of another number of fields are counted as bad.
+    """
+    header: list[str] = []
+    for number, line in lines(path):
+        fields = line.split(",")
+        if not header:
+            header = fields
+            if missing := [name for name in columns if name not in header]:
+                raise tally.refuse(f"column {missing[0]} is missing")
+            continue
+        if not line:
+            continue
+        tally.read += 1
+        if len(fields) != len(header):
+            tally.bad(number, f"not {len(header)} fields")
+        else:
+            yield number, dict(zip(header, fields, strict=True))
+    if not header:
+        raise tally.refuse("it is empty")

@@ -1,0 +1,150 @@
+"""The Standard Workload Format, version 2.2, of the Parallel Workloads Archive.
+
+18 numbers in each line, -1 where nothing is known; lines that begin with `;` are a header of `Key: value`. The format:
+https://www.cs.huji.ac.il/labs/parallel/workload/swf.html
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from fallow.sim.traces.problems import Tally, lines
+from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
+from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
+from fallow.sim.types import JobPart, Scheduler
+
+FIELDS = 18
+_ID, _SUBMIT, _WAIT, _RUN, _PROCESSORS, _ASKED_PROCESSORS, _ASKED_S, _STATUS = 0, 1, 2, 3, 4, 7, 8, 10
+_USER, _QUEUE, _PARTITION = 11, 14, 15
+_PARTIAL = (2, 3, 4)
+"""Status of parts of a job that has a line of its own."""
+
+
+def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> RecordedJobs:
+    """The jobs of a log. A node has MaxProcs / MaxNodes processors; jobs of fewer share it.
+
+    Raises:
+        FallowError: it is no such file.
+    """
+    tally = Tally(path, "the Standard Workload Format: 18 numbers in each line")
+    header: dict[str, str] = {}
+    partitions: dict[int, str] = {}
+    rows: list[list[float]] = []
+    for number, line in lines(path):
+        if line.startswith(";"):
+            key, _, value = line.lstrip("; \t").partition(":")
+            header.setdefault(key.strip(), value.strip())
+            if key.strip() == "Partition" and (found := re.match(r"\s*(\d+)\s+(\S+)", value)):
+                partitions[int(found[1])] = found[2]
+        elif line.strip():
+            tally.read += 1
+            if (row := _row(number, line.split(), tally)) is not None:
+                rows.append(row)
+    if not rows:
+        tally.problems()
+        raise tally.refuse("no job in it ran")
+    each, nodes = _size(header, rows, tally)
+    begin = _header_number(header, "UnixStartTime")
+    if begin is None:
+        tally.assume("the log begins in 1970: its header has no UnixStartTime")
+    named = {int(row[_PARTITION]) for row in rows}
+    names = {number: partitions.get(number, f"p{number}" if number >= 0 else "batch") for number in sorted(named)}
+    records = [_record(row, begin or 0.0, names, each, nodes) for row in rows]
+    if each > 1:
+        tally.assume(f"a node has {each} processors, which jobs share as they would GPUs")
+    if len(names) > 1:
+        tally.assume("all partitions have all nodes")
+    hosts = [f"n{number:05d}" for number in range(1, nodes + 1)]
+    longest_s = max([LONGEST_S, *(record.end_at - record.start_at for record in records)])
+    site = made_up(
+        path.name.partition(".")[0],
+        dict.fromkeys(names.values(), hosts),
+        gpus=each,
+        profile=profile,
+        scheduler=scheduler,
+        max_time_s=math.ceil(longest_s / DAY_S) * DAY_S,
+    )
+    first = min(record.submit_at for record in records)
+    last = max(record.end_at for record in records)
+    return RecordedJobs(site, records, first, last, window, tally)
+
+
+def _row(number: int, words: list[str], tally: Tally) -> list[float] | None:
+    """The numbers of a line, if it is a job that ran."""
+    if len(words) != FIELDS:
+        tally.bad(number, f"not {FIELDS} fields")
+        return None
+    try:
+        row = [float(word) for word in words]
+    except ValueError as error:
+        tally.bad(number, "not a number", str(error))
+        return None
+    if not all(map(math.isfinite, row)):
+        tally.bad(number, "not a number")
+        return None
+    if row[_STATUS] in _PARTIAL:
+        tally.left_out("part of a job that has a line of its own")
+        return None
+    if row[_RUN] <= 0:
+        if row[_RUN] < 0 and row[_STATUS] == 1:
+            tally.bad(number, "completed, and no runtime")
+        else:
+            tally.left_out("it never ran")
+        return None
+    if row[_SUBMIT] < 0:
+        tally.bad(number, "submitted before the log begins", words[_SUBMIT])
+        return None
+    if max(row[_PROCESSORS], row[_ASKED_PROCESSORS]) <= 0:
+        tally.bad(number, "no processors")
+        return None
+    tally.use()
+    return row
+
+
+def _size(header: dict[str, str], rows: list[list[float]], tally: Tally) -> tuple[int, int]:
+    """Processors of each node, and nodes."""
+    nodes, processors = _header_number(header, "MaxNodes"), _header_number(header, "MaxProcs")
+    widest = max(_processors(row) for row in rows)
+    if not nodes or nodes < 1:
+        nodes = max(processors or 0, widest)
+        tally.assume(f"{nodes:g} nodes of one processor: the header has no MaxNodes")
+        return 1, int(nodes)
+    each = max(1, round((processors or nodes) / nodes))
+    if widest > each * nodes:
+        nodes = math.ceil(widest / each)
+        tally.assume(f"{nodes:g} nodes: the widest job needs more than the header says")
+    return each, int(nodes)
+
+
+def _header_number(header: dict[str, str], key: str) -> float | None:
+    found = re.match(r"\d+", header.get(key, ""))
+    return float(found[0]) if found else None
+
+
+def _processors(row: list[float]) -> float:
+    return row[_PROCESSORS] if row[_PROCESSORS] > 0 else row[_ASKED_PROCESSORS]
+
+
+def _record(row: list[float], begin: float, names: dict[int, str], each: int, nodes: int) -> Record:
+    submit = begin + row[_SUBMIT]
+    start = submit + max(0.0, row[_WAIT])
+    wanted = int(_processors(row))
+    whole = wanted >= each
+    part = JobPart(
+        partition=names[int(row[_PARTITION])],
+        nodes=min(nodes, math.ceil(wanted / each)),
+        gpus_per_node=each if whole else wanted,
+        exclusive=whole,
+    )
+    return Record(
+        job_id=f"{row[_ID]:.0f}",
+        user=f"u{row[_USER]:.0f}",
+        submit_at=submit,
+        start_at=start,
+        end_at=start + row[_RUN],
+        parts=(part,),
+        limit_s=max(row[_ASKED_S], row[_RUN], 60.0) if row[_ASKED_S] > 0 else None,
+        qos=f"q{row[_QUEUE]:.0f}" if row[_QUEUE] >= 0 else "",
+    )
