@@ -62,7 +62,9 @@ class PoolSim:
         self._over = False
         self._ahead: deque[tuple[float, tuple[int, ...], tuple[int, ...]]] = deque()
         self._returns: list[deque[float]] = [deque() for _ in self.site.nodes]
-        "of each node, when its owner comes back, as far as the trace has been read"
+        "of each node, when its owner comes back, as far as Slurm plans"
+        self._planned = 0
+        "so many of the changes ahead are in Slurm's plans"
         self._state = PoolState()
         self._pending: dict[str, PoolJob] = {}
         self._events: list[tuple[float, int, int, Kind, str]] = []
@@ -148,6 +150,10 @@ class PoolSim:
     def idle_nodes(self) -> int:
         return self._state.hole.bit_count()
 
+    def idle_mask(self) -> int:
+        """`idle_nodes` as a set of bits, by their places in `site.nodes`."""
+        return self._state.hole
+
     # -- the trace ----------------------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
@@ -157,12 +163,14 @@ class PoolSim:
             change = next(self._changes, None)
             if change is None:
                 self._over = True
-                return
-            self._ahead.append(change)
-            for node in change[2]:
-                self._returns[node].append(change[0])
-            if self._known:
-                self._view.plans_changed(change[2])
+            else:
+                self._ahead.append(change)
+        while self._known and self._planned < len(self._ahead) and self._ahead[self._planned][0] <= until:
+            at, _, left = self._ahead[self._planned]
+            for node in left:
+                self._returns[node].append(at)
+            self._planned += 1
+            self._view.plans_changed(left)
 
     def _planned_end(self, node: int) -> float:
         """When the owner of an idle node comes back."""
@@ -170,8 +178,11 @@ class PoolSim:
 
     def _change(self) -> None:
         at, joined, left = self._ahead.popleft()
+        if self._planned:
+            self._planned -= 1
+            for node in left:
+                self._returns[node].popleft()
         for node in left:
-            self._returns[node].popleft()
             self._state.hole &= ~(1 << node)
             if self._state.ours >> node & 1:
                 self._state.owners[node] = Owner(self._new_id(), at)
@@ -283,6 +294,7 @@ class PoolSim:
 
     def _start_ours(self) -> None:
         """As backfill does, in the order in which they came."""
+        self._read_ahead()
         scheduler = self.site.scheduler
         looked_at = scheduler.bf_max_job_user or scheduler.bf_max_job_test
         unfit: dict[tuple[str, int], int] = {}

@@ -32,6 +32,7 @@ class Record:
     priority: int = 0
     account: str = ""
     qos: str = ""
+    nodelist: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class RecordedJobs:
             start_at=max(record.start_at, self.begin),
             account=record.account,
             qos=record.qos,
+            nodelist=record.nodelist,
         )
 
 

@@ -1,4 +1,4 @@
-"""What a site's accounting says of its own last month: the output of `SACCT`."""
+"""What a site's accounting says of its own last month: the output of `COMMAND`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = (
 NEEDED = ("JobID", "Partition", "State", "Submit", "Start", "End", "NNodes")
 """Columns without which nothing can be played; the others are used where they are."""
 
-SACCT = (
+COMMAND = (
     "SLURM_TIME_FORMAT=%s sacct --allusers --allocations --duplicates --parsable2 "
     f"--starttime=2026-10-01 --endtime=2026-11-01 --format={','.join(FIELDS)} > jobs.txt"
 )
@@ -43,7 +43,6 @@ class _Row:
     gpus: int
     cpus: int
     "in all"
-    nodelist: tuple[str, ...]
     leader: str
     "of a heterogeneous job; else empty"
 
@@ -54,7 +53,7 @@ def read(
     """The jobs of a site.
 
     Args:
-        path: the output of `SACCT`, the columns in any order.
+        path: the output of `COMMAND`, the columns in any order.
         window: what to play of it.
         profile: of a site that is made up from the jobs.
         scheduler: of such a site.
@@ -64,7 +63,7 @@ def read(
     Raises:
         FallowError: it is no such file, or its times are no Unix seconds.
     """
-    tally = Tally(path, f"the output of: {SACCT}")
+    tally = Tally(path, f"the output of: {COMMAND}")
     rows = _rows(path, tally, names)
     if not rows:
         tally.problems()
@@ -175,6 +174,7 @@ def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
         priority=parse.count(row.get("Priority", "")),
         account=row.get("Account", ""),
         qos=row.get("QOS", ""),
+        nodelist=nodelist,
     )
     return _Row(
         record=record,
@@ -182,7 +182,6 @@ def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
         nodes=nodes,
         gpus=_tres(tres, "gres/gpu"),
         cpus=_tres(tres, "cpu"),
-        nodelist=nodelist,
         leader=job_id.partition("+")[0] if "+" in job_id else "",
     )
 
@@ -223,7 +222,7 @@ def _inferred(path: Path, rows: list[_Row], profile: Profile, scheduler: Schedul
     for row in rows:
         by_partition.setdefault(row.partition, []).append(row)
     for partition, some in by_partition.items():
-        nodes = dict.fromkeys(node for row in some for node in row.nodelist)
+        nodes = dict.fromkeys(node for row in some for node in row.record.nodelist)
         widest = max(row.nodes for row in some)
         if len(nodes) < widest:
             nodes = dict.fromkeys(f"{partition}-{number:05d}" for number in range(1, max(widest, _peak(some)) + 1))
@@ -297,7 +296,8 @@ def _joined(rows: list[_Row], each: Mapping[str, tuple[int, int]], tally: Tally)
         key = (row.leader, record.start_at)
         if row.leader and key in leaders:
             first = found[leaders[key]]
-            found[leaders[key]] = replace(first, parts=(*first.parts, *record.parts))
+            nodelist = (*first.nodelist, *record.nodelist)
+            found[leaders[key]] = replace(first, parts=(*first.parts, *record.parts), nodelist=nodelist)
             continue
         if row.leader:
             leaders[key] = len(found)
