@@ -89,7 +89,8 @@ def read(
 def _rows(path: Path, tally: Tally, names: bool) -> list[_Row]:
     header: list[str] = []
     found: list[_Row] = []
-    aliases: dict[tuple[str, str], str] = {}
+    users: dict[str, str] = {}
+    accounts: dict[str, str] = {}
     seen: dict[str, int] = {}
     for number, line in lines(path):
         fields = line.split("|")
@@ -113,18 +114,16 @@ def _rows(path: Path, tally: Tally, names: bool) -> list[_Row]:
         record = parsed.record
         times = seen[record.job_id] = seen.get(record.job_id, -1) + 1
         if not names:
-            record = replace(
-                record, user=_alias(aliases, "u", record.user), account=_alias(aliases, "a", record.account)
-            )
+            user, account = _alias(users, "u", record.user), _alias(accounts, "a", record.account)
+            record = replace(record, user=user, account=account)
         # A job that was requeued has several rows.
         found.append(replace(parsed, record=replace(record, job_id=f"{record.job_id}.{times}") if times else record))
     return found
 
 
-def _alias(aliases: dict[tuple[str, str], str], kind: str, name: str) -> str:
-    if not name:
-        return ""
-    return aliases.setdefault((kind, name), f"{kind}{len(aliases) + 1}")
+def _alias(aliases: dict[str, str], kind: str, name: str) -> str:
+    """A number in place of a name, in the order in which they come."""
+    return aliases.setdefault(name, f"{kind}{len(aliases) + 1}") if name else ""
 
 
 def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
