@@ -102,7 +102,8 @@ def from_folder(folder: Path, scheduler: Scheduler) -> Site:
             raise FallowError(
                 f"{path}: {error.strerror or error}; put the output of `scontrol -o {command}` there", Exit.NOINPUT
             ) from error
-    nodes, partitions, _ = parse.cluster(f"{texts['nodes']}\n{texts['partitions']}")
+    nodes, _, _ = parse.cluster(texts["nodes"])
+    _, partitions, _ = parse.cluster(texts["partitions"])
     config, _ = parse.config(texts["config"])
     for name, found in (("nodes", nodes), ("partitions", partitions), ("config", config.slurm_version)):
         if not found:

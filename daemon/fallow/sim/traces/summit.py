@@ -256,7 +256,8 @@ def _ranks(batches: Percentiles) -> list[float]:
         size = batches.at(_follow(rng, level, _BATCH_FOLLOWS))
         drawn.append((_follow(rng, level, _LENGTH_FOLLOWS), size))
     drawn.sort()
-    total, so_far, found = sum(size for _, size in drawn), 0.0, []
+    total, so_far = sum(size for _, size in drawn), 0.0
+    found: list[float] = []
     for part, size in drawn:
         so_far += size
         while len(found) < 199 and so_far >= total * (len(found) + 1) / 200:
@@ -279,7 +280,8 @@ def _pareto_mean(low: float, high: float, exponent: float) -> float:
     if abs(exponent - 1) < 1e-9:
         exponent += 1e-9
     ratio = low / high
-    return exponent / (exponent - 1) * (low - high * ratio**exponent) / (1 - ratio**exponent)
+    beyond = math.pow(ratio, exponent)
+    return exponent / (exponent - 1) * (low - high * beyond) / (1 - beyond)
 
 
 def read_percentiles(path: Path) -> dict[str, Percentiles]:
