@@ -355,7 +355,7 @@ class Runs(Protocol):
     """The runs being trained; the only one that changes memberships."""
 
     def join(self, run: str, node: str, job_id: str, at: float) -> None:
-        """The job has started: the node is ready after its start-up, then it is absorbed."""
+        """The job started at `at`: the node is ready after its start-up, and then absorbed, now at the earliest."""
         ...
 
     def release(self, run: str, nodes: Collection[str], at: float) -> float:
@@ -397,6 +397,8 @@ class Head(Protocol):
     """Who asks for nodes and hands them out: our head, or a policy that is compared with it."""
 
     name: str
+    calls: int
+    "requests to slurmctld so far"
 
     def next_at(self) -> float: ...
 

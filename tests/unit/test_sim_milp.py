@@ -1,0 +1,74 @@
+"""BFTrainer's integer program against all solutions there are."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.sim.policies.milp import Milp
+from fallow.sim.policies.standing import Crew
+from fallow.sim.types import RunPlan
+
+PARTITIONS = ("p", "q")
+
+
+def worth(crew: Crew, run: str, held: list[int], nodes: tuple[int, ...], ahead: float, up: float, down: float) -> float:
+    """What a run's part of a solution is worth; below 0 if it may not be."""
+    least, most = crew.plans[run].min_nodes, crew.plans[run].max_nodes
+    gains, loses = (any(sign * (n - c) > 0 for n, c in zip(nodes, held, strict=True)) for sign in (1, -1))
+    barred = any(n and run not in crew.users[kind] for kind, n in enumerate(nodes))
+    if barred or (gains and loses) or not (sum(nodes) == 0 or least <= sum(nodes) <= most):
+        return -1e9
+    return ahead * crew.speed(run, sum(nodes)) - crew.speed(run, sum(held)) * (up * gains + down * loses)
+
+
+def best(crew: Crew, held: dict[str, list[int]], spare: list[int], costs: tuple[float, float, float]) -> float:
+    """By trying everything."""
+    runs = list(crew.plans)
+    supply = [s + sum(held[run][kind] for run in runs) for kind, s in enumerate(spare)]
+    choices = [list(product(*(range(n + 1) for n in supply)))] * len(runs)
+    return max(
+        sum(worth(crew, run, held[run], nodes, *costs) for run, nodes in zip(runs, chosen, strict=True))
+        for chosen in product(*choices)
+        if all(sum(nodes[kind] for nodes in chosen) <= n for kind, n in enumerate(supply))
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_against_all_solutions(data: st.DataObject) -> None:
+    number = data.draw(st.integers(1, 3))
+    two_kinds = data.draw(st.booleans())
+    plans = []
+    for n in range(number):
+        steps = data.draw(st.lists(st.integers(0, 10), min_size=3, max_size=3))
+        rate = ((1, 1.0), *((k + 2, 1.0 + sum(steps[: k + 1]) / 10) for k in range(3)))
+        least = data.draw(st.integers(1, 2))
+        limited = ("p",) if two_kinds and data.draw(st.booleans()) else ()
+        plans.append(RunPlan(run=f"r{n}", min_nodes=least, max_nodes=4, rate=rate, shards=8, partitions=limited))
+    crew = Crew(plans, PARTITIONS if two_kinds else ("p",))
+    held = {}
+    for plan in plans:
+        some = [data.draw(st.integers(0, 2)) if plan.run in users else 0 for users in crew.users]
+        held[plan.run] = some
+    spare = [data.draw(st.integers(0, 2)) for _ in crew.users]
+    costs = data.draw(st.sampled_from([(120.0, 18.0, 12.0), (20.0, 18.0, 12.0), (600.0, 60.0, 60.0)]))
+    wanted = Milp(crew, *costs).solve(held, spare)
+    assert wanted is not None
+    value = sum(worth(crew, run, held[run], tuple(wanted[run]), *costs) for run in held)
+    assert value == pytest.approx(best(crew, held, spare, costs), rel=1e-3, abs=1e-6)
+
+
+def test_what_it_could_not_solve_in_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fallow.sim.policies import milp
+    from fallow.sim.policies.standing import Standing
+
+    monkeypatch.setattr(milp, "TIME_S", 0.0)
+    plans = [RunPlan(run=f"r{n}", min_nodes=1, max_nodes=9, rate=((1, 1.0), (9, 7.0)), shards=8) for n in range(5)]
+    crew = Crew(plans, ("p",))
+    policy = Milp(crew, 120, 18, 12)
+    shared = policy.share(Standing(0.0, {plan.run: [1] for plan in plans}, [7]))
+    assert (shared.give, shared.take, policy.limited, policy.solved) == ({}, {}, 1, 1)

@@ -1,0 +1,170 @@
+"""Scores of small cases that can be added up by hand, and what holds for all."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fallow.model import FallowError
+from fallow.sim.costs import IN_PLACE
+from fallow.sim.policies import ALL, make
+from fallow.sim.types import Costs, Options
+from fallow.sim.work import Work
+from sim_toy import FREE, Hole, ToyEngine, costing, linear, played, runs_of
+
+DAY_S = 86400.0
+TWO = [[(0.0, 1000.0)], [(400.0, 1000.0)]]
+
+
+def ratio(policy: str, holes: list[list[Hole]], costs: Costs = FREE, **more: object) -> float:
+    return played(policy, holes, linear(), costs, **more)[0].ideal_ratio  # type: ignore[arg-type]
+
+
+def test_start_up_is_lost() -> None:
+    score, _ = played("greedy", [[(0, 1000)]], linear(), costing(0, start=10))
+    assert score.ideal_ratio == pytest.approx(0.990)
+    assert (score.idle_node_s, score.harvested_node_s) == (1000, 990)
+
+
+def test_restarts_stall_the_whole_run() -> None:
+    assert ratio("greedy", TWO, costing(18, 12)) == pytest.approx(1564 / 1600)
+    assert ratio("greedy/18-12", TWO) == pytest.approx(1564 / 1600)
+    assert ratio("greedy", TWO, costing(0.25, 0.25)) == pytest.approx(1599.5 / 1600)
+
+
+def test_loss_is_one_change_of_all_that_went() -> None:
+    holes: list[list[Hole]] = [[(0.0, 1000.0)], [(0.0, 500.0)], [(0.0, 500.0)]]
+    score, _ = played("greedy", holes, linear(), costing(0, 40), until=900)
+    assert score.ideal_ratio == pytest.approx((3 * 500 + 360) / 1900)
+    assert score.unannounced_per_day == pytest.approx(DAY_S / 900)
+
+
+@pytest.mark.parametrize(("ahead", "growths"), [(120, 0), (300, 0), (600, 1)])
+def test_gate(ahead: int, growths: int) -> None:
+    """The second node gains 0.2 of 1: after 300 s as much as the growth costs, which is not enough."""
+    score, _ = played(f"gated:{ahead}", TWO, runs_of(1, 1, 1.2), costing(60, 60))
+    assert score.absorbs_per_day * 1000 / DAY_S == pytest.approx(1 + growths)
+
+
+def test_hold() -> None:
+    """Nodes of 0, 60 and 130 s come in at 0, 120 and 240."""
+    score, _ = played("hold:120", [[(0, 1000)], [(60, 1000)], [(130, 1000)]], linear())
+    assert score.harvested_node_s == 1000 + 880 + 760
+    assert score.absorbs_per_day * 1000 / DAY_S == pytest.approx(3)
+
+
+def test_held_nodes_have_started_up_meanwhile() -> None:
+    score, _ = played("hold:120", [[(0, 1000)], [(60, 1000)]], linear(), costing(0, start=30))
+    assert score.harvested_node_s == 970 + 880
+
+
+def test_pilots_chain() -> None:
+    holes: list[list[Hole]] = [[(0.0, 1020.0)]]
+    start = costing(0, start=30)
+    assert ratio("pilot:5", holes, start, ends="known") == pytest.approx(3 * 270 / 1020)
+    assert ratio("pilot:20", holes, start, ends="known") == 0
+    assert ratio("pilots:set", holes, start, ends="known") == pytest.approx((14 * 60 - 30 + 120 - 30) / 1020)
+
+
+def test_pilots_of_many_lengths_take_turns_where_ends_are_hidden() -> None:
+    engine = ToyEngine([[(0, 100_000)]])
+    played("pilots:set", [[(0, 100_000)]], linear(), engine=engine)
+    lengths = [round((end - begin) / 60) for _, begin, end in engine.begun]
+    assert lengths[:11] == [90, 56, 34, 22, 14, 8, 6, 4, 2, 90, 56]
+
+
+@pytest.mark.parametrize(("ahead", "growths"), [(120, 1), (20, 0)])
+def test_milp_grows_one(ahead: int, growths: int) -> None:
+    """120 · (1.8 + 1) - 18 = 318 > 240 = 120 · 2; with 20 s ahead 38 < 40."""
+    holes: list[list[Hole]] = [[(0.0, 1000.0)], [(0.0, 1000.0)], [(500.0, 1000.0)]]
+    score, _ = played(f"milp:{ahead}", holes, runs_of(2, 1, 1.8, 2.4), costing(18, 12))
+    assert score.absorbs_per_day * 1000 / DAY_S == pytest.approx(2 + growths)
+
+
+def test_milp_moves_a_node_to_who_gains_more() -> None:
+    """r1 loses its node: of r0's three the last adds 0.1, there it adds 1."""
+    holes: list[list[Hole]] = [[(0.0, 10_000.0)], [(0.0, 1000.0)], [(0.0, 10_000.0)], [(0.0, 10_000.0)]]
+    moved, _ = played("milp:600", holes, runs_of(2, 1, 1.8, 1.9), costing(5, 5))
+    stayed, _ = played("greedy", holes, runs_of(2, 1, 1.8, 1.9), costing(5, 5))
+    assert moved.releases_per_day >= 0
+    assert moved.ideal_ratio >= stayed.ideal_ratio
+
+
+def test_more_runs_than_one_share_equally() -> None:
+    """Two runs of R = 1, 1.5: four nodes are best two and two."""
+    holes: list[list[Hole]] = [[(0.0, 100.0)]] * 4
+    assert played("greedy", holes, runs_of(2, 1, 1.5))[0].ideal_ratio == pytest.approx(1)
+
+
+def test_nothing_idle() -> None:
+    score, _ = played("greedy", [[]], linear(), until=100.0)
+    assert (score.ideal_ratio, score.idle_node_s, score.absorbs_per_day) == (1.0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", ["greedi", "hold", "hold:x", "milp:-1", "pilots:5", "greedy/fast", "ours:2"])
+def test_policies_that_do_not_exist(policy: str) -> None:
+    engine = ToyEngine([[(0, 1)]])
+    options = Options(seed=0, latency="none", plans="hidden", poll_s=30, costs=FREE)
+    with pytest.raises(FallowError):
+        make(policy, engine, Work([], FREE, 0, None, 0.0), linear(), options)  # type: ignore[arg-type]
+
+
+# -- what holds for all ---------------------------------------------------------------------------------------------
+
+OTHERS = sorted({policy.partition("/")[0] for policy in ALL} - {"ours"})
+
+
+@st.composite
+def all_holes(draw: st.DrawFn) -> list[list[Hole]]:
+    found = []
+    for _ in range(draw(st.integers(1, 5))):
+        times = sorted(draw(st.lists(st.integers(0, 4000), max_size=8, unique=True)))
+        found.append([(float(a), float(b)) for a, b in pairwise(times)][::2])
+    return found
+
+
+def conserved(engine: ToyEngine, holes: list[list[Hole]]) -> None:
+    """Jobs of ours lie within holes, one at a time on a node."""
+    by_node: dict[str, list[tuple[float, float]]] = {}
+    for node, begin, end in engine.begun:
+        assert any(a <= begin and end <= b for a, b in holes[int(node[1:])])
+        by_node.setdefault(node, []).append((begin, end))
+    for spans in by_node.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    holes=all_holes(),
+    policy=st.sampled_from(OTHERS),
+    runs=st.integers(1, 3),
+    costs=st.sampled_from([FREE, IN_PLACE, costing(18, 12, 10), costing(250, 250, 60)]),
+    known=st.booleans(),
+)
+def test_no_policy_is_better_than_ideal(
+    holes: list[list[Hole]], policy: str, runs: int, costs: Costs, known: bool
+) -> None:
+    ends = "known" if known else "hidden"
+    engine = ToyEngine(holes, ends)
+    score, meter = played(policy, holes, runs_of(runs, 1, 1.7, 2.9), costs, ends=ends, until=4000.0, engine=engine)
+    assert 0 <= score.ideal_ratio <= 1 + 1e-9
+    assert score.idle_node_s == pytest.approx(sum(end - begin for each in holes for begin, end in each))
+    assert score.harvested_node_s <= score.idle_node_s + 1e-6
+    assert meter.over_node_s == 0
+    conserved(engine, holes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(holes=all_holes(), runs=st.integers(1, 3))
+def test_greedy_is_ideal_where_nothing_costs(holes: list[list[Hole]], runs: int) -> None:
+    assert played("greedy", holes, linear(runs))[0].ideal_ratio == pytest.approx(1, abs=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(holes=all_holes(), first=st.integers(0, 60), more=st.integers(0, 60))
+def test_dearer_is_not_better(holes: list[list[Hole]], first: int, more: int) -> None:
+    cheap, dear = (ratio("greedy", holes, costing(cost, cost, cost)) for cost in (first, first + more))
+    assert dear <= cheap + 1e-9
