@@ -31,6 +31,10 @@ class Score(Struct, frozen=True, kw_only=True):
 
 class PolicyScore(Score, frozen=True, kw_only=True):
     name: str
+    seconds: float
+    "of the trace that were played"
+    notes: list[str] = []
+    "what is worth knowing about this play, for people"
 
 
 class TraceRead(Struct, frozen=True, kw_only=True):
@@ -53,3 +57,5 @@ class SimReport(Score, frozen=True, kw_only=True):
     "of the trace that were played"
     arm: str
     "latency and plans"
+    stopped: bool = False
+    "the last policy was not played to the end"
