@@ -156,7 +156,7 @@ class _Meter:
 def test_a_recorder_sees_what_nodes_do_and_changes_nothing() -> None:
     recorder = Recorder(SITE, 0.0, 300.0, with_map=True)
     inner, heard = _Engine(), _Meter()
-    engine = WatchedEngine(inner, recorder, lambda: (0b0110, 0b1000))
+    engine = WatchedEngine(inner, [recorder.happened], recorder, lambda: (0b0110, 0b1000))
     runs, meter = WatchedRuns(_Runs(), recorder), WatchedMeter(heard, recorder)
     meter.pool(0.0, 2)
     assert [each.at for each in engine.advance(70.0)] == [70.0]
@@ -267,7 +267,7 @@ def test_the_foot_tells_what_was_skipped_assumed_and_stopped() -> None:
         "<b>toy</b>: 10 hours, 12 records, 5.6 idle nodes on average; latency slurm; seed 7",
         "skipped lines: 2 too short",
         "  line 3: </script>",
-        "assumed: 8 GPUs per node",
+        "note: 8 GPUs per node",
         "milp:120: stopped after 2.5 hours",
         "milp:120: limited",
     ]

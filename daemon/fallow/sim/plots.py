@@ -120,7 +120,7 @@ def plots(played: Sequence[Played], trace: str) -> list[Plot]:
         found.append(
             _plot(
                 "delay",
-                "How long jobs of others waited because a node was still ours.",
+                "How long jobs of others waited, in all and because a node was still ours.",
                 lambda figure: _delay(figure, played),
                 (9, 4.2),
             )
@@ -253,31 +253,49 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
 
 
 def _delay(figure: Figure, played: Sequence[Played]) -> None:
-    axes = figure.subplots()
+    first = next(each.series for each in played if each.series is not None)
+    if first.queued_s:
+        left, right = figure.subplots(1, 2)
+        _distribution(left, first.queued_without_s, "without us", COLOURS[Cell.DOWN], "-")
+        _distribution(left, first.queued_s, f"with {played[0].name}", LINES[0], "--")
+        _seconds(left, "seconds from submission to start", "of all jobs of others")
+        left.legend(loc="lower right", fontsize=8)
+    else:
+        right = figure.subplots()
     drawn = 0
     # What a change costs a run makes little difference to others.
     for number, each in enumerate([each for each in played if "/" not in each.name] or played):
         waits = each.series.waits_s if each.series is not None else ()
         if waits:
             colour, style = LINES[number % len(LINES)], ("-", "--", ":", "-.")[number // len(LINES) % 4]
-            values = [waits[0], *waits]
-            heights = [n / len(waits) for n in range(len(values))]
             label = f"{each.name}: {len(waits)} jobs, at most {waits[-1]:.1f} s"
-            axes.step(values, heights, where="post", color=colour, linestyle=style, label=label)
+            _distribution(right, waits, label, colour, style)
             drawn += 1
     if not drawn:
-        axes.text(0.5, 0.5, "no job of others waited for a node of ours", ha="center", va="center", color="#5b6470")
-        axes.set_axis_off()
+        right.text(0.5, 0.5, "no job of others waited\nfor a node of ours", ha="center", va="center", color="#5b6470")
+        right.set_axis_off()
         return
+    _seconds(right, "seconds waited for a node of ours", "of the jobs that waited")
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8, ncols=1 if first.queued_s else 2)
+
+
+def _distribution(axes: Axes, ascending: Sequence[float], label: str, colour: str, style: str) -> None:
+    """The share of values that are no larger than each."""
+    heights = [n / len(ascending) for n in range(len(ascending) + 1)]
+    axes.step(
+        [ascending[0], *ascending], heights, where="post", color=colour, linestyle=style, label=label, linewidth=1.6
+    )
+
+
+def _seconds(axes: Axes, what: str, whose: str) -> None:
     axes.set_xscale("symlog", linthresh=1.0)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0, 1.01)
     axes.grid(color="#d9dde3", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel("seconds that a job of others waited for a node of ours")
-    axes.set_ylabel("of the jobs that waited")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    axes.set_xlabel(what)
+    axes.set_ylabel(whose)
 
 
 def _times(series: Series) -> tuple[list[float], str]:

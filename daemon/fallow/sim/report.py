@@ -101,7 +101,7 @@ def foot(found: SimReport) -> list[str]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in trace.bad_lines.items())
         lines.append(f"skipped lines: {reasons}")
         lines += [f"  {example}" for example in trace.examples]
-    lines += [f"assumed: {each}" for each in trace.assumed]
+    lines += [f"note: {each}" for each in trace.assumed]
     for policy in found.policies:
         if policy.seconds != found.seconds:
             lines.append(f"{policy.name}: stopped after {days(policy.seconds)}")

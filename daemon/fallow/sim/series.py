@@ -57,6 +57,10 @@ class Series(Struct, frozen=True, kw_only=True):
     "of them, those that take part in a training"
     waits_s: tuple[float, ...]
     "how long jobs of others waited for nodes of ours, ascending"
+    queued_s: tuple[float, ...] = ()
+    "from their submission to their start, in equal steps from the shortest to the longest; empty: nobody knows"
+    queued_without_s: tuple[float, ...] = ()
+    "the same without us"
     map: NodeMap | None = None
 
 
@@ -201,10 +205,19 @@ Look = Callable[[], tuple[int, int]]
 
 
 class WatchedEngine:
-    """An engine (see `fallow.sim.types.Engine`) whose happenings and nodes are noted."""
+    """An engine (see `fallow.sim.types.Engine`) whose happenings and nodes are noted.
 
-    def __init__(self, inner: Engine, recorder: Recorder, look: Look) -> None:
-        self._inner, self._recorder, self._look = inner, recorder, look
+    Args:
+        inner: the engine.
+        hear: each is told of everything that happens.
+        recorder: looks at the nodes when it wants to; None: nobody does.
+        look: what it sees then.
+    """
+
+    def __init__(
+        self, inner: Engine, hear: Sequence[Callable[[Happening], None]], recorder: Recorder | None, look: Look
+    ) -> None:
+        self._inner, self._hear, self._recorder, self._look = inner, hear, recorder, look
         self.site = inner.site
 
     @property
@@ -220,14 +233,15 @@ class WatchedEngine:
 
     def advance(self, to: float) -> list[Happening]:
         found = []
-        while (look_at := self._recorder.next_look()) <= to:
+        while self._recorder is not None and (look_at := self._recorder.next_look()) <= to:
             found += self._noted(self._inner.advance(max(look_at, self._inner.now)))
             self._recorder.look(*self._look())
         return found + self._noted(self._inner.advance(to))
 
     def _noted(self, happenings: list[Happening]) -> list[Happening]:
         for happening in happenings:
-            self._recorder.happened(happening)
+            for hear in self._hear:
+                hear(happening)
         return happenings
 
     def submit(self, request: Wanted) -> str:
