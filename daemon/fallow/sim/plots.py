@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fallow.model import Exit, FallowError, Struct
 from fallow.sim.report import Played
@@ -46,7 +46,7 @@ PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
 }
 """(cost of taking nodes in, result) on the idle map of Summit itself, of which the trace has the statistics only."""
 
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10.0,
     "axes.spines.top": False,
