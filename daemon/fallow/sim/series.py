@@ -224,10 +224,6 @@ class WatchedEngine:
     def now(self) -> float:
         return self._inner.now
 
-    @now.setter
-    def now(self, at: float) -> None:
-        self._inner.now = at
-
     def next_at(self) -> float:
         return self._inner.next_at()
 
