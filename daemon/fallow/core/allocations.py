@@ -23,6 +23,9 @@ SUBMIT_S = 90.0
 """sbatch has ended so long after it was called: it gives up by itself after some tries of MessageTimeout (10 s; sites
 raise it), and whoever called it does then."""
 
+CANCEL_AGAIN_S = 30.0
+"""A job that a poll still shows this long after it was cancelled is cancelled again."""
+
 MISSING_POLLS = 2
 """A job that no poll shows is taken for ended only after this many: one answer may be from before its submission."""
 

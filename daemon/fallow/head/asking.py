@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from fallow.config import Config
+from fallow.core import allowance
 from fallow.core.allocations import Allocation
+from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
+from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, HarvestRules, Known
-from fallow.core.room import whole_nodes
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand
@@ -27,13 +28,6 @@ from fallow.slurm.parse import folded
 DUDS = 3
 """Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
 
-AHEAD = 2
-"""Requests that wait for nodes which others still have, and no more than half of those that may wait at all: what is
-idle comes first. Jobs mostly end one by one; what a larger one leaves is seen with the next poll."""
-
-FEW = 4
-"""As many requests may wait at once however often is polled, and no more of normal priority for one run."""
-
 BACKOFF_S = 600.0
 """The longest that requests are put off."""
 
@@ -44,6 +38,7 @@ class Asking:
     def __init__(self, config: Config, known: Known, groups: frozenset[str] | None = None) -> None:
         """Args: groups: of the owner; None: not known."""
         self._config = config
+        self._limits = _limits(config)
         self._known = known
         self._groups = groups
         self._failures: dict[str, int] = {}
@@ -56,33 +51,8 @@ class Asking:
 
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
-        h, poll_s = self._config.harvest, self._config.slurm.poll_interval_s
-        margin_s = self._config.membership.release_margin_s
         experience = self._known.experience
-        return HarvestRules(
-            partitions=tuple(h.partitions),
-            allow_without_preemption=h.allow_without_preemption,
-            refused=refused,
-            groups=self._groups,
-            max_pending=self._at_once(site),
-            max_waiting=1 << 30 if site is None else pending_allowed(site, in_all=True),
-            max_nodes=h.max_nodes,
-            partition_nodes=h.partition_nodes,
-            max_minutes=h.max_minutes,
-            min_minutes=h.min_minutes,
-            start_patience_s=3 * poll_s + 2 * (30.0 if site is None else site.backfill_interval_s),
-            margin_s=margin_s,
-            # Two polls may pass before a wish is a job, and then it has to start.
-            lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
-            whole_nodes=whole_nodes(site),
-            ahead=min(AHEAD, self._at_once(site) // 2),
-        )
-
-    def _at_once(self, site: ClusterConfig | None) -> int:
-        """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be."""
-        between_polls = round(self._config.slurm.submits_per_min * self.interval_s / 60.0)
-        most = self._config.harvest.max_pending or max(FEW, between_polls)
-        return most if site is None else min(most, pending_allowed(site))
+        return allowance.rules(self._limits, site, refused, experience, now, self.interval_s, self._groups)
 
     def plan(
         self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing, *, again: bool = False
@@ -112,9 +82,8 @@ class Asking:
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
         sorts = {demand.run: demand.sort for demand in demands}
-        unstarted = self._known.unstarted
         if not again:
-            unstarted.look(cluster)
+            self._known.unstarted.look(cluster)
         aims: dict[str, int] = {}
         unused: dict[str, str] = {}
         for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused, again):
@@ -125,10 +94,7 @@ class Asking:
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
                         continue
-                    if wish.too_long and allocation.minutes:
-                        self._known.backoff.too_long(allocation.partition, allocation.minutes, cluster.at)
-                    for node in wish.declined:
-                        unstarted.decline(node, sorts[run.id], allocation.partition, cluster.at)
+                    withdrawn(self._known, wish, allocation, sorts, cluster.at)
                     turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {reason}")
                     turn.cancel(run, allocation, reason)
                 case GiveBack(token, reason, urgent):
@@ -198,6 +164,22 @@ def ordered(config: Config) -> Asker:
     return Asker(config.harvest.account or "", config.harvest.qos or "")
 
 
+def _limits(config: Config) -> Limits:
+    h = config.harvest
+    return Limits(
+        partitions=tuple(h.partitions),
+        allow_without_preemption=h.allow_without_preemption,
+        max_pending=h.max_pending,
+        max_nodes=h.max_nodes,
+        partition_nodes=h.partition_nodes,
+        max_minutes=h.max_minutes,
+        min_minutes=h.min_minutes,
+        poll_interval_s=config.slurm.poll_interval_s,
+        submits_per_min=config.slurm.submits_per_min,
+        release_margin_s=config.membership.release_margin_s,
+    )
+
+
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
     for run in runs.values():
         if token in run.record.allocations:
@@ -221,11 +203,3 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
     )
     turn.dirty.add(run.id)
     turn.submissions.append((run.id, allocation.token))
-
-
-def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
-    """Requests that may wait in a partition, or `in_all` of them: half of the jobs that backfill looks at for one user,
-    since the user's own ones need the others."""
-    names = "user|assoc" if in_all else "user|assoc|user_part"
-    limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
-    return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)

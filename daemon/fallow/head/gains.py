@@ -1,4 +1,4 @@
-"""What is known of each run's gain from nodes: its curve, weight and deadline become what nodes are worth to it."""
+"""What is known of each run, and of runs like it, for `core.valuing` to say what nodes are worth to it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import hashlib
 from collections.abc import Iterable
 from itertools import islice
 
-from fallow.core import fairshare, pacing
+from fallow.core import fairshare, valuing
 from fallow.core.allocations import Allocation
-from fallow.core.gain import Curve, fit, pooled, with_losses
-from fallow.core.pacing import Schedule
-from fallow.core.worth import Gain, Worth
+from fallow.core.gain import pooled
+from fallow.core.valuing import ALIKE, Facts, measured
+from fallow.core.worth import Gain
 from fallow.head.book import Run
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
-
-ALIKE = 8
-"""A run learns from so many of the newest like it: evidence fades, and each poll would take longer for ever."""
-
-PAUSE_S = 0.5
-"""Stall at a change, until this run has had one."""
 
 _Model = tuple[str, str | None, int | None, int | None, int | None]
 
@@ -41,14 +35,13 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> 
         alike.setdefault(_model(run), []).append(run)
         newest.setdefault(_script(run), _model(run))
     live = [run for run in runs if not run.roster.status.ended]
-    weights = _weights(live, runs, at)
-    found: dict[str, Gain] = {}
+    known: list[Facts] = []
     for run in live:
         # As long as a run has not said what it has, what the newest run of the script has is the best guess.
         model = _model(run) if run.roster.signature is not None else newest.get(_script(run), _model(run))
-        others = _teachers(run, alike.get(model, []))
-        found[run.id] = _gain(run, others, weights[run.id], at, start_s, stay_s)
-    return found
+        known.append(_facts(run, _teachers(run, alike.get(model, [])), at))
+    weights = valuing.weights(known, _use(live, runs, at))
+    return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
 
 
 def _script(run: Run) -> str:
@@ -62,18 +55,14 @@ def project(run: Run) -> str:
     return run.spec.harvest_given.get("account", "")
 
 
-def _weights(live: list[Run], runs: list[Run], at: float) -> dict[str, float]:
-    """A project's part does not depend on the number of its runs, nor on whether those that had nodes have ended."""
-    sums: dict[str, float] = {}
-    for run in live:
-        sums[project(run)] = sums.get(project(run), 0.0) + run.spec.weight
-    use = dict.fromkeys(sums, 0.0)
+def _use(live: list[Run], runs: list[Run], at: float) -> dict[str, float]:
+    """Project -> faded node-seconds that its runs have had, whether or not those have ended."""
+    use = {project(run): 0.0 for run in live}
     for run in runs:
         if project(run) in use:
             held = [_held(a, at) for a in run.record.allocations.values() if a.harvested and not a.counted]
             use[project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(filter(None, held), at)
-    factors = fairshare.factors(use)
-    return {run.id: factors[project(run)] * run.spec.weight / sums[project(run)] for run in live}
+    return use
 
 
 def _held(allocation: Allocation, at: float) -> tuple[float, float] | None:
@@ -83,29 +72,34 @@ def _held(allocation: Allocation, at: float) -> tuple[float, float] | None:
     return allocation.start_at, min(at, allocation.end_at or at) if ended else at
 
 
-def _gain(run: Run, others: list[Run], weight: float, at: float, start_s: float, stay_s: float) -> Gain:
+def _facts(run: Run, others: list[Run], at: float) -> Facts:
+    """What there is to know of a run that has not ended. Args: others: that it learns from; at: Unix time."""
     r, spec = run.roster, run.spec
-    curve = pooled(run.record.curve, [other.record.curve for other in others], at)
     slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
     shards = r.shards or (others[0].roster.shards if others else None) or spec.max_nodes * slots
-    speeds = tuple(fit(curve, shards, at).speeds(slots, spec.max_nodes))
-    # Who pays for nodes gets none that only stand by.
-    most = min(spec.max_nodes, -(-shards // slots)) if spec.budget_node_hours is None else 0
-    loss = min(0.5, start_s / stay_s)
     running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
-    schedule = _schedule(run, curve, at)
-    worth = Worth(
-        speeds=tuple(with_losses(speeds, loss, most)) if most else speeds,
-        weight=weight,
+    return Facts(
+        run=run.id,
+        curve=pooled(run.record.curve, [other.record.curve for other in others], at),
+        slots=slots,
+        shards=shards,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
         base=sum(len(a.nodes) or a.nodes_wanted for a in running if not a.harvested),
-        least=spec.min_nodes,
         going=r.generation > 0,
-        start_s=start_s,
-        pause_s=longest_pause(run) or PAUSE_S,
-        urgent_nodes=0 if schedule is None else schedule.nodes(speeds),
-        urgency=1.0 if schedule is None else schedule.urgency,
+        pause_s=longest_pause(run),
+        weight=spec.weight,
+        project=project(run),
+        paid=spec.budget_node_hours is not None,
+        created_at=spec.created_at,
+        deadline_at=spec.deadline_at,
+        total_steps=0 if spec.deadline_at is None else _total_steps(run),
+        front=0 if spec.deadline_at is None else r.front,
     )
-    return Gain(worth, speeds, frozenset(curve.seen), schedule, known=_known(curve))
+
+
+def _total_steps(run: Run) -> int:
+    return run.roster.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
 
 
 def _model(run: Run) -> _Model:
@@ -115,17 +109,5 @@ def _model(run: Run) -> _Model:
 
 def _teachers(run: Run, alike: list[Run]) -> list[Run]:
     """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
-    measured = (other for other in alike if other is not run and _known(other.record.curve))
-    return list(islice(measured, ALIKE)) or [other for other in alike[:2] if other is not run]
-
-
-def _known(curve: Curve) -> bool:
-    return bool(curve.seen) or curve.shard_s is not None
-
-
-def _schedule(run: Run, curve: Curve, at: float) -> Schedule | None:
-    spec, r = run.spec, run.roster
-    total = r.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
-    if spec.deadline_at is None or not total or not _known(curve):
-        return None
-    return pacing.schedule(spec.created_at, spec.deadline_at, total, r.front, at)
+    known = (other for other in alike if other is not run and measured(other.record.curve))
+    return list(islice(known, ALIKE)) or [other for other in alike[:2] if other is not run]

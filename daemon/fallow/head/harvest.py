@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation, send
+from fallow.core.allowance import horizon_s
 from fallow.core.kinds import may_use
 from fallow.core.neighbour import Standing
+from fallow.core.polling import longest_interval_s
 from fallow.core.preemption import as_for_us
 from fallow.core.requests import harvestable
 from fallow.head import accounts, orphans, submissions
@@ -33,8 +35,6 @@ from fallow.model import (
     Prospect,
     RunSpec,
 )
-
-LONGEST_WATCHFUL_S = 15.0
 
 TRIAL = "fallow-trial"
 """Name of submissions that are only tried."""
@@ -75,14 +75,13 @@ class Harvest:
 
     def longest_interval_s(self, book: Book) -> float:
         """Between polls that get no answer: others' jobs may wait for what only we give back."""
-        return LONGEST_WATCHFUL_S if self.neighbours.watchful(book) else 10 * self.usual_interval_s
+        return longest_interval_s(self.usual_interval_s, self.neighbours.watchful(book))
 
     def polled(self, turn: Turn, cluster: ClusterState, site: ClusterConfig | None) -> None:
         """Take in one poll, then plan. `site` is None as long as Slurm has not told its configuration."""
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
-        # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
-        take_in(turn, cluster, horizon_s=max(30.0, 2.5 * self._config.slurm.poll_interval_s))
+        take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
         follow_jobs(turn, cluster)
         accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fallow.core import events as ev
-from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, observe, preempted_until
 from fallow.core.spans import by_token
 from fallow.head.book import Run
 from fallow.head.turn import Turn
@@ -13,9 +13,6 @@ from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo,
 
 DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 """Ends of a job that are the script's own doing."""
-
-CANCEL_AGAIN_S = 30.0
-"""A job that a poll still shows this long after it was cancelled is cancelled again."""
 
 
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:

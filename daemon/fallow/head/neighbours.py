@@ -5,44 +5,34 @@ from __future__ import annotations
 import msgspec
 
 from fallow.config import Config
-from fallow.core import courtesy
+from fallow.core import polling
 from fallow.core.allocations import Allocation
-from fallow.core.declined import Declined
 from fallow.core.delays import Delays
-from fallow.core.neighbour import Standing, assess
-from fallow.core.room import whole_nodes
+from fallow.core.neighbour import Standing
+from fallow.core.neighbourhood import END_S, LEAVE_S, Manners, Neighbourhood
 from fallow.head.book import Book, Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState, DelayReport, Exit
-
-WATCHFUL_S = 5.0
-"""Polls are at most so far apart while we hold nodes that nobody but us would give back."""
-
-LEAVE_S = 3.5
-"""From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
-
-END_S = 1.5
-"""From then until the job is cancelled, too."""
 
 DELAYS = "delays"
 """Their key among the notes of the store."""
 
 
-class Neighbours:
-    """Keeps an eye on others' jobs, poll by poll."""
+class Neighbours(Neighbourhood):
+    """The head's neighbourhood: it tells what it finds."""
 
     def __init__(self, config: Config) -> None:
+        harvest, site = config.harvest, config.site
+        super().__init__(
+            Manners(
+                partitions=harvest.partitions,
+                allow_without_preemption=harvest.allow_without_preemption,
+                nice=harvest.nice,
+                harvest_unseen=site.harvest_unseen,
+                harvest_unfair=site.harvest_unfair,
+            )
+        )
         self._config = config
-        self._visibility = courtesy.Visibility()
-        self._declined = Declined()
-        self._watchful: frozenset[str] = frozenset()
-        "partitions where nothing preempts"
-        self._awaited = False
-        "somebody waits for a node there whose job is over for us, and not for Slurm"
-        self.refused: dict[str, str] = {}
-        "partition -> why it is not harvested"
-        self.nice = config.harvest.nice
-        self.delays = Delays()
 
     def recall(self, note: bytes) -> None:
         """Go on from what a head before us noted; what happened in between, nobody has seen."""
@@ -51,24 +41,14 @@ class Neighbours:
 
     def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
         """Take in a poll; what follows for our nodes is the planner's."""
-        self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
-        self._be_allowed(turn, cluster, config)
         runs = [run for run in turn.book.runs.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.record.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job; one that was lost is cancelled when it appears.
         over = [a for a in over if a.kind is AllocationKind.HARVEST or a.state is AllocationState.LOST]
-        standing = assess(
-            cluster,
-            live,
-            former=[a.token for a in over],
-            whole_nodes=whole_nodes(config),
-            declined=self._declined.nodes,
-        )
-        self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
-        tokens = frozenset[str]().union(*standing.delayed.values())
-        self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
-        waited = self.delays.note(cluster, standing.delayed)
+        refused, nice = self.refused, self.nice
+        standing, waited = self.look(cluster, config, live, over)
+        self._tell(turn, refused, nice)
         for job in waited:
             text = f"job {job.job_id} of {job.user} has waited {job.waited_s:.1f} s for nodes of ours"
             turn.record(None, "delayed", text, job=job.job_id, user=job.user, waited_s=job.waited_s)
@@ -81,38 +61,23 @@ class Neighbours:
 
     def interval_s(self, book: Book) -> float:
         """From one poll to the next."""
-        usual = self._config.slurm.poll_interval_s
-        return min(usual, WATCHFUL_S) if self.watchful(book) else usual
+        return polling.interval_s(self._config.slurm.poll_interval_s, self.watchful(book))
 
     def watchful(self, book: Book) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        live = (allocation for run in book.runs.values() for allocation in run.live_allocations())
-        return self._awaited or any(a.harvested and a.partition in self._watchful for a in live)
+        return self.watches(a for run in book.runs.values() for a in run.live_allocations())
 
-    def _be_allowed(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> None:
-        unseen = self._visibility.look(cluster, config)
-        site = self._config.site
-        refused = courtesy.refusals(
-            cluster, config, unseen=unseen, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
-        )
-        wanted = self._config.harvest
-        if not wanted.allow_without_preemption:
-            # Nobody wants to harvest the others anyway.
-            preempting = {p.partition for p in cluster.partitions if p.preempts}
-            refused = {name: why for name, why in refused.items() if name in preempting}
-        if wanted.partitions:
-            refused = {name: why for name, why in refused.items() if name in wanted.partitions}
+    def _tell(self, turn: Turn, refused: dict[str, str], nice: int) -> None:
+        """Say what has changed since partitions were `refused` and requests had that `nice`."""
         for name in sorted(refused.keys() | self.refused.keys()):
             if refused.get(name) != self.refused.get(name):
-                why = refused.get(name)
+                why = self.refused.get(name)
                 text = f"is not harvested: {why}" if why else "may be harvested again"
                 turn.record(None, "courtesy", f"partition {name} {text}")
-        self.refused = refused
-        nice = courtesy.nice_for(config, wanted.nice)
         if nice != self.nice:
-            text = f"requests are submitted with --nice={nice}: {wanted.nice} is too little for the site's weights"
+            wanted = self._config.harvest.nice
+            text = f"requests are submitted with --nice={self.nice}: {wanted} is too little for the site's weights"
             turn.record(None, "courtesy", text)
-        self.nice = nice
 
 
 def give_back(turn: Turn, run: Run, allocation: Allocation, reason: str) -> None:

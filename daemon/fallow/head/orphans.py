@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fallow.head.jobs import CANCEL_AGAIN_S
-from fallow.head.neighbours import END_S, LEAVE_S
+from fallow.core.allocations import CANCEL_AGAIN_S
+from fallow.core.neighbourhood import END_S, LEAVE_S
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
 

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from fallow.core.allocations import Allocation
+from fallow.core.polling import poll_interval_s
 from fallow.files import Paths
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
@@ -208,16 +209,3 @@ class SlurmCalls:
         except FallowError as error:
             # The next poll shows what is still there, and it is cancelled again.
             log.warning("cancel.failed", jobs=jobs, error=error.message)
-
-
-def poll_interval_s(wanted: float, least: float, failures: int, longest: float) -> float:
-    """From the begin of one poll to that of the next.
-
-    Args:
-        wanted: where Slurm answers at once.
-        least: what its load allows for; a tenth of the polls that are wanted come in any case.
-        failures: polls in a row without an answer; each doubles it.
-        longest: up to which they do.
-    """
-    usual = min(max(wanted, least), 10 * wanted)
-    return max(usual, min(usual * 2.0 ** min(failures, 4), longest))

@@ -1,0 +1,98 @@
+"""How much may be asked for now: what the owner of the head allows, in the terms of what Slurm and time allow. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fallow.core.experience import Experience
+from fallow.core.requests import HarvestRules
+from fallow.core.room import whole_nodes
+from fallow.model import ClusterConfig
+
+AHEAD = 2
+"""Requests that wait for nodes which others still have, and no more than half of those that may wait at all: what is
+idle comes first. Jobs mostly end one by one; what a larger one leaves is seen with the next poll."""
+
+FEW = 4
+"""As many requests may wait at once however often is polled, and no more of normal priority for one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the configuration says about it; names and defaults as there."""
+
+    partitions: tuple[str, ...] = ()
+    allow_without_preemption: bool = False
+    max_pending: int | None = None
+    max_nodes: int | None = None
+    partition_nodes: Mapping[str, int] = field(default_factory=dict)
+    max_minutes: int = 120
+    min_minutes: int = 2
+    poll_interval_s: float = 30.0
+    submits_per_min: float = 60.0
+    release_margin_s: float = 20.0
+
+
+def rules(
+    limits: Limits,
+    site: ClusterConfig | None,
+    refused: Mapping[str, str],
+    experience: Experience,
+    now: float,
+    interval_s: float,
+    groups: frozenset[str] | None = None,
+) -> HarvestRules:
+    """What may be asked for now.
+
+    Args:
+        limits: of the configuration.
+        site: None: Slurm has not told its configuration yet.
+        refused: partitions in which nothing may be, and why.
+        experience: says how long starts take.
+        now: Unix time.
+        interval_s: from one poll to the next, as things are.
+        groups: of the owner; None: not known.
+    """
+    poll_s, margin_s = limits.poll_interval_s, limits.release_margin_s
+    at_once = _at_once(limits, site, interval_s)
+    return HarvestRules(
+        partitions=limits.partitions,
+        allow_without_preemption=limits.allow_without_preemption,
+        refused=refused,
+        groups=groups,
+        max_pending=at_once,
+        max_waiting=1 << 30 if site is None else pending_allowed(site, in_all=True),
+        max_nodes=limits.max_nodes,
+        partition_nodes=limits.partition_nodes,
+        max_minutes=limits.max_minutes,
+        min_minutes=limits.min_minutes,
+        start_patience_s=3 * poll_s + 2 * (30.0 if site is None else site.backfill_interval_s),
+        margin_s=margin_s,
+        # Two polls may pass before a wish is a job, and then it has to start.
+        lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
+        whole_nodes=whole_nodes(site),
+        ahead=min(AHEAD, at_once // 2),
+    )
+
+
+def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:
+    """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be."""
+    between_polls = round(limits.submits_per_min * interval_s / 60.0)
+    most = limits.max_pending or max(FEW, between_polls)
+    return most if site is None else min(most, pending_allowed(site))
+
+
+def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
+    """Requests that may wait in a partition, or `in_all` of them: half of the jobs that backfill looks at for one user,
+    since the user's own ones need the others."""
+    names = "user|assoc" if in_all else "user|assoc|user_part"
+    limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
+    return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)
+
+
+def horizon_s(poll_interval_s: float) -> float:
+    """A submission that no poll has shown for so long after its sbatch ended is lost."""
+    # MessageTimeout (10 s) + SAVE_MAX_WAIT (5 s) + margin, and never before two polls.
+    return max(30.0, 2.5 * poll_interval_s)

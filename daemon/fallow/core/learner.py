@@ -1,0 +1,111 @@
+"""What is learned from polls, from nodes that come, and from what Slurm does not start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker, Scope, scope_of
+from fallow.core.planner import Withdraw
+from fallow.core.reach import Sort
+from fallow.core.requests import HarvestRules, Known, harvestable
+from fallow.model import AllocationState, ClusterState
+
+Asked = tuple[Allocation, Asker]
+"""A harvest allocation, and in whose name it is asked for."""
+
+
+class Learner:
+    """Keeps `known` up to date."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._begun: set[str] | None = None
+        "tokens whose start has been taken note of; None: no poll has been seen yet"
+        self._trained: set[str] = set()
+        "tokens whose first step has been taken note of"
+
+    def take_in(
+        self, cluster: ClusterState, harvest: Sequence[Asked], rules: HarvestRules, now: float
+    ) -> list[tuple[str, str]]:
+        """Take in a poll, after the allocations have been brought up to date.
+
+        Args:
+            cluster: the poll.
+            harvest: every harvest allocation that is still kept, live or not.
+            rules: what may be asked for.
+            now: Unix time.
+
+        Returns:
+            (run, text) of what is left alone from now on.
+        """
+        self.known.backoff.bound(now)
+        held = (AllocationState.RUNNING, AllocationState.RELEASING)
+        whole = [a for a, _ in harvest if a.state in held and a.part is None]
+        ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
+        partitions = [p.partition for p in harvestable(cluster, rules)]
+        experience = self.known.experience
+        for partition, spell in self.known.watch.look(cluster, ours, partitions):
+            experience.remember(partition, spell)
+        if self._begun is None:
+            # Those that began before this head did have been taken note of by the one before.
+            self._begun = {a.token for a, _ in harvest if a.start_at is not None}
+            self._trained = {a.token for a, _ in harvest if a.active_at is not None}
+        tokens = {a.token for a, _ in harvest}
+        self._begun &= tokens
+        self._trained &= tokens
+        news = ((a.run, self._follow(self._begun, a, asker, now)) for a, asker in harvest)
+        return [(run, text) for run, text in news if text]
+
+    def _follow(self, begun: set[str], allocation: Allocation, asker: Asker, now: float) -> str:
+        """Returns: what is left alone from now on, in words."""
+        experience, start_at, news = self.known.experience, allocation.start_at, ""
+        if allocation.state is AllocationState.PENDING and allocation.asked_at is None:
+            one_node = allocation.pinned or allocation.part is not None
+            # What stands against one node says nothing about the partition.
+            if not one_node or scope_of(allocation.reason) is Scope.OWNER:
+                news = self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
+        if start_at is None:
+            return news
+        if allocation.token not in begun:
+            begun.add(allocation.token)
+            self.known.backoff.started(asker, allocation.partition)
+            if allocation.least_minutes and allocation.minutes and allocation.end_at:
+                experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
+        if allocation.active_at is not None and allocation.token not in self._trained:
+            self._trained.add(allocation.token)
+            # A successor is ready early and joins when the node before it leaves.
+            if not allocation.replaces:
+                wait_s = None if allocation.ahead else start_at - allocation.requested_at
+                start_s = allocation.active_at - start_at
+                experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
+        return news
+
+    def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
+        """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.
+
+        Returns:
+            What is left alone from now on, in words; empty: nothing, or it was already.
+        """
+        backoff = self.known.backoff
+        before = backoff.until(asker, partition)
+        backoff.strike(reason, asker, partition, minutes, now)
+        if (until := backoff.until(asker, partition)) > before:
+            return f"Slurm says {reason}: nothing is asked for in {partition} for {until - now:.0f} s"
+        return ""
+
+
+def withdrawn(known: Known, wish: Withdraw, allocation: Allocation, sorts: Mapping[str, Sort], at: float) -> None:
+    """A request is taken back: what that says about its length, and about nodes beside which it waited.
+
+    Args:
+        known: is told.
+        wish: the planner's.
+        allocation: the request.
+        sorts: of the runs.
+        at: Unix time of the poll.
+    """
+    if wish.too_long and allocation.minutes:
+        known.backoff.too_long(allocation.partition, allocation.minutes, at)
+    for node in wish.declined:
+        known.unstarted.decline(node, sorts[allocation.run], allocation.partition, at)

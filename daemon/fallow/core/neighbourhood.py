@@ -1,0 +1,100 @@
+"""The others, poll by poll: whether we may harvest beside them, what they need of us, how long they waited. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from fallow.core import courtesy
+from fallow.core.allocations import Allocation
+from fallow.core.declined import Declined
+from fallow.core.delays import DelayedJob, Delays
+from fallow.core.neighbour import Standing, assess
+from fallow.core.room import whole_nodes
+from fallow.model import ClusterConfig, ClusterState
+
+LEAVE_S = 3.5
+"""From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
+
+END_S = 1.5
+"""From then until the job is cancelled, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manners:
+    """What the configuration says about others; names and defaults as there."""
+
+    partitions: Collection[str] = ()
+    allow_without_preemption: bool = False
+    nice: int = 100_000
+    harvest_unseen: bool = False
+    harvest_unfair: bool = False
+
+
+class Neighbourhood:
+    """Keeps an eye on others' jobs."""
+
+    def __init__(self, manners: Manners) -> None:
+        self.manners = manners
+        self.refused: dict[str, str] = {}
+        "partition -> why it is not harvested"
+        self.nice = manners.nice
+        "to submit with"
+        self.delays = Delays()
+        self._visibility = courtesy.Visibility()
+        self._declined = Declined()
+        self._watchful: frozenset[str] = frozenset()
+        "partitions where nothing preempts"
+        self._awaited = False
+        "somebody waits for a node there whose job is over for us, and not for Slurm"
+
+    def look(
+        self,
+        cluster: ClusterState,
+        config: ClusterConfig | None,
+        live: Sequence[Allocation],
+        over: Sequence[Allocation],
+    ) -> tuple[Standing, list[DelayedJob]]:
+        """Take in a poll.
+
+        Args:
+            cluster: the poll.
+            config: None: Slurm has not told it yet.
+            live: every allocation that is.
+            over: those that are over for us and may not be for Slurm.
+
+        Returns:
+            What others' jobs need of us, and those whose waiting for us is over.
+        """
+        self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
+        self._be_allowed(cluster, config)
+        standing = assess(
+            cluster,
+            live,
+            former=[a.token for a in over],
+            whole_nodes=whole_nodes(config),
+            declined=self._declined.nodes,
+        )
+        self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
+        tokens = frozenset[str]().union(*standing.delayed.values())
+        self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
+        return standing, self.delays.note(cluster, standing.delayed)
+
+    def watches(self, live: Iterable[Allocation]) -> bool:
+        """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
+        return self._awaited or any(a.harvested and a.partition in self._watchful for a in live)
+
+    def _be_allowed(self, cluster: ClusterState, config: ClusterConfig | None) -> None:
+        manners = self.manners
+        unseen = self._visibility.look(cluster, config)
+        refused = courtesy.refusals(
+            cluster, config, unseen=unseen, allow_unseen=manners.harvest_unseen, allow_unfair=manners.harvest_unfair
+        )
+        if not manners.allow_without_preemption:
+            # Nobody wants to harvest the others anyway.
+            preempting = {p.partition for p in cluster.partitions if p.preempts}
+            refused = {name: why for name, why in refused.items() if name in preempting}
+        if manners.partitions:
+            refused = {name: why for name, why in refused.items() if name in manners.partitions}
+        self.refused = refused
+        self.nice = courtesy.nice_for(config, manners.nice)
