@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from fallow.worker.arithmetic import SMALL, Arithmetic
 _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """Sizes as in DDP: a small first bucket starts the network early in backward."""
+
+_LAST_BYTES = 4 << 20
+"""Unlike in DDP, buckets shrink to this at the end: nothing is left of backward to hide the last one's reduction."""
 
 
 @dataclass(slots=True)
@@ -82,18 +86,22 @@ def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
     """Per parameter: bucket number, offset and length in elements."""
     place: dict[int, tuple[int, int, int]] = {}
-    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int, int]] = {}
+    left: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for parameter in params:
+        left[parameter.dtype, parameter.device] += parameter.numel() * parameter.element_size()
     count = 0
     for index in reversed(range(len(params))):
         parameter = params[index]
         key = (parameter.dtype, parameter.device)
-        number, used = open_bucket.get(key, (-1, 0))
-        cap = _FIRST_BYTES if number == 0 else BUCKET_BYTES
-        if number < 0 or used * parameter.element_size() >= cap:
+        number, used, cap = open_bucket.get(key, (-1, 0, 0))
+        if used * parameter.element_size() >= cap:
+            cap = min(BUCKET_BYTES, max(_LAST_BYTES, left[key] // 2)) if count else _FIRST_BYTES
             number, used = count, 0
             count += 1
         place[index] = (number, used, parameter.numel())
-        open_bucket[key] = (number, used + parameter.numel())
+        open_bucket[key] = (number, used + parameter.numel(), cap)
+        left[key] -= parameter.numel() * parameter.element_size()
     return [place[index] for index in range(len(params))]
 
 
