@@ -303,13 +303,16 @@ def test_a_job_that_leaves_in_grace_is_preempted_from_24_05_on() -> None:
     assert [e.state for e in of(Ended, sim.advance(102.0))] == ["PREEMPTED"]
 
 
-def test_preemption_with_grace_when_we_stay() -> None:
+@pytest.mark.parametrize(("full_pass_s", "killed"), [(59.0, 124.0), (53.0, 125.0)])
+def test_preemption_with_grace_when_we_stay(full_pass_s: float, killed: float) -> None:
     sim, _ = held(10.0)
+    sim.clock.full_phase_s = full_pass_s
     told = sim.advance(300.0)
     [ended] = of(Ended, told)
-    # The grace is over at 110.2, which the pass of 119 s notices; KillWait is 5 s.
-    assert (round(ended.at, 3), ended.state) == (124.0, "PREEMPTED")
-    assert starts(sim, "user") == [124.5]
+    # The grace is over at 110.2. A pass notices that, but tries the preemptor again only 15 s (KillWait and
+    # MessageTimeout) after it last did: that of 119 s does, that of 113 s does not, and the sweep of 120 s does.
+    assert (round(ended.at, 3), ended.state) == (killed, "PREEMPTED")
+    assert starts(sim, "user") == [killed + 0.5]
 
 
 def test_preemption_without_grace_when_we_stay() -> None:

@@ -101,6 +101,7 @@ class Scheduler(Struct, frozen=True, kw_only=True):
     pass_s: float = 0.2
     "from an event to the end of the main pass that it leads to"
     kill_wait_s: float = 30.0
+    message_timeout_s: float = 10.0
     epilog_s: float = 0.3
     slurmd_timeout_s: float = 300.0
     min_job_age_s: float = 300.0

@@ -215,7 +215,7 @@ class Cycle:
         """Start it, or have those ended that are in its way (then it does not start yet)."""
         now = nodes_now(self._cluster, job, nodes)
         if not now:
-            if self._preempting:
+            if self._preempting and self._lives.may_preempt(job):
                 gone = victims(self._cluster, job, nodes, self._scheduler.preempt_youngest_first)
                 if gone:
                     self._lives.preempt(job, gone)

@@ -93,6 +93,8 @@ class Job:
     granted_s: float = 0.0
     preempt_at: float | None = None
     preemptor: Job | None = None
+    tried_at: float = -inf
+    "when it last had others preempted"
     alive: bool = False
     "its processes are there"
     planned: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from fallow.sim.slurm.clock import END, NODE, SUBMIT, TELL, Agenda, Clock
+from fallow.sim.slurm.clock import END, NODE, PASS, SUBMIT, TELL, Agenda, Clock
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Component, Job, Queue
 from fallow.sim.types import Ended, Happening, Notice, Outage, Scheduler, Started
@@ -123,8 +123,12 @@ class Lives:
             final = "PREEMPTED"
         self._gone(job, final)
 
+    def may_preempt(self, by: Job) -> bool:
+        """A job that has had others preempted waits until that should be over before it does so again."""
+        return self.now >= by.tried_at + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
+
     def preempt(self, by: Job, victims: Sequence[Job]) -> None:
-        """These make room for that one; those whose grace is over are killed."""
+        """These make room for that one."""
         for job in victims:
             if job.preempt_at is not None:
                 continue
@@ -138,16 +142,32 @@ class Lives:
             self.warned.append(job)
             notice = Notice(at=self.now + GRACE_NOTICE_S, job_id=job.job_id, kill_at=job.end_at + self._kill_wait_s)
             self._agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
-            end = job.end_at
-            seen = min(self._clock.sweep(end), self._clock.full_pass(end), self._clock.cycle(end))
-            self._await_end(job, seen, self._kill_preempted)
+            self._await_end(job, self._clock.sweep(job.end_at), self._kill_preempted)
+        self._tried(by)
 
-    def end_graces(self, component: Component) -> None:
-        """A pass that tries the preemptor again notices that the grace of its victims is over."""
-        for job in [job for job in self.warned if job.end_at <= self.now]:
-            by = job.preemptor
-            if by is not None and by.state == "PENDING" and by.partition.component is component:
-                self._kill_preempted(job)
+    def retry(self, by: Job) -> None:
+        """The preemptor is tried again: the grace of its victims may be over."""
+        if by.state == "PENDING" and self.may_preempt(by) and self._victims(by):
+            for job in self._victims(by):
+                if job.end_at <= self.now:
+                    self._kill_preempted(job)
+            self._tried(by)
+
+    def retries(self, component: Component) -> None:
+        """A pass tries all of a component again."""
+        for by in {job.preemptor.serial: job.preemptor for job in self.warned if job.preemptor is not None}.values():
+            if by.partition.component is component:
+                self.retry(by)
+
+    def _tried(self, by: Job) -> None:
+        by.tried_at = self.now
+        if self._victims(by):
+            again = self.now + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
+            at = min(self._clock.full_pass(again), self._clock.cycle(again))
+            self._agenda.at(at, PASS, partial(self.retry, by))
+
+    def _victims(self, by: Job) -> list[Job]:
+        return [job for job in self.warned if job.preemptor is by]
 
     def _kill_preempted(self, job: Job) -> None:
         if job.preempt_at == self.now:

@@ -28,7 +28,7 @@ class MainPass:
         are; one that named its nodes keeps these alone.
         """
         cluster, lives = self._cluster, self._lives
-        lives.end_graces(component)
+        lives.retries(component)
         component.dirty = component.cut = False
         avail = cluster.usable & component.mask
         failed: set[str] = set()
@@ -59,7 +59,7 @@ class MainPass:
                     lives.start(job, nodes, limit_s)
                     continue
                 reason = why_not(cluster, job, here, blocked)
-                if reason == RESOURCES and self._preempting:
+                if reason == RESOURCES and self._preempting and lives.may_preempt(job):
                     gone = victims(cluster, job, here & ~blocked, self._youngest_first)
                     if gone:
                         lives.preempt(job, gone)

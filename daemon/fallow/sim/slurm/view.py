@@ -125,6 +125,7 @@ def config(site: Site) -> ClusterConfig:
         preempt_mode=site.preempt_mode,
         kill_wait_s=s.kill_wait_s,
         backfill_interval_s=s.bf_interval_s,
+        message_timeout_s=s.message_timeout_s,
         priority_type="priority/basic",
         scheduler_parameters=s.words,
         select_type="select/cons_tres" if shared else "select/linear",
