@@ -2,13 +2,13 @@
 
 The table has one column each for the length of holes, the nodes that join or leave at once, and the time between two
 events. How they go together it does not say; what is done here gives back its columns, the share of idle time that is
-lost to a start-up (U(c), below), and the published scores of simple policies (tests/unit/test_sim_summit.py):
+lost to a start-up (U(c), below), and, within a few points, the known scores of simple policies on the source:
 
 - Events come at the table's intervals, on the source's grid of 10 s; nodes join at 62 % of them. The other events are
   leaves that do not meet one of these.
-- A slow wave, half a day long, moves batches and lengths alike: many nodes become idle for long, then few for short.
-  Without it half of the time 290 nodes are idle instead of 81, and restarts score half as much as published.
-- A batch is cut into parts of 8 to 500 nodes. Each draws how long it stays, then leaves together with others that do
+- A slow wave, half a day long, moves batches and lengths alike: few nodes become idle for short, then more for longer.
+  Without it half of the time 290 nodes are idle instead of 81, and runs that restart do half as much as on the source.
+- A batch is cut into parts of 16 to 600 nodes. Each draws how long it stays, then leaves together with others that do
   so at about that time, the more of them the likelier, or alone.
 - Of several draws the one is taken whose percentile had the fewest nodes so far. So a few days have the marginals of
   the two weeks behind the table, although single batches have thousands of nodes.
@@ -47,15 +47,15 @@ MEANS = {
 """Of the source's columns. Between the last two percentiles a table says nothing of a heavy tail; its mean does."""
 _WARM_UP_S = 43200.0
 _WAVE_S, _WAVE_SPREAD = 43200.0, 0.5
-_BATCH_FOLLOWS, _LENGTH_FOLLOWS = 0.5, 0.85
+_BATCH_FOLLOWS, _LENGTH_FOLLOWS = 0.62, 0.92
 """Correlation with the wave."""
 # Logarithms of sizes of parts of a batch.
-_PARTS = (math.log(8), math.log(500))
-_DRAWS = 6
+_PARTS = (math.log(16), math.log(600))
+_DRAWS = 9
 """So many lengths are drawn, and one of them taken."""
-_TOGETHER, _CROWDS, _ALONE = 2.0, 1.5, 8.0
-"""n nodes that leave at about the right time weigh _TOGETHER · n^_CROWDS, a time of one's own _ALONE."""
-_ABOUT = 0.4
+_TOGETHER, _CROWDS = 0.5, 1.5
+"""n nodes that leave at about the right time weigh _TOGETHER · n^_CROWDS, a time of one's own weighs 1."""
+_ABOUT = 0.5
 """As much longer or shorter than drawn a hole may be."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _NORMAL = NormalDist()
@@ -217,14 +217,18 @@ class _Machine:
         """When a part leaves that would stay for `length_s`: with others, or alone."""
         first = bisect_left(self._times, at + max(SHORTEST_S, length_s / (1 + _ABOUT)))
         others = self._times[first : bisect_right(self._times, at + length_s * (1 + _ABOUT))]
-        weights = [
-            len(self._leaving[time]) ** _CROWDS * math.exp(-abs(math.log((time - at) / length_s)) / _ABOUT)
-            for time in others
-        ]
+        weights = [self._weight(len(self._leaving[time]), (time - at) / length_s) for time in others]
         total = _TOGETHER * sum(weights)
-        if others and self._rng.random() * (total + _ALONE) < total:
+        if others and self._rng.random() * (total + 1.0) < total:
             return self._rng.choices(others, weights)[0]
         return at + max(SHORTEST_S, round(length_s / GRID_S) * GRID_S)
+
+    def _weight(self, nodes: int, ratio: float) -> float:
+        """Of leaving together with so many nodes, after `ratio` times as long as was drawn.
+
+        More are known to leave soon than late, which alone would make holes shorter.
+        """
+        return float(nodes**_CROWDS * ratio * math.exp(-abs(math.log(ratio)) / _ABOUT))
 
     def _level(self, at: float) -> float:
         """The wave, as a standard normal value."""
