@@ -24,6 +24,10 @@ class Learner:
         "tokens whose start has been taken note of; None: no poll has been seen yet"
         self._trained: set[str] = set()
         "tokens whose first step has been taken note of"
+        self._ours: dict[str, float] = {}
+        "node that we have as a whole -> since when, in the last poll"
+        self._partitions: list[str] = []
+        "whose holes matter, in the last poll"
 
     def take_in(
         self, cluster: ClusterState, harvest: Sequence[Asked], rules: HarvestRules, now: float
@@ -42,11 +46,9 @@ class Learner:
         self.known.backoff.bound(now)
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         whole = [a for a, _ in harvest if a.state in held and a.part is None]
-        ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
-        partitions = [p.partition for p in harvestable(cluster, rules)]
-        experience = self.known.experience
-        for partition, spell in self.known.watch.look(cluster, ours, partitions):
-            experience.remember(partition, spell)
+        self._ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
+        self._partitions = [p.partition for p in harvestable(cluster, rules)]
+        self.seen_again(cluster)
         if self._begun is None:
             # Those that began before this head did have been taken note of by the one before.
             self._begun = {a.token for a, _ in harvest if a.start_at is not None}
@@ -56,6 +58,11 @@ class Learner:
         self._trained &= tokens
         news = ((a.run, self._follow(self._begun, a, asker, now)) for a, asker in harvest)
         return [(run, text) for run, text in news if text]
+
+    def seen_again(self, cluster: ClusterState) -> None:
+        """Take in what a poll says of holes alone, one that shows nothing else than the last one did."""
+        for partition, spell in self.known.watch.look(cluster, self._ours, self._partitions):
+            self.known.experience.remember(partition, spell)
 
     def _follow(self, begun: set[str], allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""

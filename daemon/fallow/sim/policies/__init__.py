@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from fallow.model import Exit, FallowError
 from fallow.sim.costs import restart
+from fallow.sim.head import VirtualHead
 from fallow.sim.policies.gates import Gate, Hold
 from fallow.sim.policies.greedy import Greedy
 from fallow.sim.policies.milp import Milp
@@ -58,6 +59,8 @@ def make(policy: str, engine: Engine, runs: Runs, plans: Sequence[RunPlan], opti
     """
     options = replace(options, costs=costs_of(policy, options.costs))
     name, _, number = policy.partition("/")[0].partition(":")
+    if name == "ours" and not number:
+        return VirtualHead(engine, runs, plans, options, name=policy)
     partitions = asked_in(engine.site)
     crew = crew_of(plans, partitions)
     sharing: Sharing = Greedy(crew)

@@ -1,0 +1,202 @@
+"""What the simulated head keeps of its runs and their allocations, as far as the planner asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+
+from fallow.core import valuing
+from fallow.core.allocations import Allocation
+from fallow.core.gain import Curve, pooled
+from fallow.core.kinds import Kind
+from fallow.core.requests import Ask, Demand
+from fallow.core.valuing import ALIKE, Facts, measured
+from fallow.core.worth import Gain
+from fallow.model import AllocationKind, AllocationState, NodeInfo
+from fallow.sim.types import Costs, Measured, RunPlan
+
+PAUSE_S = 0.5
+"""What a change is taken to cost until there has been one, as in `head.demands`."""
+
+VALUED_S = 60.0
+"""Nodes are valued anew so often where measurements only make surer what is known."""
+
+NEWS = 0.05
+"""A measurement says something new if it differs by so much from what was known, as a part of it."""
+
+
+@dataclass
+class Run:
+    """A run without a base job, whose script is known to work."""
+
+    plan: RunPlan
+    curve: Curve = field(default_factory=Curve)
+    "as measured; the true one is the simulation's secret"
+    allocations: dict[str, Allocation] = field(default_factory=dict)
+    "by token; those that are over too, as long as polls show them"
+    number: int = 0
+    "of allocations so far"
+    trained: bool = False
+    changed: bool = False
+    "its members have changed while it trained, so it knows what that costs"
+
+    def live(self) -> list[Allocation]:
+        return [a for a in self.allocations.values() if a.live]
+
+
+class Book:
+    """All runs.
+
+    Args:
+        plans: the runs, none of which ends.
+        costs: what changes cost them.
+    """
+
+    def __init__(self, plans: Sequence[RunPlan], costs: Costs) -> None:
+        self._runs = {plan.run: Run(plan) for plan in plans}
+        self._costs = costs
+        self._jobs: dict[str, str] = {}
+        "job id -> token"
+        self.allocations: dict[str, Allocation] = {}
+        "by token"
+        self._gains: dict[str, Gain] = {}
+        self._valued: tuple[float, float] = -inf, 0.0
+        "when, and with which `start_s`"
+        self._news = self._more = True
+        "something new was measured; something was"
+
+    # -- allocations ------------------------------------------------------------------------------------------------
+
+    def live(self) -> list[Allocation]:
+        return [a for run in self._runs.values() for a in run.live()]
+
+    def over(self) -> list[Allocation]:
+        return [a for run in self._runs.values() for a in run.allocations.values() if not a.live]
+
+    def new_allocation(self, wish: Ask, at: float) -> Allocation:
+        """Reserve a token for what the planner asks for."""
+        run = self._runs[wish.run]
+        token = f"fallow-{wish.run[:40]}-h{run.number}"
+        run.number += 1
+        allocation = Allocation(
+            token=token,
+            run=wish.run,
+            kind=AllocationKind.HARVEST,
+            public_key="",
+            requested_at=at,
+            partition=wish.partition,
+            minutes=wish.minutes,
+            least_minutes=wish.least_minutes,
+            pinned=wish.node,
+            part=wish.part,
+            exclude=",".join(wish.exclude),
+            replaces=wish.replaces,
+            ahead=wish.ahead,
+        )
+        run.allocations[token] = self.allocations[token] = allocation
+        return allocation
+
+    def has_job(self, allocation: Allocation, job_id: str) -> None:
+        allocation.job_id = job_id
+        self._jobs[job_id] = allocation.token
+
+    def of_job(self, job_id: str) -> Allocation | None:
+        """None: it is none of ours, or over for long."""
+        return self.allocations.get(self._jobs.get(job_id, ""))
+
+    def forget(self, shown: Collection[str]) -> None:
+        """Drop what is over. Args: shown: tokens that the last poll shows; those are kept."""
+        for allocation in self.over():
+            if allocation.token not in shown:
+                del self._runs[allocation.run].allocations[allocation.token]
+                del self.allocations[allocation.token]
+                self._jobs.pop(allocation.job_id or "", None)
+
+    # -- what happens to runs ---------------------------------------------------------------------------------------
+
+    def trains(self, allocation: Allocation) -> bool:
+        """Its node takes part in the training. Did the run begin to train with it?"""
+        run = self._runs[allocation.run]
+        others = any(a.active_at is not None and a is not allocation for a in run.live())
+        self._news = self._news or not run.trained or (others and not run.changed)
+        run.trained, run.changed = True, run.changed or others
+        return not others
+
+    def changed(self, run: str, members: int) -> None:
+        """Members have left. Args: members: that are there still."""
+        self._runs[run].changed = self._runs[run].changed or members > 0
+
+    def measured(self, stretch: Measured) -> bool:
+        """Take in a measurement. Does it say something new?"""
+        curve = self._runs[stretch.run].curve
+        known = curve.seen.get(stretch.members)
+        news = known is None or abs(stretch.step_s - known.step_s) > NEWS * known.step_s
+        curve.observe(stretch.members, stretch.step_s, stretch.lasted_s, stretch.at)
+        self._news, self._more = self._news or news, True
+        return news
+
+    def longest_pause_s(self, run: str) -> float:
+        """0: there was none yet."""
+        return self._costs.absorb[1] if self._runs[run].changed else 0.0
+
+    # -- what the planner asks for ----------------------------------------------------------------------------------
+
+    def demand(self, name: str, members: int, nodes: Mapping[str, NodeInfo]) -> Demand:
+        """What a run could use; as `head.demands`, where nobody pauses it, bars a node or sets a budget.
+
+        Args:
+            name: of the run.
+            members: nodes that train now.
+            nodes: of the last poll.
+        """
+        run = self._runs[name]
+        live = [a for a in run.live() if a.state is not AllocationState.RELEASING]
+        replaced = {a.replaces for a in live}
+        staying = sum(max(1, len(a.agents)) for a in live if a.token not in replaced)
+        homes = (nodes[node] for a in live if a.active_at is not None for node in a.agents if node in nodes)
+        return Demand(
+            run=name,
+            nodes=min(run.plan.max_nodes, run.plan.shards) - staying,
+            partitions=run.plan.partitions,
+            kind=Kind(arch=next((node.arch for node in homes if node.arch), "")),
+            members=members,
+            pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
+        )
+
+    def gains(self, at: float, start_s: float, stay_s: float, *, exact: bool) -> dict[str, Gain]:
+        """What nodes are worth to each run.
+
+        Args:
+            at, start_s, stay_s: as for `valuing.gain`.
+            exact: at each call; else when there is something new, or not for a while.
+        """
+        valued_at, valued_s = self._valued
+        old = self._news or (self._more and at - valued_at >= VALUED_S) or abs(start_s - valued_s) > NEWS * valued_s
+        if exact or old:
+            facts = [self._facts(run, at) for run in self._runs.values()]
+            weights = valuing.weights(facts, {})
+            self._gains = {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in facts}
+            self._valued, self._news, self._more = (at, start_s), False, False
+        return self._gains
+
+    def _facts(self, run: Run, at: float) -> Facts:
+        plan = run.plan
+        return Facts(
+            run=plan.run,
+            curve=pooled(run.curve, [other.curve for other in self._teachers(run)], at),
+            slots=1,
+            shards=plan.shards,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            going=run.trained,
+            pause_s=self.longest_pause_s(plan.run),
+            weight=plan.weight,
+        )
+
+    def _teachers(self, run: Run) -> list[Run]:
+        """Those that train the same and have been measured: runs of one script learn from each other."""
+        known = (other for other in self._runs.values() if other is not run and measured(other.curve))
+        alike = (o for o in known if (o.plan.rate, o.plan.shards) == (run.plan.rate, run.plan.shards))
+        return list(islice(alike, ALIKE))

@@ -1,0 +1,288 @@
+"""The head in virtual time: what `head.harvest`, `head.asking` and `head.slurm_calls` do, without their processes.
+
+All that decides is the head's own, out of `fallow.core`. Here is the order in which it is done, and what happens
+between two decisions: it waits for Slurm's answers and for its turns at sbatch, hears of its nodes and lets them go in
+time. Nothing is put off, paused, paid for or hurried: no job comes to nothing, and runs have no budget and no deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from msgspec import structs
+
+from fallow.core import allowance, polling
+from fallow.core.allowance import Limits
+from fallow.core.learner import Learner, withdrawn
+from fallow.core.neighbour import GiveBack, Standing
+from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.planner import Wish, Withdraw, plan
+from fallow.core.preemption import as_for_us
+from fallow.core.requests import Ask, HarvestRules
+from fallow.core.sharing import stay_s
+from fallow.core.spans import by_token
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.sim.book import Book
+from fallow.sim.leases import ASKER, Leases
+from fallow.sim.quiet import same, wake_at
+from fallow.sim.requests_queue import RequestsQueue
+from fallow.sim.types import Active, Ended, Engine, Happening, Measured, Notice, Options, Pool, RunPlan, Runs, Started
+from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
+
+ANSWER_S, SBATCH_S = 0.2, 0.1
+"""From a poll to its answer, and what sbatch takes."""
+
+PER_POLL = 4
+"""Requests to slurmctld: nodes, partitions, reservations, jobs."""
+
+
+class VirtualHead:
+    """See `fallow.sim.types.Head`.
+
+    Args:
+        engine: the cluster.
+        runs: that are trained.
+        plans: the same runs.
+        options: of the simulation.
+        limits: as configured; None: the defaults, and without preemption where the site has none.
+        elide: leave out polls from which nothing would follow, and do not value nodes anew at every plan.
+        name: of the policy, as asked for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runs: Runs,
+        plans: Sequence[RunPlan],
+        options: Options,
+        *,
+        limits: Limits | None = None,
+        elide: bool = True,
+        name: str = "ours",
+    ) -> None:
+        self.name = name
+        self.calls = 0
+        self.elided = 0
+        "polls that were left out"
+        self.cluster: ClusterState | None = None
+        "the last poll that was taken in, put right (`core.preemption`)"
+        self.unused: dict[str, str] = {}
+        "idle node -> why it is not used, as of the last plan"
+        self.learner = Learner()
+        self.book = Book(plans, options.costs)
+        self._engine, self._runs, self._elide = engine, runs, elide
+        self._at_once = options.latency == "none"
+        self._answer_s = 0.0 if self._at_once else ANSWER_S
+        self._limits = _limits(engine, options) if limits is None else limits
+        self.neighbourhood = Neighbourhood(
+            # What a trace does not say of others is not hidden from us: there is nothing behind it.
+            Manners(allow_without_preemption=self._limits.allow_without_preemption, harvest_unseen=True)
+        )
+        per_min, sbatch_s = (inf, 0.0) if self._at_once else (options.submits_per_min, SBATCH_S)
+        queue = RequestsQueue(per_min, sbatch_s, engine.now)
+        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, queue, self._called)
+        self._now = engine.now
+        self._queries = Bucket(options.queries_per_min, lambda: self._now)
+        self._config: ClusterConfig | None = None
+        self._config_at = -inf
+        self._interval_s = options.poll_s
+        "from one poll to the next, as of the last one"
+        self._began, self._poll_at = -inf, engine.now
+        self._answer: tuple[float, ClusterState] | None = None
+        "(when it comes, what it says)"
+        self._standing = Standing()
+        self._partitions: list[PartitionInfo] = []
+        "of the last poll, as it came"
+        self._shown: ClusterState | None = None
+        "the last poll that was taken in, as it came"
+        self._wake_at = -inf
+        "polls that show the same are left out until then"
+        self._news = True
+        "something new was measured since the last poll was asked for"
+        self._passed: list[float] = []
+        "times of the first and the last poll that were left out since"
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def next_at(self) -> float:
+        answer = inf if self._answer is None else self._answer[0]
+        return min(self._poll_at, answer, self._leases.next_at())
+
+    def wake(self, at: float) -> None:
+        while self.next_at() <= at:
+            self._now = at
+            if self._answer is not None and self._answer[0] <= at:
+                cluster, self._answer = self._answer[1], None
+                self._polled(cluster)
+                self._pace()
+            elif self._leases.next_at() <= at:
+                if self._leases.play(at):
+                    self._pace()
+            else:
+                # What was the interval when this was fixed may not be it any more.
+                self._pace()
+                if self._poll_at <= at:
+                    self._poll()
+
+    def told(self, happening: Happening | Active | Measured) -> None:
+        self._now = happening.at
+        match happening:
+            case Started() | Notice() | Ended() | Active():
+                if self._leases.told(happening):
+                    self._plan_again()
+            case Measured():
+                self._news = self.book.measured(happening) or self._news
+        if self._at_once and isinstance(happening, Pool | Ended):
+            self._began = -inf
+            self._pace()
+
+    def _called(self) -> None:
+        self.calls += 1
+
+    # -- polls ------------------------------------------------------------------------------------------------------
+
+    def _pace(self) -> None:
+        """When to poll next; what has come since the last one may make that sooner."""
+        if self._answer is not None:
+            return
+        watchful = self.neighbourhood.watches(self.book.live())
+        longest = polling.longest_interval_s(self._limits.poll_interval_s, watchful)
+        interval_s = polling.poll_interval_s(self._wanted_s(), self._answer_s / BUSY, 0, longest)
+        self._poll_at = max(self._now, self._began + interval_s)
+
+    def _wanted_s(self) -> float:
+        """From one poll to the next, with what we hold now."""
+        return polling.interval_s(self._limits.poll_interval_s, self.neighbourhood.watches(self.book.live()))
+
+    def _poll(self) -> None:
+        self._began = self._now
+        wait_s = self._tokens()
+        cluster = self._engine.poll()
+        self.calls += PER_POLL
+        if self._quiet(cluster):
+            self.elided += 1
+            self._passed = [*self._passed[:1], self._now]
+            if len(self._passed) == 1:
+                self._show_again(self._now)
+            self._pace()
+            return
+        self._leases.touched = self._news = False
+        self._answer = self._now + wait_s + self._answer_s, cluster
+        self._poll_at = inf
+
+    def _tokens(self) -> float:
+        """Seconds to wait until slurmctld may be asked."""
+        wait_s = self._queries.take()
+        if self._now - self._config_at >= CONFIG_S:
+            self._config, self._config_at = self._engine.config(), self._now
+            self.calls += 1
+            wait_s = self._queries.take()
+        return 0.0 if self._at_once else wait_s
+
+    def _quiet(self, cluster: ClusterState) -> bool:
+        going = self._leases.touched or self._leases.queued or self._news or self._now >= self._wake_at
+        if not self._elide or going or self._shown is None:
+            return False
+        return same(cluster, self._shown)
+
+    def _show_again(self, at: float) -> None:
+        """What was shown last was shown again: holes last at least until then."""
+        assert self.cluster is not None
+        self.learner.seen_again(structs.replace(self.cluster, at=at))
+
+    def _polled(self, cluster: ClusterState) -> None:
+        """As `Harvest.polled`."""
+        if self._passed:
+            self._show_again(self._passed[-1])
+            self.neighbourhood.delays.polled_at = self._passed[-1]
+            self._passed = []
+        self._shown = cluster
+        cluster = self.cluster = self._put_right(cluster)
+        jobs = by_token(cluster.jobs)
+        self._leases.observe(jobs, cluster.at, self._now)
+        over = self.book.over()
+        standing, _ = self.neighbourhood.look(cluster, self._config, self.book.live(), over)
+        self._standing, self._leases.nice = standing, self.neighbourhood.nice
+        self._leases.sweep(over, jobs, frozenset[str]().union(*standing.delayed.values()), self._now)
+        self._interval_s = self._wanted_s()
+        rules = self._rules(cluster.at)
+        harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
+        self.learner.take_in(cluster, harvest, rules, self._now)
+        self.book.forget(jobs)
+        wishes = self._plan(cluster, rules)
+        known = self.learner.known
+        self._wake_at = cluster.at
+        if self._elide and not wishes:
+            self._wake_at = wake_at(cluster, self.book.live(), rules, known, standing, self.unused)
+
+    def _put_right(self, cluster: ClusterState) -> ClusterState:
+        """As `core.preemption` does; what is the same as before has been put right before."""
+        before = self.cluster
+        if before is not None and cluster.partitions == self._partitions:
+            return structs.replace(cluster, partitions=before.partitions)
+        self._partitions = cluster.partitions
+        return as_for_us(cluster, self._config, None)
+
+    def _rules(self, at: float) -> HarvestRules:
+        experience, refused = self.learner.known.experience, self.neighbourhood.refused
+        rules = allowance.rules(self._limits, self._config, refused, experience, at, self._interval_s)
+        # No run takes parts of nodes, so they need not be looked for.
+        return replace(rules, whole_nodes=True)
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, cluster: ClusterState, rules: HarvestRules, *, again: bool = False) -> list[Wish]:
+        """As `Asking.plan`."""
+        known = self.learner.known
+        start_s = known.experience.wait_s("", cluster.at) + known.experience.start_s("", cluster.at)
+        gains = self.book.gains(cluster.at, start_s, stay_s(rules), exact=not self._elide)
+        nodes = {node.node: node for node in cluster.nodes}
+        demands = [
+            replace(self.book.demand(run, self._runs.members(run), nodes), worth=gain.worth)
+            for run, gain in gains.items()
+        ]
+        sorts = {demand.run: demand.sort for demand in demands}
+        if not again:
+            known.unstarted.look(cluster)
+        unused: dict[str, str] = {}
+        wishes = plan(cluster, demands, self.book.live(), rules, known, {}, self._standing, unused, again)
+        for wish in wishes:
+            match wish:
+                case Ask():
+                    self._leases.ask(wish, self._now)
+                case Withdraw(token, reason):
+                    allocation = self.book.allocations[token]
+                    if allocation.asked_at is None:
+                        withdrawn(known, wish, allocation, sorts, cluster.at)
+                        self._leases.cancel(allocation, reason, self._now)
+                case GiveBack(token, reason, urgent):
+                    allocation = self.book.allocations[token]
+                    let_go = self._leases.give_back if urgent else self._leases.release
+                    let_go(allocation, reason, self._now)
+        self.unused = unused
+        return wishes
+
+    def _plan_again(self) -> None:
+        """As `Harvest.plan_again`: a run begins to train."""
+        cluster = self.cluster
+        if cluster is not None and self._passed:
+            cluster = structs.replace(cluster, at=self._passed[-1])
+        if cluster is None or self._now - cluster.at > self._wanted_s():
+            return
+        held = {node for a in self.book.live() for node in (*a.nodes, *a.agents)}
+        nodes = [structs.replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
+        self._plan(structs.replace(cluster, nodes=nodes), self._rules(cluster.at), again=True)
+
+
+def _limits(engine: Engine, options: Options) -> Limits:
+    """The configuration's defaults, as far as the options do not say otherwise."""
+    partitions = list(engine.site.partitions)
+    at_first = ClusterState(at=engine.now, nodes=[], jobs=[], partitions=partitions)
+    found = as_for_us(at_first, engine.config(), None)
+    return Limits(
+        allow_without_preemption=not any(partition.preempts for partition in found.partitions),
+        poll_interval_s=options.poll_s,
+        submits_per_min=1e9 if options.latency == "none" else options.submits_per_min,
+    )

@@ -1,0 +1,102 @@
+"""Polls that nothing would follow from. Pure.
+
+Most polls of a month show nothing new that matters. One is left out if the last plan wished for nothing, nothing of
+ours is under way, no time has come at which the planner would decide otherwise, and it shows the same idle nodes and
+jobs of ours as before, with nobody waiting; where others wait, the same of everything. What changes gradually with time
+(lengths and ages of holes) is looked at every `CHANGING_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from fallow.core.allocations import Allocation
+from fallow.core.neighbour import Standing
+from fallow.core.planner import NOTICE_S
+from fallow.core.requests import HarvestRules, Known
+from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
+
+CHANGING_S, AT_MOST_S = 60.0, 600.0
+"""Polls are taken in so often while there are idle nodes that time could make worth asking for, and otherwise."""
+
+OURS = "fallow-"
+"""Names of our jobs begin with it."""
+
+_LASTING = ("not needed", "not open", "of another kind", "not harvested", "limited")
+"""Why idle nodes are not used (`planner.plan`), where time alone changes nothing."""
+
+
+def same(one: ClusterState, other: ClusterState) -> bool:
+    """Do two polls show the same, as far as it matters to us?"""
+    if one.reservations != other.reservations or one.partitions != other.partitions:
+        return False
+    if one.nodes is other.nodes and one.jobs is other.jobs:
+        return True
+    jobs = _jobs(one)
+    if jobs != _jobs(other):
+        return False
+    if all(job.name.startswith(OURS) for job in jobs):
+        return _nodes(one) == _nodes(other)
+    return one.nodes == other.nodes and one.jobs == other.jobs
+
+
+def _jobs(cluster: ClusterState) -> list[JobInfo]:
+    """Ours, and those that wait."""
+    return [job for job in cluster.jobs if job.state == "PENDING" or job.name.startswith(OURS)]
+
+
+def _nodes(cluster: ClusterState) -> list[NodeInfo]:
+    """Idle ones, and those that their administrators may want."""
+    return [node for node in cluster.nodes if node.state == "IDLE" or node.flags]
+
+
+def wake_at(
+    cluster: ClusterState,
+    live: Iterable[Allocation],
+    rules: HarvestRules,
+    known: Known,
+    standing: Standing,
+    unused: Mapping[str, str],
+) -> float:
+    """Unix time before which a plan on the same poll would wish for nothing, as this one did.
+
+    Args:
+        cluster: the poll.
+        live: our allocations.
+        rules: that were planned by.
+        known: what was learned.
+        standing: what others' jobs need of us.
+        unused: idle node -> why it is not used.
+    """
+    at = cluster.at
+    if standing.offered or standing.delayed:
+        # Declined and delayed jobs are counted by polls.
+        return at
+    changing = any(not why.startswith(_LASTING) for why in unused.values())
+    wake = at + (CHANGING_S if changing or known.unstarted.nodes() else AT_MOST_S)
+    for allocation in live:
+        wake = min(wake, _wake_for(allocation, at, rules, idle=bool(unused)))
+    for reservation in cluster.reservations:
+        for moment in (reservation.start_at - rules.margin_s - NOTICE_S, reservation.start_at, reservation.end_at):
+            if moment > at:
+                wake = min(wake, moment)
+    left = known.backoff.remembered()
+    ends = [until for *_, until in left.alone] + [until for *_, until in left.too_long]
+    return min([wake, *(until for until in ends if until > at)])
+
+
+def _wake_for(allocation: Allocation, at: float, rules: HarvestRules, *, idle: bool) -> float:
+    """When something is decided about it. `idle`: there are idle nodes."""
+    if allocation.asked_at is not None or allocation.missing:
+        return at
+    if allocation.state is AllocationState.RUNNING:
+        if allocation.end_at is None or allocation.start_at is None:
+            return at
+        # As `planner.is_leaving`.
+        return allocation.end_at - min(rules.lead_s, (allocation.end_at - allocation.start_at) / 3)
+    if idle or allocation.queued:
+        return at
+    since = allocation.waits_since
+    patience = (since + rules.start_patience_s, since + rules.pending_patience_s)
+    return min((moment for moment in patience if moment > at), default=inf)

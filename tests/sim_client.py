@@ -1,0 +1,421 @@
+"""The real head's Slurm side in virtual time: `Harvest`, `SlurmCalls`, `PacedClient` and `Peers` over a simulated
+cluster, with agents and workers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from fallow import __version__
+from fallow.config import Config
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.core.roster import Worker
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head import views
+from fallow.head.asking import ordered
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.inbox import Due, Inbox, Polled, Submitted
+from fallow.head.peers import Peers
+from fallow.head.slurm_calls import SlurmCalls
+from fallow.head.turn import Turn, agent_peer
+from fallow.model import (
+    PROTOCOL,
+    AgentHello,
+    AgentLeft,
+    AllocationState,
+    ChangeKind,
+    ClusterConfig,
+    ClusterState,
+    Exit,
+    GenerationReport,
+    JobInfo,
+    JobRequest,
+    OwnerView,
+    Parts,
+    RunSpec,
+    RunStatus,
+    WorkerPhase,
+)
+from fallow.model import Notice as Warning_
+from fallow.sim.head import ANSWER_S, SBATCH_S
+from fallow.sim.types import Active, Ended, Engine, Happening, Measured, Notice, Options, RunPlan, Runs, Started, Wanted
+from fallow.slurm import parse
+from fallow.slurm.paced import PacedClient
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Nobody waits: when nothing is left to do, it is the time of the next timer."""
+
+    def __init__(self, now: float) -> None:
+        self._virtual = now
+        super().__init__()
+
+    def time(self) -> float:
+        return self._virtual
+
+    def _run_once(self) -> None:
+        timers = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:
+            handle = heapq.heappop(timers)
+            handle._scheduled = False
+            self._timer_cancelled_count -= 1
+        if timers and not self._ready:  # type: ignore[attr-defined]
+            self._virtual = max(self._virtual, timers[0]._when)
+        super()._run_once()  # type: ignore[misc]
+
+
+class Puppet:
+    """In place of the machine of a run: its workers do what they are told."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        roster = self._run.roster
+        match event:
+            case ev.WorkerExpected():
+                index = roster.next_index
+                roster.next_index += 1
+                roster.workers[event.worker] = Worker(
+                    worker=event.worker, index=index, token=event.token, node=event.node, address=event.node
+                )
+            case ev.WorkerGone():
+                roster.workers[event.worker].phase = WorkerPhase.GONE
+        return []
+
+    def forget(self, worker: str) -> None:
+        del self._run.roster.workers[worker]
+
+
+class SimClient:
+    """`SlurmClient` over an engine."""
+
+    def __init__(self, engine: Engine, head: RealHead) -> None:
+        self.polls = 0
+        self.backend = "simulated"
+        self._engine, self._head = engine, head
+
+    async def config(self) -> ClusterConfig:
+        return self._engine.config()
+
+    async def poll(self, names_prefix: str) -> ClusterState:
+        self.polls += 1
+        self._head.catch_up()
+        cluster = self._engine.poll()
+        await asyncio.sleep(ANSWER_S)
+        return cluster
+
+    async def submit(self, request: JobRequest) -> str:
+        given = dict(option.removeprefix("--").partition("=")[::2] for option in request.options)
+        await asyncio.sleep(SBATCH_S)
+        self._head.catch_up()
+        least = parse.count(given["time-min"]) if "time-min" in given else None
+        wanted = Wanted(
+            token=request.token,
+            partition=given["partition"],
+            minutes=parse.count(given["time"]),
+            least_minutes=least,
+            node=given.get("nodelist", ""),
+            exclude=frozenset(parse.nodes(given.get("exclude", ""))),
+            nice=parse.count(given["nice"]),
+        )
+        job_id = self._engine.submit(wanted)
+        self._head.has_job(job_id, request.token)
+        return job_id
+
+    async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
+        self._head.catch_up()
+        for job_id in job_ids:
+            self._engine.cancel(job_id)
+        self._head.news.set()
+
+    async def find(self, token: str) -> list[JobInfo]:
+        raise NotImplementedError
+
+    async def owner(self) -> OwnerView:
+        raise NotImplementedError
+
+    async def test_only(self, request: JobRequest) -> str:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing was started."""
+
+
+class RealHead:
+    """See above. `play` it to an end; what it asked for is in the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        runs: Runs,
+        plans: Sequence[RunPlan],
+        options: Options,
+        config: Config,
+        folder: Path,
+        loop: VirtualLoop,
+    ) -> None:
+        self._engine, self._runs, self._costs, self._loop = engine, runs, options.costs, loop
+        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        names = iter(f"{i:012x}" for i in range(1 << 20))
+        self.book = Book(
+            paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(config)
+        )
+        self.harvest = Harvest(config)
+        self._config = config
+        self._peers = Peers(config.membership, config.checkpoint)
+        self._inbox: Inbox = asyncio.Queue()
+        client = PacedClient(
+            SimClient(engine, self),
+            queries_per_min=config.slurm.queries_per_min,
+            submits_per_min=config.slurm.submits_per_min,
+            clock=loop.time,
+            wall=loop.time,
+        )
+        self._calls = SlurmCalls(client, paths, self.harvest, self._inbox)
+        self.news = asyncio.Event()
+        self._jobs: dict[str, str] = {}
+        self._leaving: dict[str, float] = {}
+        "token -> when its node has left"
+        for plan in plans:
+            self._add(plan)
+
+    def _add(self, plan: RunPlan) -> None:
+        spec = RunSpec(
+            run="",
+            name=plan.run,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            script=f"#!/bin/sh\n# {plan.rate}\nfallow run -- true\n",
+            cwd="/tmp",
+            weight=plan.weight,
+            harvest_partitions=list(plan.partitions),
+        )
+        run = self.book.create(spec, self._loop.time(), self._loop.time())
+        run.record.base_wanted, run.record.slots = False, 1
+        run.roster.shards, run.roster.signature = plan.shards, "s"
+        run.machine = Puppet(run)  # type: ignore[assignment]
+
+    async def play(self, until: float) -> None:
+        tasks = [
+            asyncio.ensure_future(each) for each in (*self._calls.sources(self.book), self._world(), self._turns())
+        ]
+        await asyncio.sleep(until - self._loop.time())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and task.exception() is not None:
+                raise task.exception()  # type: ignore[misc]
+
+    # -- turns ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> Turn:
+        return Turn(self.book, self._loop.time(), self._loop.time())
+
+    async def _turns(self) -> None:
+        while True:
+            item = await self._inbox.get()
+            turn, answer = self._turn(), None
+            match item:
+                case Polled(cluster):
+                    self._calls.take_poll(turn, cluster)
+                case Due():
+                    answer = self._calls.take_due(turn, item)
+                case Submitted():
+                    self._calls.take_submission(turn, item)
+            self._carry_out(turn)
+            if answer is not None:
+                answer()
+
+    def _carry_out(self, turn: Turn) -> None:
+        if turn.began:
+            self.harvest.plan_again(turn)
+        for run_id, token in turn.submissions:
+            self._calls.submit(run_id, token)
+        if turn.cancels:
+            self._calls.cancel([job for _, _, job in turn.cancels])
+        for run in self.book.runs.values():
+            for allocation in run.live_allocations():
+                if allocation.state is AllocationState.RELEASING and allocation.token not in self._leaving:
+                    self._leave(run, allocation)
+        self.news.set()
+
+    # -- the world --------------------------------------------------------------------------------------------------
+
+    async def _world(self) -> None:
+        while True:
+            while not self._inbox.empty():  # noqa: ASYNC110
+                # A job's agent speaks after sbatch has answered.
+                await asyncio.sleep(0)
+            self.catch_up()
+            self.news.clear()
+            due = min(self._engine.next_at(), self._runs.next_at(), self._tick_at(), *self._leaving.values(), 1e18)
+            try:
+                async with asyncio.timeout_at(due):
+                    await self.news.wait()
+            except TimeoutError:
+                pass
+
+    def catch_up(self) -> None:
+        """Play what has happened by now: the cluster, the runs, then what is due to us."""
+        now = self._loop.time()
+        while min(self._engine.next_at(), self._runs.next_at()) <= now or self._engine.now < now:
+            for happening in self._engine.advance(now):
+                self._told(happening)
+            for each in self._runs.advance(now):
+                self._told(each)
+        if self._tick_at() <= now:
+            turn = self._turn()
+            for run in self.book.runs.values():
+                run.agent_seen.update(dict.fromkeys(run.agent_seen, now))
+            self._peers.tick(turn)
+            self._carry_out(turn)
+        for token in [token for token, at in self._leaving.items() if at <= now]:
+            del self._leaving[token]
+            self._left(token)
+
+    def _tick_at(self) -> float:
+        """When a walltime or somebody who waits makes us leave."""
+        found = [1e18]
+        for run in self.book.runs.values():
+            margin_s = self._config.membership.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+            for a in run.live_allocations():
+                if a.state is AllocationState.RUNNING and a.end_at is not None:
+                    found.append(a.end_at - margin_s)
+                if a.gone_by is not None:
+                    found.append(a.gone_by)
+        return min(found)
+
+    def has_job(self, job_id: str, token: str) -> None:
+        self._jobs[job_id] = token
+
+    def _of(self, token: str) -> tuple[Run, Allocation] | None:
+        found = ((run, run.record.allocations.get(token)) for run in self.book.runs.values())
+        return next(((run, a) for run, a in found if a is not None and a.live), None)
+
+    def _told(self, what: Happening | Active | Measured) -> None:
+        if isinstance(what, Measured):
+            run = self.book.get(what.run)
+            run.record.curve.observe(what.members, what.step_s, what.lasted_s, what.at)
+            return
+        found = self._of(self._jobs.get(getattr(what, "job_id", ""), ""))
+        if found is None:
+            return
+        run, allocation = found
+        turn = self._turn()
+        match what:
+            case Started():
+                (node,) = what.nodes
+                self._runs.join(run.spec.name, node, what.job_id, turn.now)
+                hello = AgentHello(
+                    agent=node,
+                    token=allocation.token,
+                    protocol=PROTOCOL,
+                    version=__version__,
+                    job_id=what.job_id,
+                    node=node,
+                    slots=1,
+                    pid=1,
+                )
+                self._peers.hear(turn, f"{allocation.public_key} {node}", hello)
+            case Active():
+                self._active(turn, run, allocation)
+            case Notice() if allocation.agents:
+                self._peers.hear(turn, self._peer(allocation), Warning_(signal=15))
+            case Ended() if allocation.agents:
+                self._runs.lost(run.spec.name, list(allocation.agents), turn.now)
+                self._gone(turn, run, allocation, 137)
+        self._carry_out(turn)
+
+    @staticmethod
+    def _peer(allocation: Allocation) -> str:
+        return agent_peer(allocation, next(iter(allocation.agents)))
+
+    def _active(self, turn: Turn, run: Run, allocation: Allocation) -> None:
+        roster = run.roster
+        (worker,) = allocation.workers
+        kind = ChangeKind.ABSORB if roster.members else ChangeKind.START
+        allocation.active_at = turn.now
+        roster.members.append(worker)
+        roster.workers[worker].phase, roster.status = WorkerPhase.MEMBER, RunStatus.TRAINING
+        self._note(run, kind, turn.now)
+        turn.began = kind is ChangeKind.START
+
+    def _note(self, run: Run, kind: ChangeKind, now: float) -> None:
+        roster = run.roster
+        roster.generation += 1
+        roster.history.append(
+            GenerationReport(
+                generation=roster.generation,
+                kind=kind,
+                members=list(roster.members),
+                first_step=1,
+                pause_s=None if kind is ChangeKind.START else self._costs.absorb[0],
+                parts=Parts(),
+                at=now,
+            )
+        )
+
+    def _leave(self, run: Run, allocation: Allocation) -> None:
+        """The members of an allocation leave, as they were told to."""
+        now = self._loop.time()
+        self._leaving[allocation.token] = self._runs.release(run.spec.name, list(allocation.agents), now)
+        self._no_member(run, allocation)
+
+    def _no_member(self, run: Run, allocation: Allocation) -> None:
+        roster = run.roster
+        rest = [worker for worker in roster.members if worker not in allocation.workers]
+        if len(rest) < len(roster.members):
+            roster.members[:] = rest
+            if rest:
+                self._note(run, ChangeKind.RELEASE, self._loop.time())
+
+    def _left(self, token: str) -> None:
+        found = self._of(token)
+        if found is not None:
+            run, allocation = found
+            turn = self._turn()
+            self._gone(turn, run, allocation, Exit.NO_RESTART)
+            self._carry_out(turn)
+            self._engine.left(allocation.job_id or "")
+
+    def _gone(self, turn: Turn, run: Run, allocation: Allocation, code: int) -> None:
+        self._leaving.pop(allocation.token, None)
+        self._no_member(run, allocation)
+        self._peers.hear(turn, self._peer(allocation), AgentLeft(code=code))
+
+
+def play_real(
+    engine: Engine, runs: Runs, plans: Sequence[RunPlan], options: Options, config: Config, folder: Path, until: float
+) -> RealHead:
+    """Play the real head until then."""
+    loop = VirtualLoop(engine.now)
+    clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
+    try:
+        with patch("fallow.head.slurm_calls.time", clock):
+            return loop.run_until_complete(_play(engine, runs, plans, options, config, folder, until, loop))
+    finally:
+        loop.close()
+
+
+async def _play(
+    engine: Engine,
+    runs: Runs,
+    plans: Sequence[RunPlan],
+    options: Options,
+    config: Config,
+    folder: Path,
+    until: float,
+    loop: VirtualLoop,
+) -> RealHead:
+    head = RealHead(engine, runs, plans, options, config, folder, loop)
+    await head.play(until)
+    return head
