@@ -176,7 +176,7 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     (tmp_path / "nodes.txt").write_text(recorded)
     (tmp_path / "partitions.txt").write_text(recorded)
     (tmp_path / "config.txt").write_text((DATA / "slurm" / "25.11" / "poll_config.txt").read_text())
-    site = from_folder(tmp_path, Scheduler())
+    site = from_folder(tmp_path)
     assert [node.node for node in site.nodes] == ["n1", "n2", "n3", "n4"]
     assert site.scheduler.version == (25, 11)
     assert (site.scheduler.bf_interval_s, site.scheduler.bf_max_job_test) == (1.0, 200)
@@ -286,6 +286,13 @@ def test_earth_replayed_is_the_recorded_occupancy() -> None:
             known = series.get(at, known)
             now += changes[key].get(at, 0)
             assert now == known, (key, at)
+
+
+def test_jobs_without_priorities_are_given_none() -> None:
+    """As under priority/basic: who comes first is first, and those that run as the window begins come first."""
+    found = list(open_trace("earth", begin_day=5, days=1).jobs())  # type: ignore[union-attr]
+    assert sum(job.submit_at == found[0].submit_at for job in found) == 50
+    assert {job.priority for job in found} == {0}
 
 
 def test_earth_has_its_partitions_and_the_rows_that_cannot_have_run() -> None:

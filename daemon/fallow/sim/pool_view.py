@@ -87,7 +87,7 @@ class PoolView:
             preempt_mode=site.preempt_mode,
             kill_wait_s=scheduler.kill_wait_s,
             backfill_interval_s=scheduler.bf_interval_s,
-            scheduler_parameters=f"bf_interval={scheduler.bf_interval_s:g},bf_max_job_user={scheduler.bf_max_job_user}",
+            scheduler_parameters=scheduler.words,
             select_type="select/cons_tres",
         )
 

@@ -64,7 +64,7 @@ def open_trace(
 
     words = first.replace("|", ",").split(",")
     if "JobID" in words and "|" in first:
-        site = None if site_folder is None else from_folder(site_folder, scheduler)
+        site = None if site_folder is None else from_folder(site_folder)
         return sacct.read(path, window(False), profile, scheduler, site, names)
     if site_folder is not None:
         raise FallowError(f"{path}: --site goes with the output of sacct only", Exit.USAGE)

@@ -80,12 +80,12 @@ class RecordedJobs:
     ) -> None:
         self.begin, self.end = window.of(first, last)
         longest = {p.partition: math.inf if p.max_time_s is None else p.max_time_s for p in site.partitions}
-        most = max((record.priority for record in records), default=0) + 1
+        highest = max((record.priority for record in records), default=0)
         self._jobs: list[SimJob] = []
         for record in records:
-            if (job := self._played(record, last, longest, most, window, tally)) is not None:
+            if (job := self._played(record, last, longest, highest, window, tally)) is not None:
                 self._jobs.append(job)
-        self._jobs.sort(key=lambda job: (job.submit_at, -job.priority))
+        self._jobs.sort(key=lambda job: (job.submit_at, (job.start_at or 0.0) > self.begin))
         if not self._jobs:
             raise tally.refuse("no job is in the part of it that was asked for")
         self.site = _with_room(site, self._jobs)
@@ -95,7 +95,7 @@ class RecordedJobs:
         return iter(self._jobs)
 
     def _played(
-        self, record: Record, last: float, longest: dict[str, float], most: int, window: Window, tally: Tally
+        self, record: Record, last: float, longest: dict[str, float], highest: int, window: Window, tally: Tally
     ) -> SimJob | None:
         end_at = min(record.end_at, max(last, record.start_at + 60.0))
         arrives_at = record.start_at if window.replay else record.submit_at
@@ -117,7 +117,7 @@ class RecordedJobs:
             runs_s=runs_s - gone_s,
             limit_s=max(limit_s - gone_s, 60.0),
             parts=record.parts,
-            priority=most if running else record.priority,
+            priority=highest + 1 if running and highest else record.priority,
             start_at=max(record.start_at, self.begin),
             account=record.account,
             qos=record.qos,

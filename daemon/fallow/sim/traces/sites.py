@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -83,12 +84,11 @@ def harvested(site: Site) -> tuple[str, ...]:
     return tuple(lower or tiers)
 
 
-def from_folder(folder: Path, scheduler: Scheduler) -> Site:
+def from_folder(folder: Path) -> Site:
     """A site from `scontrol -o show node`, `show partition` and `show config`, each in a file (`SITE_FILES`).
 
     Args:
         folder: with nodes.txt, partitions.txt and config.txt.
-        scheduler: what config.txt does not say.
 
     Raises:
         FallowError: a file is missing, or says nothing that can be used.
@@ -134,41 +134,15 @@ def from_folder(folder: Path, scheduler: Scheduler) -> Site:
             if node.node in of
         ),
         partitions=tuple(p for p in kept if p.nodes),
-        scheduler=configured(config.scheduler_parameters, config.slurm_version, config.kill_wait_s, scheduler),
+        scheduler=Scheduler.of(
+            config.scheduler_parameters, kill_wait_s=config.kill_wait_s, **_version(config.slurm_version)
+        ),
         preempt_type=config.preempt_type,
         preempt_mode=config.preempt_mode,
     )
 
 
-_NUMBERS = {
-    "bf_interval": "bf_interval_s",
-    "bf_resolution": "bf_resolution_s",
-    "sched_interval": "sched_interval_s",
-    "batch_sched_delay": "batch_sched_delay_s",
-    "bf_max_job_test": "bf_max_job_test",
-    "bf_max_job_user": "bf_max_job_user",
-    "bf_max_job_part": "bf_max_job_part",
-    "bf_max_job_start": "bf_max_job_start",
-    "default_queue_depth": "default_queue_depth",
-}
-_FLAGS = {
-    "bf_hetjob_immediate": "bf_hetjob_immediate",
-    "bf_running_job_reserve": "bf_running_job_reserve",
-    "preempt_youngest_first": "preempt_youngest_first",
-}
-
-
-def configured(parameters: str, version: str, kill_wait_s: float, scheduler: Scheduler) -> Scheduler:
-    """SchedulerParameters, Slurm's version and KillWait as a site has them; what they leave out is as it was."""
-    words = dict(word.partition("=")[::2] for word in parameters.split(",") if word)
-    found: dict[str, object] = {"kill_wait_s": kill_wait_s}
-    for word, field in _NUMBERS.items():
-        if (value := words.get(word, "")).isdigit():
-            found[field] = type(getattr(scheduler, field))(value)
-    if (value := words.get("bf_window", "")).isdigit():
-        found["bf_window_s"] = 60.0 * int(value)
-    found |= {field: True for word, field in _FLAGS.items() if word in words}
-    numbers = version.split(".")
-    if len(numbers) >= 2 and numbers[0].isdigit() and numbers[1].isdigit():
-        found["version"] = (int(numbers[0]), int(numbers[1]))
-    return msgspec.structs.replace(scheduler, **found)
+def _version(text: str) -> dict[str, tuple[int, int]]:
+    """`22.05.8`; {} where it cannot be read."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return {"version": (int(found[1]), int(found[2]))} if found else {}
