@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ WORDS = {
 }
 
 LINES = ("#15795a", "#c2571a", "#3466a5", "#8b4a97", "#b08d00", "#5b6470", "#b3395b", "#3a9aa8", "#7a5230", "#84a329")
+
+ROOM = 0.018
+"""Of the map's height, which a label needs."""
 
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "greedy": ((250, 0.423), (60, 0.734), (18, 0.907), (5, 0.973), (2, 0.989)),
@@ -203,7 +207,11 @@ def _map(figure: Figure, played: Played) -> None:
     for border in [tick[1] for tick in ticks[:-1]]:
         axes.axhline(border, color="white", linewidth=0.8)
     if len(ticks) > 1:
-        axes.set_yticks([(top + bottom) / 2 for top, bottom in ticks], names)
+        labels: list[tuple[float, str]] = []
+        for (top, bottom), name in zip(ticks, names, strict=True):
+            if not labels or (top + bottom) / 2 - labels[-1][0] >= ROOM * len(found.nodes):
+                labels.append(((top + bottom) / 2, name))
+        axes.set_yticks(*zip(*labels, strict=True))
         axes.tick_params(axis="y", length=0, labelsize=8)
     axes.set_ylabel("nodes" if found.every == 1 else f"nodes, every {found.every}th")
     axes.set_xlabel(unit)
@@ -234,7 +242,8 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
     for number, (name, points) in enumerate(lines.items()):
         colour = LINES[number % len(LINES)]
         points.sort()
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=5, linewidth=1.6, label=name)
+        drawn = {"color": colour, "marker": "o", "markersize": 5, "linewidth": 1.6, "zorder": 3 - number / 100}
+        axes.plot(*zip(*points, strict=True), label=name, **drawn)
         if name in published:
             axes.plot(*zip(*published[name], strict=True), color=colour, marker="x", markersize=7, linestyle="none")
     if any(name in published for name in lines):
@@ -244,7 +253,8 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
     axes.minorticks_off()
     axes.set_xlim(0, 320)
-    axes.set_ylim(min(0.4, *(max(0.0, y - 0.03) for points in lines.values() for _, y in points)), 1.005)
+    lowest = min(y for points in lines.values() for _, y in points)
+    axes.set_ylim(max(0.0, math.floor(lowest * 20 - 0.5) / 20), 1.005)
     axes.grid(color="#d9dde3", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel("standstill of the whole run when nodes are taken in, seconds")

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
+
 from fallow.core.quantile import quantile
 from fallow.model import Struct
 from fallow.sim.types import Ended, Happening, SimJob, Site, Started
@@ -78,14 +80,14 @@ class Spans:
 class HeldUp(Struct, frozen=True, kw_only=True):
     """What became of others' jobs."""
 
-    waited: dict[str, float]
+    waited: dict[str, float] = msgspec.field(default_factory=dict)
     "job -> seconds that it starts later, while we had a node of its partitions"
-    moved: int
+    moved: int = 0
     "jobs that start more than a cycle earlier or later for another reason"
-    compared: int
-    queued_s: tuple[float, ...]
+    compared: int = 0
+    queued_s: tuple[float, ...] = ()
     "from submission to start, in equal steps from the shortest wait to the longest"
-    queued_without_s: tuple[float, ...]
+    queued_without_s: tuple[float, ...] = ()
 
 
 def held_up(
