@@ -8,7 +8,7 @@ from math import inf
 from fallow.model import Score
 from fallow.sim.types import Engine, Head, Meter, Pool, Runs, Waited
 
-PROGRESS_S = 3600.0
+PROGRESS_S = 600.0
 """Progress is told so often, in virtual time."""
 
 STUCK = 100_000

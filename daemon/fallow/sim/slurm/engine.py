@@ -156,6 +156,14 @@ class SlurmSim:
         """Up, not reserved, no job of others: ours are included."""
         return self._cluster.idle.bit_count()
 
+    def idle_mask(self) -> int:
+        """`idle_nodes` as a set of bits, by their places in `site.nodes`."""
+        return self._cluster.idle
+
+    def down_mask(self) -> int:
+        """Nodes that take no jobs at all, in the same way."""
+        return self._cluster.everything & ~self._cluster.usable
+
     # -- jobs of others -----------------------------------------------------------------------------------------
 
     def _await_job(self) -> None:
