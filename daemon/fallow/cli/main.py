@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "fallow.cli.doctor:doctor",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
+    "simulate": "fallow.cli.simulate:simulate",
     "bench": "fallow.cli.bench:bench",
     "completion": "fallow.cli.completion:completion",
 }
