@@ -242,7 +242,13 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
     for number, (name, points) in enumerate(lines.items()):
         colour = LINES[number % len(LINES)]
         points.sort()
-        drawn = {"color": colour, "marker": "o", "markersize": 5, "linewidth": 1.6, "zorder": 3 - number / 100}
+        drawn: dict[str, Any] = {
+            "color": colour,
+            "marker": "o",
+            "markersize": 5,
+            "linewidth": 1.6,
+            "zorder": 3 - number / 100,
+        }
         axes.plot(*zip(*points, strict=True), label=name, **drawn)
         if name in published:
             axes.plot(*zip(*published[name], strict=True), color=colour, marker="x", markersize=7, linestyle="none")
