@@ -216,14 +216,14 @@ def _show(found: SimReport) -> None:
 
 
 def _scale(as_json: bool) -> int:
-    from fallow.bench import scale
+    from fallow.bench.scale import COLUMNS, findings, rows, run
     from fallow.cli.tables import show_table
 
-    found = scale.run(say)
+    found = run(say)
     if as_json:
         print_json(found)
     else:
-        show_table(scale.COLUMNS, scale.rows(found))
-        for line in scale.findings(found):
+        show_table(COLUMNS, rows(found))
+        for line in findings(found):
             click.echo(line)
     return Exit.OK
