@@ -6,7 +6,7 @@ start now starts, the others have their nodes set aside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from fallow.sim.slurm.cluster import Cluster
@@ -106,6 +106,12 @@ class Cycle:
             for job in running.values():
                 self._reserve_running(job)
 
+    def keep(self, planned: Iterable[Job]) -> None:
+        """Set aside what jobs of higher tiers, which are not looked at again, were planned for."""
+        for job in planned:
+            if job.planned and job.planned_at is not None:
+                self._space.reserve(job.planned, *self._space.slot(job.planned_at, job.short_s))
+
     def run(self, queue: Sequence[Job], hets: dict[str, Het], clear: bool) -> None:
         """Args: queue: in order; hets: those that wait; clear: forget when their components could have started."""
         if clear:
@@ -115,7 +121,8 @@ class Cycle:
         for job in queue:
             if job.planned_at is not None:
                 job.planned, job.planned_at, job.info = 0, None, None
-        hopeless = not self._watched and not hets and not self._preempting
+        preempts = self._preempting and self._cluster.yielding & self._nodes
+        hopeless = not self._watched and not hets and not preempts
         for job in queue:
             if self._limits.over or (hopeless and not self._any_room(queue)):
                 break
@@ -201,7 +208,7 @@ class Cycle:
             nodes = nodes_now(self._cluster, job, avail)
             if nodes:
                 return self._now, nodes
-        tier = job.partition.tier if self._preempting else 0
+        tier = job.partition.tier if self._preempting and self._cluster.yielding & avail else 0
         found = self._timelines.of(job, tier).earliest(job, avail, start, until)
         if found is None or not tier or found[0] > self._now:
             return found

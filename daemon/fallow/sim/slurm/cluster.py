@@ -36,6 +36,8 @@ class Cluster:
         "nodes with jobs of others"
         self.ending = 0
         "nodes with a job that is ending"
+        self.yielding = 0
+        "nodes with a job that some partition may preempt"
         self.answering = self.everything
         self.down = 0
         self.reservations: Windows = sorted(
@@ -46,7 +48,11 @@ class Cluster:
         self.touched = self.everything
         "nodes that changed since a poll showed them"
         self.partitions = self._partitions(site)
-        self.components = sorted({p.component for p in self.partitions.values()}, key=lambda c: c.number)
+        self.components = list(dict.fromkeys(p.component for p in self.partitions.values()))
+        self.components.sort(key=lambda c: -c.tier)
+        for one in self.components:
+            one.below = [other for other in self.components if other.mask & one.mask and other.tier < one.tier]
+            one.above = [other for other in self.components if other.mask & one.mask and other.tier > one.tier]
 
     # -- sets of nodes ------------------------------------------------------------------------------------------
 
@@ -93,6 +99,8 @@ class Cluster:
         self.touched |= job.mask
         if not job.ours:
             self.theirs |= job.mask
+        if job.partition.info.preempts:
+            self.yielding |= job.mask
         for place in places(job.mask):
             self.jobs[place].append(job)
             self._count(job, place, 1)
@@ -113,7 +121,10 @@ class Cluster:
                 self.empty |= bit
                 self.theirs &= ~bit
                 self.ending &= ~bit
+                self.yielding &= ~bit
                 continue
+            if not any(other.partition.info.preempts for other in jobs):
+                self.yielding &= ~bit
             if all(other.ours for other in jobs):
                 self.theirs &= ~bit
             if all(other.state == "RUNNING" for other in jobs):
@@ -148,20 +159,24 @@ class Cluster:
         return mask
 
     def _partitions(self, site: Site) -> dict[str, Partition]:
-        masks = [self.mask_of(info.nodes) for info in site.partitions]
-        joined: list[int] = []
-        for mask in masks:
-            apart = [other for other in joined if not other & mask]
-            for other in joined:
-                if other & mask:
-                    mask |= other
-            joined = [*apart, mask]
-        joined.sort(key=lambda mask: mask & -mask)
-        components = [Component(number, mask, list(places(mask))) for number, mask in enumerate(joined)]
-        return {
-            info.partition: Partition(info, mask, next(c for c in components if c.mask & mask or not mask))
-            for info, mask in zip(site.partitions, masks, strict=True)
-        }
+        masks = {info.partition: self.mask_of(info.nodes) for info in site.partitions}
+        found: dict[str, Partition] = {}
+        for tier in sorted({info.priority_tier for info in site.partitions}):
+            infos = [info for info in site.partitions if info.priority_tier == tier]
+            joined: list[int] = []
+            for info in infos:
+                mask = masks[info.partition]
+                apart = [other for other in joined if not other & mask]
+                for other in joined:
+                    if other & mask:
+                        mask |= other
+                joined = [*apart, mask]
+            components = [Component(tier, mask, list(places(mask))) for mask in joined]
+            for info in infos:
+                mask = masks[info.partition]
+                there = next(c for c in components if not mask & ~c.mask and (mask or not c.mask))
+                found[info.partition] = Partition(info, mask, there)
+        return found
 
 
 def places(mask: int) -> Iterator[int]:

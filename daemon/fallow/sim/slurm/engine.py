@@ -246,9 +246,7 @@ class SlurmSim:
         """A reservation begins or ends."""
         self._reserve()
         self._cluster.touched |= mask
-        for component in self._cluster.components:
-            if component.mask & mask:
-                self._rounds.changed(component)
+        self._rounds.changed(mask)
 
     def _reserve(self) -> None:
         self._cluster.reserved = 0

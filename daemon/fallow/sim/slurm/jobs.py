@@ -15,14 +15,21 @@ FIRST_PRIORITY = 4_294_901_759
 
 @dataclass(eq=False, slots=True)
 class Component:
-    """Partitions that share nodes with each other and with no other: what happens here matters nowhere else."""
+    """Partitions of one tier that share nodes with each other.
 
-    number: int
+    What happens here matters nowhere else, but to components of lower tiers on the same nodes (`below`).
+    """
+
+    tier: int
     mask: int
     nodes: list[int]
     "places of its nodes, ascending"
+    above: list[Component] = field(default_factory=list)
+    below: list[Component] = field(default_factory=list)
     pending: list[Job] = field(default_factory=list)
     "in the order in which the scheduler looks at them"
+    kept: int = 0
+    "nodes that its jobs kept from those behind them in the last main pass"
     dirty: bool = False
     "something changed since the last main pass"
     stale: bool = False

@@ -34,7 +34,7 @@ class Lives:
     """Changes jobs' states; tells what happens to ours.
 
     Args:
-        changed: called when a component has more room than before, or its nodes have changed.
+        changed: called with nodes that jobs could use now, or could not any more.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Lives:
         queue: Queue,
         agenda: Agenda,
         clock: Clock,
-        changed: Callable[[Component], None],
+        changed: Callable[[int], None],
     ) -> None:
         self._scheduler = scheduler
         self._cluster = cluster
@@ -110,7 +110,7 @@ class Lives:
             job.planned, job.planned_at = 0, None
             self._tell(Ended(at=self.now, job_id=job.job_id, state="CANCELLED"), job)
             self._forget(job)
-            self._changed(job.partition.component)
+            self._changed(job.partition.mask)
         elif job.state == "RUNNING":
             self._terminate(job, "CANCELLED", CANCEL_NOTICE_S, self._kill_wait_s)
 
@@ -210,6 +210,7 @@ class Lives:
 
     def _free(self, job: Job) -> None:
         self._change(job, job.final)
+        mask = job.mask
         self._cluster.free(job)
         again = job.requeue and (
             job.final == "NODE_FAIL" or (job.final == "PREEMPTED" and job.partition.info.preempt_mode == "REQUEUE")
@@ -218,14 +219,14 @@ class Lives:
             self._requeue(job)
         else:
             self._forget(job)
-        self._changed(job.partition.component)
+        self._changed(mask)
 
     def _requeue(self, job: Job) -> None:
         self._change(job, "PENDING")
         job.final, job.mask, job.preempt_at, job.preemptor = "", 0, None, None
         job.reason, job.eligible_at = "BeginTime", self.now + REQUEUE_S
         self._queue.add(job)
-        self._agenda.at(job.eligible_at, SUBMIT, partial(self._changed, job.partition.component), job)
+        self._agenda.at(job.eligible_at, SUBMIT, partial(self._changed, job.partition.mask), job)
 
     def _forget(self, job: Job) -> None:
         if job.ours:
@@ -271,9 +272,7 @@ class Lives:
 
     def _node_changed(self, place: int) -> None:
         self._cluster.touched |= 1 << place
-        for component in self._cluster.components:
-            if component.mask >> place & 1:
-                self._changed(component)
+        self._changed(1 << place)
 
     # ---------------------------------------------------------------------------------------------------------------
 

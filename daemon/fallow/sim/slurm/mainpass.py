@@ -22,7 +22,10 @@ class MainPass:
         self._youngest_first = youngest_first
 
     def run(self, component: Component, last: tuple[int, int, int] | None) -> None:
-        """One pass over a component's queue. Args: last: key of the last job that it gets to; None: all.
+        """One pass over a component's queue, after those above it.
+
+        Args:
+            last: key of the last job that it gets to; None: all.
 
         A job that finds no nodes keeps all nodes of its partition from those behind it, in whatever partition they
         are; one that named its nodes keeps these alone.
@@ -31,6 +34,9 @@ class MainPass:
         lives.retries(component)
         component.dirty = component.cut = False
         avail = cluster.usable & component.mask
+        for other in component.above:
+            avail &= ~other.kept
+        before, component.kept = component.kept, 0
         failed: set[str] = set()
         for job in list(component.pending):
             if last is not None and job.key > last:
@@ -64,11 +70,17 @@ class MainPass:
                     if gone:
                         lives.preempt(job, gone)
             set_reason(job, reason)
+            kept = 0
             if job.required.bit_count() >= job.nodes:
-                avail &= ~job.required
+                kept = job.required
             elif reason == RESOURCES:
                 failed.add(name)
-                avail &= ~job.partition.mask
+                kept = job.partition.mask
+            avail &= ~kept
+            component.kept |= kept
+        if component.kept != before:
+            for other in component.below:
+                other.dirty = True
 
 
 def why_not(cluster: Cluster, job: Job, here: int, blocked: int) -> str:

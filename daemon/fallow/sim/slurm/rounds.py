@@ -48,9 +48,11 @@ class Rounds:
             for component in self._cluster.components:
                 component.stale = True
 
-    def changed(self, component: Component) -> None:
-        """A job has left, or nodes have changed: looked at, at once."""
-        component.dirty = component.stale = True
+    def changed(self, nodes: int) -> None:
+        """A job has left these, or they have changed: looked at, at once."""
+        for component in self._cluster.components:
+            if component.mask & nodes:
+                component.dirty = component.stale = True
         self._pass_by(self._agenda.now + self._scheduler.pass_s)
         self._cycle_soon()
 
@@ -74,7 +76,7 @@ class Rounds:
         if self._pass_at != self._agenda.now:
             return  # another came before it
         self._pass_at = inf
-        self._look([c for c in self._cluster.components if c.dirty], self._scheduler.default_queue_depth)
+        self._look(self._scheduler.default_queue_depth)
         if self._full_at == inf and any(c.cut for c in self._cluster.components):
             now = self._agenda.now
             self._full_at = self._clock.full_pass(now)
@@ -84,11 +86,15 @@ class Rounds:
 
     def _full_pass(self) -> None:
         self._full_at = inf
-        self._look([c for c in self._cluster.components if c.dirty or c.cut], self._queue.length)
+        for component in self._cluster.components:
+            component.dirty = component.dirty or component.cut
+        self._look(self._queue.length)
 
-    def _look(self, components: list[Component], depth: int) -> None:
+    def _look(self, depth: int) -> None:
         last = self._queue.last_within(depth)
-        for component in components:
+        for component in self._cluster.components:  # higher tiers first
+            if not component.dirty:
+                continue
             waiting = len(component.pending)
             self._main.run(component, last)
             if len(component.pending) != waiting:
@@ -107,6 +113,9 @@ class Rounds:
         self._cycle_at = inf
         self._cycles += 1
         queue, scheduler, limits = self._queue, self._scheduler, Limits(self._scheduler)
+        for component in self._cluster.components:
+            for other in component.below if component.stale else ():
+                other.stale = True  # planned around the jobs above
         stale = [component for component in self._cluster.components if component.stale]
         for component in stale:
             component.stale = False
@@ -120,6 +129,7 @@ class Rounds:
             for component in stale:
                 if component.pending:
                     cycle = self._new_cycle([component], limits)
+                    cycle.keep(job for above in component.above for job in above.pending)
                     cycle.run(list(component.pending), {}, clear=False)
                     starts += cycle.starts
         clock = self._clock
@@ -129,7 +139,8 @@ class Rounds:
             self._cycle_soon()
 
     def _new_cycle(self, components: list[Component], limits: Limits) -> Cycle:
-        return Cycle(self._scheduler, self._cluster, self.lives, components, self._preempting, limits, self._watched)
+        watched = self._watched or any(other.pending for component in components for other in component.below)
+        return Cycle(self._scheduler, self._cluster, self.lives, components, self._preempting, limits, watched)
 
     def _each_for_itself(self) -> int:
         """With up to so many jobs none of the limits of a cycle is reached."""
