@@ -187,17 +187,20 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
         most: nodes.
     """
     sizes = sorted({n + spare for n, _ in speeds for spare in range(SPARES + 1) if n + spare <= most})
+    with_nodes = [0.0] * ((sizes[-1] if sizes else 0) + 1)
+    "steps per second by the number of nodes that are there"
+    for at in range(1, len(with_nodes)):
+        i = bisect_right(speeds, at, key=lambda pair: pair[0]) - 1
+        with_nodes[at] = speeds[i][1] if i >= 0 else 0.0
     found: list[tuple[int, float]] = []
     for n in sizes:
         weight, mean, left = (1 - loss) ** n, 0.0, 1.0
         for lost in range(min(n, LOST) + 1):
-            at = bisect_right(speeds, n - lost, key=lambda pair: pair[0]) - 1
-            mean += weight * (speeds[at][1] if at >= 0 else 0.0)
+            mean += weight * with_nodes[n - lost]
             left -= weight
             weight *= (n - lost) / (lost + 1) * loss / (1 - loss)
         # More than that at once: counted as just one more.
-        at = bisect_right(speeds, n - LOST - 1, key=lambda pair: pair[0]) - 1
-        mean += max(0.0, left) * (speeds[at][1] if at >= 0 else 0.0)
+        mean += max(0.0, left) * with_nodes[max(0, n - LOST - 1)]
         if not found or mean > found[-1][1]:
             found.append((n, mean))
     return found

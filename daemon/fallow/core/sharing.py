@@ -192,6 +192,8 @@ def requests_ahead(
     """
     out: list[Ask] = []
     for demand in demands:
+        if requests.waiting >= rules.ahead:
+            break
         more = demand.nodes - asked.get(demand.run, 0)
         have = aims.nodes.get(demand.run, 0)
         while more > 0 and _wants_more(demand, have, more, rules):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log1p
 
 from fallow.core.pacing import Schedule
@@ -56,6 +56,8 @@ class Worth:
     pause_s: float = 0.5
     urgent_nodes: int = 0
     urgency: float = 1.0
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    "what `of` has found: a plan asks many times"
 
     def speed(self, nodes: int) -> float:
         """Steps per second with so many nodes."""
@@ -66,6 +68,12 @@ class Worth:
 
     def of(self, nodes: int) -> float:
         """Worth of training with so many nodes."""
+        known = self._known.get(nodes)
+        if known is None:
+            known = self._known[nodes] = self._of(nodes)
+        return known
+
+    def _of(self, nodes: int) -> float:
         if not self.speeds:
             return 0.0
         one, speed = self.speeds[0][1], self.speed(nodes)
@@ -115,15 +123,15 @@ def changes(
     if worth.urgency > 1:
         sizes.add(worth.urgent_nodes - worth.base)
     chosen = sorted(x for x in sizes if low <= x <= high)
-    return tuple(chosen), tuple(_value(worth, x, held, now, stall, stays) for x in chosen)
-
-
-def _value(worth: Worth, x: int, held: int, now: float, stall: float, stays: float) -> float:
-    then = worth.of(worth.base + x) if x != held else now
-    price = PRICE * worth.weight * x
-    if then == now:
-        return now - price
-    return (now + stays * (then - now) if x > held else then) - stall - price
+    price = PRICE * worth.weight
+    values: list[float] = []
+    for x in chosen:
+        then = worth.of(worth.base + x) if x != held else now
+        if then == now:
+            values.append(now - price * x)
+        else:
+            values.append((now + stays * (then - now) if x > held else then) - stall - price * x)
+    return tuple(chosen), tuple(values)
 
 
 def as_many_as(nodes: int) -> tuple[tuple[int, float], ...]:

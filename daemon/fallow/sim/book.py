@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,11 +21,11 @@ from fallow.sim.types import Costs, Measured, RunPlan
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
 
-VALUED_S = 60.0
+VALUED_S = 600.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
 NEWS = 0.05
-"""A measurement says something new if it differs by so much from what was known, as a part of it."""
+"""A measurement says something new if it differs by so much from what was expected, as a part of it."""
 
 
 @dataclass
@@ -130,12 +131,19 @@ class Book:
 
     def measured(self, stretch: Measured) -> bool:
         """Take in a measurement. Does it say something new?"""
+        news = abs(stretch.step_s * self._expected(stretch.run, stretch.members) - 1.0) > NEWS
         curve = self._runs[stretch.run].curve
-        known = curve.seen.get(stretch.members)
-        news = known is None or abs(stretch.step_s - known.step_s) > NEWS * known.step_s
         curve.observe(stretch.members, stretch.step_s, stretch.lasted_s, stretch.at)
         self._news, self._more = self._news or news, True
         return news
+
+    def _expected(self, run: str, members: int) -> float:
+        """Steps per second with so many; 0: nobody knows."""
+        gain = self._gains.get(run)
+        if gain is None or not gain.known:
+            return 0.0
+        at = bisect_right(gain.speeds, members, key=lambda pair: pair[0]) - 1
+        return gain.speeds[at][1] if at >= 0 else 0.0
 
     def longest_pause_s(self, run: str) -> float:
         """0: there was none yet."""
