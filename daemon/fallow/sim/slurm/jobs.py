@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
 from fallow.model import JobInfo, PartitionInfo
 
@@ -110,11 +111,11 @@ class Job:
     "counts changes, so that events that were planned before the last one come to nothing"
     info: JobInfo | None = None
     "as a poll shows it; None: not up to date"
+    key: tuple[int, int, int] = field(init=False)
+    "the order in which the scheduler looks at jobs"
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """The order in which the scheduler looks at jobs."""
-        return (-self.partition.info.priority_tier, -self.priority, self.serial)
+    def __post_init__(self) -> None:
+        self.key = (-self.partition.tier, -self.priority, self.serial)
 
     @property
     def short_s(self) -> float:
@@ -146,6 +147,9 @@ class Het:
 
     def ready(self, now: float) -> bool:
         return len(self.starts) == len(self.parts) and max(self.starts.values()) <= now
+
+
+_key = attrgetter("key")
 
 
 class Queue:
@@ -181,7 +185,3 @@ class Queue:
     def last_within(self, depth: int) -> tuple[int, int, int] | None:
         """The key of the last job that a pass of this depth gets to; None: it gets to all."""
         return None if self.length <= depth else self.in_order()[depth - 1].key
-
-
-def _key(job: Job) -> tuple[int, int, int]:
-    return job.key

@@ -65,7 +65,8 @@ class MainPass:
                     lives.start(job, nodes, limit_s)
                     continue
                 reason = why_not(cluster, job, here, blocked)
-                if reason == RESOURCES and self._preempting and lives.may_preempt(job):
+                yielding = self._preempting and cluster.yielding & here
+                if reason == RESOURCES and yielding and lives.may_preempt(job):
                     gone = victims(cluster, job, here & ~blocked, self._youngest_first)
                     if gone:
                         lives.preempt(job, gone)

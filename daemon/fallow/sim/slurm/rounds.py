@@ -91,7 +91,7 @@ class Rounds:
         self._look(self._queue.length)
 
     def _look(self, depth: int) -> None:
-        last = self._queue.last_within(depth)
+        last = self._queue.last_within(depth) if any(c.dirty for c in self._cluster.components) else None
         for component in self._cluster.components:  # higher tiers first
             if not component.dirty:
                 continue
