@@ -17,8 +17,8 @@ from fallow.config import Membership, Slurm
 from fallow.core.quantile import quantile
 from fallow.model import Struct
 
-SIZES = ((100, 10), (1_000, 100), (3_000, 300), (10_000, 1_000))
-"""(nodes, runs)."""
+SIZES = ((100, 10, 1800.0), (1_000, 100, 1800.0), (3_000, 300, 900.0), (10_000, 1_000, 600.0))
+"""(nodes, runs, virtual seconds that are played)."""
 
 SLOTS = 8
 """Workers on a node: one per GPU."""
@@ -56,9 +56,8 @@ class Scale(Struct, frozen=True, kw_only=True):
     full_after_s: float | None
     "from the begin until nine in ten of the idle nodes trained; None: never"
     idle_nodes: float
-    harvested_nodes: float
     workers: int
-    "on the harvested nodes"
+    "once all idle nodes train"
     beat_s: float
     "to hear a heartbeat and to answer it, the socket included"
     tick_s: float
@@ -76,18 +75,24 @@ def run(tell: Callable[[str], None]) -> list[Scale]:
     with tempfile.TemporaryDirectory() as folder:
         by_socket_s = scale_head.socket_s(Path(folder))
     found = []
-    for nodes, runs in SIZES:
+    for nodes, runs, lasts_s in SIZES:
         tell(f"{nodes} nodes, {runs} runs")
-        found.append(measure(nodes, runs, by_socket_s))
+        found.append(measure(nodes, runs, lasts_s, by_socket_s))
     return found
 
 
-def measure(nodes: int, runs: int, by_socket_s: float) -> Scale:
-    """One size. Args: by_socket_s: what a beat costs by the socket in a small run (`scale_head.socket_s`)."""
-    polls = scale_cluster.measure(runs, nodes)
+def measure(nodes: int, runs: int, lasts_s: float, by_socket_s: float) -> Scale:
+    """One size.
+
+    Args:
+        nodes, runs: of the made-up cluster.
+        lasts_s: virtual seconds that are played.
+        by_socket_s: what a beat costs by the socket in a small run (`scale_head.socket_s`).
+    """
+    polls = scale_cluster.measure(runs, nodes, lasts_s)
     gc.collect()
     read_s = min(scale_poll.measure(nodes) for _ in range(PACE_TIMES))
-    held = max(runs, round(polls.harvested_nodes))
+    held = max(runs, round(polls.idle_nodes))
     small = scale_head.measure(1, scale_head.SOCKETS, 1)
     loop = scale_head.measure(runs, held, SLOTS)
     beat_s = loop.beat_s + max(0.0, by_socket_s - small.beat_s)
@@ -106,7 +111,6 @@ def measure(nodes: int, runs: int, by_socket_s: float) -> Scale:
         longest_queue=polls.longest_queue,
         full_after_s=polls.full_after_s,
         idle_nodes=polls.idle_nodes,
-        harvested_nodes=polls.harvested_nodes,
         workers=workers,
         beat_s=beat_s,
         tick_s=loop.tick_s,

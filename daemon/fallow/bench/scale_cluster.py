@@ -38,7 +38,6 @@ MEAN_S, SPREAD = 7200.0, 1.2
 """Of the others' jobs: mean length, and standard deviation of its logarithm."""
 
 WIDTHS = (1, 1, 1, 1, 1, 2, 2, 4, 8)
-LASTS_S = 1800.0
 FULL = 0.9
 """Of the idle nodes."""
 
@@ -46,7 +45,7 @@ OPTIONS = Options(seed=0, latency="slurm", plans="hidden", poll_s=30.0, costs=IN
 
 
 class Polls(Struct, frozen=True, kw_only=True):
-    """Of half an hour, at whose begin the head finds all the idle nodes."""
+    """Of a time at whose begin the head finds all the idle nodes."""
 
     poll_s: tuple[float, ...]
     "processor seconds of each poll that was taken in: from the state of the cluster to what is asked for"
@@ -58,21 +57,20 @@ class Polls(Struct, frozen=True, kw_only=True):
     full_after_s: float | None
     "from the begin until nine in ten of the idle nodes trained; None: never"
     idle_nodes: float
-    harvested_nodes: float
 
 
 class Load:
     """See `fallow.sim.types.Trace`: jobs of others at random, as many as keep `USED` of the nodes busy."""
 
-    def __init__(self, nodes: int, seed: int = 0) -> None:
+    def __init__(self, nodes: int, lasts_s: float) -> None:
         groups = {f"p{p}": [f"n{n:05}" for n in range(p, nodes, PARTITIONS)] for p in range(PARTITIONS)}
         self.site: Site = made_up("scale", groups, gpus=8, profile="preempt", scheduler=Scheduler(version=(25, 11)))
-        self.begin, self.end = 0.0, LASTS_S
+        self.begin, self.end = 0.0, lasts_s
         self.problems = Problems(read=0, used=0, bad={}, examples=[], assumed=[])
-        self._nodes, self._seed = nodes, seed
+        self._nodes = nodes
 
     def jobs(self) -> Iterator[SimJob]:
-        rng = random.Random(f"{self._seed}/scale/{self._nodes}")
+        rng = random.Random(f"scale/{self._nodes}")
         count, busy = 0, 0
         while busy < USED * self._nodes:  # those that run at the begin
             job = self._job(rng, count, 0.0, running=True)
@@ -159,9 +157,9 @@ def plans(runs: int, nodes: int, partitions: tuple[str, ...]) -> list[RunPlan]:
     ]
 
 
-def measure(runs: int, nodes: int) -> Polls:
-    """Play half an hour: the head finds the cluster with its idle nodes, takes them, and keeps up with its changes."""
-    load = Load(nodes)
+def measure(runs: int, nodes: int, lasts_s: float) -> Polls:
+    """Play so long: the head finds the cluster with its idle nodes, takes them, and keeps up with its changes."""
+    load = Load(nodes, lasts_s)
     mine = plans(runs, nodes, harvested(load.site))
     engine = _Counted(load.site, load.jobs(), OPTIONS.seed, load.begin)
     meter = Tally(mine, nodes, load.begin)
@@ -172,14 +170,12 @@ def measure(runs: int, nodes: int) -> Polls:
 
     head = _Timed(VirtualHead(engine, work, mine, OPTIONS), full)
     score = play(engine, head, work, meter, load.end)
-    lasted_s = load.end - load.begin
     return Polls(
         poll_s=tuple(head.took),
-        polls_per_min=len(head.took) * 60 / lasted_s,
+        polls_per_min=len(head.took) * 60 / lasts_s,
         rpcs_per_min=score.slurmctld_rpcs_per_min,
-        submits_per_min=engine.submitted * 60 / lasted_s,
+        submits_per_min=engine.submitted * 60 / lasts_s,
         longest_queue=head.longest_queue,
         full_after_s=None if head.full_at is None else head.full_at - load.begin,
-        idle_nodes=score.idle_node_s / lasted_s,
-        harvested_nodes=score.harvested_node_s / lasted_s,
+        idle_nodes=score.idle_node_s / lasts_s,
     )
