@@ -37,6 +37,7 @@ USED = 0.7
 MEAN_S, SPREAD = 7200.0, 1.2
 """Of the others' jobs: mean length, and standard deviation of its logarithm."""
 
+LONGEST_S = 72_000.0
 WIDTHS = (1, 1, 1, 1, 1, 2, 2, 4, 8)
 FULL = 0.9
 """Of the idle nodes."""
@@ -49,6 +50,8 @@ class Polls(Struct, frozen=True, kw_only=True):
 
     poll_s: tuple[float, ...]
     "processor seconds of each poll that was taken in: from the state of the cluster to what is asked for"
+    busy_share: float
+    "of one core, for all that the head decides; runs begin one after the other meanwhile"
     polls_per_min: float
     rpcs_per_min: float
     submits_per_min: float
@@ -87,7 +90,7 @@ class Load:
     def _job(self, rng: random.Random, number: int, at: float, running: bool = False) -> SimJob:
         # Whoever looks in finds long jobs more often than they come, and each somewhere in its time.
         towards = SPREAD**2 / 2 if running else -(SPREAD**2) / 2
-        runs_s = max(60.0, rng.lognormvariate(math.log(MEAN_S) + towards, SPREAD))
+        runs_s = min(LONGEST_S, max(60.0, rng.lognormvariate(math.log(MEAN_S) + towards, SPREAD)))
         left = rng.random() if running else 1.0
         limit_s = 60.0 * math.ceil(runs_s * rng.uniform(1.1, 4.0) / 60)
         width = min(rng.choice(WIDTHS), max(1, self._nodes // PARTITIONS // 4))
@@ -96,7 +99,7 @@ class Load:
             user=f"u{rng.randrange(50)}",
             submit_at=at,
             runs_s=max(60.0, runs_s * left),
-            limit_s=min(86400.0, max(limit_s, 120.0)),
+            limit_s=min(86400.0, limit_s),
             parts=(JobPart(partition=f"p{rng.randrange(PARTITIONS)}", nodes=width),),
         )
 
@@ -119,6 +122,7 @@ class _Timed:
         self.name, self.calls = inner.name, 0
         self.took: list[float] = []
         "processor seconds"
+        self.busy_s = 0.0
         self.full_at: float | None = None
         self.longest_queue = 0
 
@@ -128,16 +132,20 @@ class _Timed:
     def wake(self, at: float) -> None:
         before, began = self._inner.cluster, time.process_time()
         self._inner.wake(at)
+        took_s = time.process_time() - began
+        self.busy_s += took_s
         self.calls = self._inner.calls
         if self._inner.cluster is not before:
-            self.took.append(time.process_time() - began)
+            self.took.append(took_s)
             queued = sum(allocation.queued for allocation in self._inner.book.live())
             self.longest_queue = max(self.longest_queue, queued)
         if self.full_at is None and self._full():
             self.full_at = at
 
     def told(self, happening: Happening | Active | Measured) -> None:
+        began = time.process_time()
         self._inner.told(happening)
+        self.busy_s += time.process_time() - began
 
 
 def plans(runs: int, nodes: int, partitions: tuple[str, ...]) -> list[RunPlan]:
@@ -172,6 +180,7 @@ def measure(runs: int, nodes: int, lasts_s: float) -> Polls:
     score = play(engine, head, work, meter, load.end)
     return Polls(
         poll_s=tuple(head.took),
+        busy_share=head.busy_s / lasts_s,
         polls_per_min=len(head.took) * 60 / lasts_s,
         rpcs_per_min=score.slurmctld_rpcs_per_min,
         submits_per_min=engine.submitted * 60 / lasts_s,
