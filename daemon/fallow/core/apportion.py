@@ -14,7 +14,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 
 from fallow.core.flow import Flow
 
@@ -151,18 +151,18 @@ class _Problem:
         known = self._envelopes.get((i, low, high))
         if known is not None:
             return known
-        claim = self._claims[i]
-        corners: list[tuple[int, float]] = []
-        for n, value in zip(claim.sizes[low : high + 1], claim.values[low : high + 1], strict=True):
-            if corners and value <= corners[-1][1]:
+        sizes, values = self._claims[i].sizes, self._claims[i].values
+        at, up = [sizes[low]], [values[low]]
+        for k in range(low + 1, high + 1):
+            n, value = sizes[k], values[k]
+            if value <= up[-1]:
                 continue
-            while len(corners) > 1:
-                (n0, v0), (n1, v1) = corners[-2:]
-                if (v1 - v0) * (n - n1) > (value - v1) * (n1 - n0):
-                    break
-                corners.pop()
-            corners.append((n, value))
-        pieces = [((v1 - v0) / (n1 - n0), n1 - n0) for (n0, v0), (n1, v1) in pairwise(corners)]
+            while len(at) > 1 and (up[-1] - up[-2]) * (n - at[-1]) <= (value - up[-1]) * (at[-1] - at[-2]):
+                at.pop()
+                up.pop()
+            at.append(n)
+            up.append(value)
+        pieces = [((up[j] - up[j - 1]) / (at[j] - at[j - 1]), at[j] - at[j - 1]) for j in range(1, len(at))]
         self._envelopes[i, low, high] = pieces
         return pieces
 

@@ -21,7 +21,7 @@ from fallow.sim.types import Costs, Measured, RunPlan
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
 
-VALUED_S = 600.0
+VALUED_S = 300.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
 NEWS = 0.05
