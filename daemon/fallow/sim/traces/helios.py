@@ -6,6 +6,8 @@ Its jobs were rebuilt from how many ran in each minute; of the idle nodes there 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from pathlib import Path
 
 from fallow.sim.traces.counts import CountedHoles
@@ -17,11 +19,16 @@ from fallow.traces import HELIOS_GPUS, HELIOS_NODES
 
 JOB_COLUMNS = ("job_id", "submit_time", "start_time", "end_time", "gpus", "queue", "state")
 COUNT_COLUMNS = ("time", "queue", "total_gpus", "running_gpus_ge8", "running_gpus_lt8")
+COUNTED_S = 60.0
+"""The source counts a job in the minute in which it ended, beside the one that took its place."""
+DOES_NOT_FIT = "more at once than the queue has"
 _EXPECTED = "the columns of the Helios files in contrib/traces ({})"
 
 
 def read_jobs(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> RecordedJobs:
     """The jobs. Those of less than a node share one. MaxTime: the days of the longest job, for nobody says.
+
+    Replayed, those are left out that cannot have run together (`_possible`): one in seven, but 0.8 % of the GPU time.
 
     Raises:
         FallowError: it is no such file.
@@ -46,15 +53,51 @@ def read_jobs(path: Path, window: Window, profile: Profile, scheduler: Scheduler
         else:
             tally.use()
             part = parts.setdefault((queue, gpus), (_part(queue, gpus),))
+            end_at = max(start + 1.0, end - COUNTED_S)
             records.append(
-                Record(job_id=row["job_id"], user=queue, submit_at=submit, start_at=start, end_at=end, parts=part)
+                Record(job_id=row["job_id"], user=queue, submit_at=submit, start_at=start, end_at=end_at, parts=part)
             )
     tally.problems()
-    first, last = min(record.start_at for record in records), max(record.end_at for record in records)
+    first, last = min(record.start_at for record in records), max(record.end_at for record in records) + COUNTED_S
+    if window.replay:
+        records = _possible(records, tally)
     longest_s = max(record.end_at - record.start_at for record in records)
     days = math.ceil(longest_s / DAY_S)
     tally.assume(f"MaxTime is {days} days, as the longest job needs")
     return RecordedJobs(_site(profile, scheduler, days * DAY_S), records, first, last, window, tally)
+
+
+def _possible(records: Iterable[Record], tally: Tally) -> list[Record]:
+    """Those that can have run when they are said to, the jobs of less than a node packed on as few as they need.
+
+    In some minutes more ran than there is, by short jobs mostly: ended ones, of whose time only the minute is known.
+    Played from their recorded starts they would wait, and those behind them, and nothing would be as it was recorded.
+    """
+    found: list[Record] = []
+    ends: list[tuple[float, int, JobPart]] = []
+    whole = dict.fromkeys(HELIOS_NODES, 0)
+    shared = dict.fromkeys(HELIOS_NODES, 0)
+    for number, record in enumerate(sorted(records, key=lambda record: record.start_at)):
+        while ends and ends[0][0] <= record.start_at:
+            _, _, gone = heappop(ends)
+            _count(gone, whole, shared, -1)
+        (part,) = record.parts
+        _count(part, whole, shared, 1)
+        queue = part.partition
+        if whole[queue] + math.ceil(shared[queue] / HELIOS_GPUS) > HELIOS_NODES[queue]:
+            _count(part, whole, shared, -1)
+            tally.left_out(DOES_NOT_FIT)
+        else:
+            heappush(ends, (record.end_at, number, part))
+            found.append(record)
+    return found
+
+
+def _count(part: JobPart, whole: dict[str, int], shared: dict[str, int], sign: int) -> None:
+    if part.exclusive:
+        whole[part.partition] += sign * part.nodes
+    else:
+        shared[part.partition] += sign * part.gpus_per_node
 
 
 def read_counts(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> CountedHoles:
