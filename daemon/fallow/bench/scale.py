@@ -59,7 +59,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     "from the begin until nine in ten of the idle nodes trained; None: never"
     idle_nodes: float
     workers: int
-    "once all idle nodes train"
+    "once all nodes train that others leave idle in the long run"
     beat_s: float
     "to hear a heartbeat and to answer it, the socket included"
     tick_s: float
@@ -94,7 +94,7 @@ def measure(nodes: int, runs: int, lasts_s: float, by_socket_s: float) -> Scale:
     polls = scale_cluster.measure(runs, nodes, lasts_s)
     gc.collect()
     read_s = min(scale_poll.measure(nodes) for _ in range(PACE_TIMES))
-    held = max(runs, round(polls.idle_nodes))
+    held = max(runs, round((1 - scale_cluster.USED) * nodes))
     small = scale_head.measure(1, scale_head.SOCKETS, 1)
     loop = scale_head.measure(runs, held, SLOTS)
     beat_s = loop.beat_s + max(0.0, by_socket_s - small.beat_s)
@@ -148,7 +148,7 @@ def findings(found: Sequence[Scale]) -> list[str]:
         parts = [
             f"a poll takes {(each.poll_p95_s + each.read_s) / interval_s:.1%} of the {interval_s:g} s between two",
             f"while runs begin, deciding takes {each.busy_share:.2f} cores",
-            f"{each.idle_nodes:.0f} idle nodes need {each.idle_nodes / per_min:.0f} min of submissions",
+            f"{each.workers // SLOTS} idle nodes need {each.workers / SLOTS / per_min:.0f} min of submissions",
             f"heartbeats of {each.workers} workers take {each.cores:.2f} cores",
         ]
         if max(each.cores, each.busy_share) > FULL:

@@ -91,7 +91,7 @@ def plots(played: Sequence[Played], trace: str) -> list[Plot]:
         played: in the order asked for; the first is the one whose nodes are shown over time.
         trace: its name; beside `summit`, published results are shown.
     """
-    first = played[0]
+    first, known = played[0], PUBLISHED if trace == "summit" else {}
     found = []
     if first.series is not None:
         found.append(
@@ -115,8 +115,9 @@ def plots(played: Sequence[Played], trace: str) -> list[Plot]:
         found.append(
             _plot(
                 "cost",
-                "Useful work, of all that the same idle nodes could have done, by what a change of membership costs.",
-                lambda figure: _cost(figure, played, PUBLISHED if trace == "summit" else {}),
+                "Useful work, of all that the same idle nodes could have done, by what a change of membership costs."
+                + (" Crosses: the same policies on Summit's idle map itself, without start-ups." if known else ""),
+                lambda figure: _cost(figure, played, known),
                 (9, 4.8),
             )
         )
@@ -126,7 +127,7 @@ def plots(played: Sequence[Played], trace: str) -> list[Plot]:
                 "delay",
                 "How long jobs of others waited, in all and because a node was still ours.",
                 lambda figure: _delay(figure, played),
-                (9, 4.2),
+                (10.5, 4.2),
             )
         )
     return found
@@ -244,7 +245,7 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
         points.sort()
         drawn: dict[str, Any] = {
             "color": colour,
-            "marker": "o",
+            "marker": "os^D"[number // len(LINES) % 4],
             "markersize": 5,
             "linewidth": 1.6,
             "zorder": 3 - number / 100,
@@ -253,7 +254,7 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
         if name in published:
             axes.plot(*zip(*published[name], strict=True), color=colour, marker="x", markersize=7, linestyle="none")
     if any(name in published for name in lines):
-        axes.plot([], [], color="#5b6470", marker="x", markersize=7, linestyle="none", label="on the idle map itself")
+        axes.plot([], [], color="#5b6470", marker="x", markersize=7, linestyle="none", label="idle map itself")
     axes.set_xscale("symlog", linthresh=0.1, linscale=0.3)
     marks = [0.1, 1, 5, 18, 60, 250]
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
@@ -292,7 +293,7 @@ def _delay(figure: Figure, played: Sequence[Played]) -> None:
         right.set_axis_off()
         return
     _seconds(right, "seconds waited for a node of ours", "of the jobs that waited")
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8, ncols=1 if first.queued_s else 2)
+    figure.legend(handles=right.get_legend_handles_labels()[0], loc="outside right center", fontsize=7.5)
 
 
 def _distribution(axes: Axes, ascending: Sequence[float], label: str, colour: str, style: str) -> None:
@@ -304,7 +305,7 @@ def _distribution(axes: Axes, ascending: Sequence[float], label: str, colour: st
 
 
 def _seconds(axes: Axes, what: str, whose: str) -> None:
-    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xscale("symlog", linthresh=0.1)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0, 1.01)
