@@ -269,10 +269,11 @@ def test_what_does_not_fit_its_hole_is_not_started() -> None:
 
 
 @pytest.mark.parametrize(
-    ("latency", "version", "granted"), [("none", NEW, 1755.0), ("slurm", NEW, 1740.0), ("slurm", OLD, 120.0)]
+    ("latency", "version", "granted"), [("none", NEW, 1814.0), ("slurm", NEW, 1740.0), ("slurm", OLD, 120.0)]
 )
 def test_time_min_is_stretched_to_the_hole(latency: Latency, version: tuple[int, int], granted: float) -> None:
-    engine = pool((0.0, (0,), ()), (1800.0, (), (0,)), latency=latency, plans="known", version=version)
+    """Plans begin at whole minutes: that for 1859 s at 1800 s."""
+    engine = pool((0.0, (0,), ()), (1859.0, (), (0,)), latency=latency, plans="known", version=version)
     engine._cycle_phase = engine._cycle_at = 45.0
     until(engine, 44.0 if latency == "slurm" else 45.0)
     ask(engine, 60, least_minutes=2)
