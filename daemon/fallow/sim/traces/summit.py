@@ -103,7 +103,16 @@ class Balanced:
 
 
 class SummitHoles:
-    """`Holes` of a machine that is idle as Summit was."""
+    """`Holes` of a machine that is idle as Summit was.
+
+    Args:
+        path: the table of percentiles.
+        seed: of what is drawn.
+        begin_day: days after the source's first; another begin is another draw.
+        days: how many.
+        profile: whether Slurm takes our nodes for others.
+        scheduler: as configured.
+    """
 
     def __init__(
         self,
