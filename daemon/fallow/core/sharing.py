@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from math import floor
+from math import floor, inf
 from typing import cast
 
 from fallow.core.allocations import Allocation
@@ -182,7 +182,7 @@ def requests_ahead(
     budgets: dict[str, float | None],
     rules: HarvestRules,
 ) -> list[Ask]:
-    """Requests for nodes that others still have, where one more is worth having and everything idle is asked for.
+    """Requests for nodes that others still have, for the runs that gain most, where everything idle is asked for.
 
     Args:
         aims, demands, requests, budgets: as for `requests_for`.
@@ -191,27 +191,37 @@ def requests_ahead(
         rules: what is allowed.
     """
     out: list[Ask] = []
-    for demand in demands:
-        if requests.waiting >= rules.ahead:
+    # Slurm gives such a request whatever becomes free, so it must not be one of a run that others take nodes from.
+    losing = {allocation.run for allocation in aims.release}
+    more = {d.run: d.nodes - asked.get(d.run, 0) for d in demands if d.run not in losing}
+    have = {run: aims.nodes.get(run, 0) for run in more}
+    open_to = [demand for demand in demands if demand.run in more]
+    while open_to and requests.waiting < rules.ahead:
+        gains = [_gain_ahead(demand, have[demand.run], more[demand.run], rules) for demand in open_to]
+        greatest = max(gains)
+        if greatest <= 0:
             break
-        more = demand.nodes - asked.get(demand.run, 0)
-        have = aims.nodes.get(demand.run, 0)
-        while more > 0 and _wants_more(demand, have, more, rules):
-            wish = requests.ahead(demand, budgets[demand.run], coming)
-            if wish is None:
-                break
-            charge(budgets, wish)
-            out.append(wish)
-            more, have = more - 1, have + 1
+        demand = open_to[gains.index(greatest)]
+        wish = requests.ahead(demand, budgets[demand.run], coming)
+        if wish is None:
+            open_to.remove(demand)
+            continue
+        charge(budgets, wish)
+        out.append(wish)
+        more[demand.run] -= 1
+        have[demand.run] += 1
     return out
 
 
-def _wants_more(demand: Demand, have: int, more: int, rules: HarvestRules) -> bool:
-    """Is there a number of nodes above what it has that is worth more to the run?"""
+def _gain_ahead(demand: Demand, have: int, more: int, rules: HarvestRules) -> float:
+    """The most per node that some number of nodes above what it has is worth to the run; 0: nothing."""
+    if more <= 0:
+        return 0.0
     if demand.worth is None:
-        return True
+        return inf
     sizes, values = changes(demand.worth, have, have, have + more, stay_s(rules))
-    return bool(values) and sizes[values.index(max(values))] > have
+    beyond = zip(sizes[1:], values[1:], strict=True)
+    return max(((value - values[0]) / (size - have) for size, value in beyond), default=0.0)
 
 
 def surplus(aims: Targets) -> Mapping[str, int]:
