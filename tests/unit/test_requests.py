@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 from collections import Counter
+from dataclasses import replace as dataclass_replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
 from fallow.core.survival import Spell
 from fallow.core.unstarted import Unstarted
+from fallow.core.worth import Worth, as_many_as
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -402,6 +404,29 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
     drained = cluster([node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED", flags=["DRAIN"])],
                       [*ours, theirs("3", "n3")])  # fmt: skip
     assert asks(plan(drained, [run], mine, AHEAD, fixed())) == []
+
+
+def test_requests_ahead_go_to_the_run_that_gains_most() -> None:
+    """And to none that loses nodes by the same plan: Slurm would give it the very nodes back, poll by poll."""
+    one = Worth(as_many_as(64), base=1)
+    mine = [held(f"h{i}", nodes=[f"m{i}"], run="old", end_at=NOW + 6000.0, start_at=NOW - 60.0) for i in range(5)]
+    nodes = [*busy().nodes, *(node(f"m{i}", "ALLOCATED") for i in range(5))]
+    ours = [theirs(f"1{i}", f"m{i}", name=f"h{i}", partition="scavenge") for i in range(5)]
+    state = cluster(nodes, [*busy().jobs, *ours])
+
+    def asking(least: int, *runs: Demand) -> list[str]:
+        wishes = plan(state, list(runs), mine[:least], AHEAD, fixed())
+        moved = [wish for wish in wishes if isinstance(wish, GiveBack)]
+        return [*(wish.token for wish in moved), *(wish.run for wish in asks(wishes))]
+
+    rich, poor = Demand("old", 5, worth=one), Demand("new", 5, worth=one)
+    assert asking(0, rich, poor) == ["old", "new"], "they take turns"
+    assert asking(1, rich, poor) == ["new", "old"]
+    assert asking(1, Demand("old", 5, worth=dataclass_replace(one, weight=9.0)), poor) == ["old", "old"]
+    moved = asking(5, rich, poor)
+    assert moved[0].startswith("h"), "a node is moved"
+    assert "old" not in moved
+    assert "new" in moved
 
 
 def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come_first() -> None:
