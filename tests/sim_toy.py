@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo, Score
@@ -14,6 +14,7 @@ from fallow.sim.types import (
     Costs,
     Ended,
     Happening,
+    Latency,
     Options,
     Plans,
     Pool,
@@ -157,15 +158,17 @@ def played(
     ends: Plans = "hidden",
     until: float | None = None,
     engine: ToyEngine | None = None,
+    latency: Latency = "none",
+    progress: Callable[[float, float], None] = lambda at, ratio: None,
 ) -> tuple[Score, Tally]:
     """Play a policy on holes."""
     engine = engine or ToyEngine(holes, ends)
-    options = Options(seed=0, latency="none", plans=ends, poll_s=30, costs=costs)
+    options = Options(seed=0, latency=latency, plans=ends, poll_s=30, costs=costs)
     meter = Tally(plans, len(holes), 0.0)
     runs = Work(plans, costs_of(policy, costs), 0, meter, 0.0)
     head = make(policy, engine, runs, plans, options)
     end = max((hole[1] for each in holes for hole in each), default=0.0) if until is None else until
-    return play(engine, head, runs, meter, end), meter
+    return play(engine, head, runs, meter, end, progress), meter
 
 
 def costing(up: float, down: float = 0.0, start: float = 0.0) -> Costs:

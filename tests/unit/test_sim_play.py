@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.model import FallowError
+from fallow.model import DelayedJobs, FallowError
 from fallow.sim.costs import IN_PLACE
 from fallow.sim.policies import ALL, make
-from fallow.sim.types import Costs, Options
+from fallow.sim.types import Costs, Happening, Options, Pool, Waited
 from fallow.sim.work import Work
 from sim_toy import FREE, Hole, ToyEngine, costing, linear, played, runs_of
 
@@ -44,8 +44,8 @@ def test_loss_is_one_change_of_all_that_went() -> None:
 
 @pytest.mark.parametrize(("ahead", "growths"), [(120, 0), (300, 0), (600, 1)])
 def test_gate(ahead: int, growths: int) -> None:
-    """The second node gains 0.2 of 1: after 300 s as much as the growth costs, which is not enough."""
-    score, _ = played(f"gated:{ahead}", TWO, runs_of(1, 1, 1.2), costing(60, 60))
+    """The second node gains 0.25 of 1: after 300 s as much as the growth costs, which is not enough."""
+    score, _ = played(f"gated:{ahead}", TWO, runs_of(1, 1, 1.25), costing(75, 75))
     assert score.absorbs_per_day * 1000 / DAY_S == pytest.approx(1 + growths)
 
 
@@ -97,6 +97,33 @@ def test_more_runs_than_one_share_equally() -> None:
     """Two runs of R = 1, 1.5: four nodes are best two and two."""
     holes: list[list[Hole]] = [[(0.0, 100.0)]] * 4
     assert played("greedy", holes, runs_of(2, 1, 1.5))[0].ideal_ratio == pytest.approx(1)
+
+
+def test_requests_to_slurm_are_counted() -> None:
+    """21 polls of four, and one submission, in ten minutes."""
+    score, _ = played("greedy", [[(0, 600)]], linear(), latency="slurm")
+    assert score.slurmctld_rpcs_per_min == pytest.approx((21 * 4 + 1) / 10)
+
+
+def test_who_waits_for_us_is_counted() -> None:
+    class Delaying(ToyEngine):
+        def advance(self, to: float) -> list[Happening]:
+            found = super().advance(to)
+            delays = [Waited(at=each.at, job_id="theirs", seconds=3.5) for each in found if isinstance(each, Pool)]
+            return found + delays
+
+    holes: list[list[Hole]] = [[(0.0, 100.0)], [(50.0, 90.0)]]
+    score, _ = played("greedy", holes, linear(), engine=Delaying(holes))
+    assert score.others_delayed == DelayedJobs(jobs=1, p95_s=10.5, max_s=10.5), "of three times"
+
+
+def test_progress_is_told_in_order() -> None:
+    engine = ToyEngine([[(float(n), n + 500.0) for n in range(0, 20_000, 1000)]])
+    told: list[tuple[float, float]] = []
+    played("greedy", [[]], linear(), until=20_000.0, engine=engine, progress=lambda *each: told.append(each))
+    assert len(told) >= 5
+    assert told == sorted(told)
+    assert {ratio for _, ratio in told} == {1.0}
 
 
 def test_nothing_idle() -> None:

@@ -44,8 +44,6 @@ class _Run:
     "members after the last change"
     left: dict[Kind, int] = field(default_factory=dict)
     "nodes that went since then"
-    leaving: tuple[float, float] = (-inf, 0.0)
-    "when, and what that costs"
     changes: dict[Kind, int] = field(default_factory=lambda: {"absorb": 0, "release": 0, "eject": 0})
     stalled_until: float = -inf
     stretch: tuple[float, float] | None = None
@@ -86,9 +84,7 @@ class Work:
         each = self._runs[run]
         if not self._take(each, nodes, "release", at):
             return at
-        if each.leaving[0] != at:
-            each.leaving = at, self._drawn(each, "release")
-        return at + min(QUICK_S, each.leaving[1])
+        return at + min(QUICK_S, self._drawn(each, "release"))
 
     def lost(self, run: str, nodes: Collection[str], at: float) -> None:
         self._take(self._runs[run], nodes, "eject", at)
@@ -117,6 +113,7 @@ class Work:
         heapq.heappush(self._events, (at, next(self._order), run, what))
 
     def _drawn(self, run: _Run, kind: Kind) -> float:
+        """What its next change of that kind costs."""
         cost = {"absorb": self._costs.absorb, "release": self._costs.release, "eject": self._costs.eject}[kind]
         return drawn(cost, f"{self._seed}/{kind}/{run.plan.run}/{run.changes[kind]}")
 
@@ -141,12 +138,9 @@ class Work:
             del run.coming[node]
         parts: dict[Kind, int] = {**run.left, **({"absorb": len(ready)} if ready else {})}
         for kind, nodes in parts.items():
-            if kind == "release":
-                cost_s = run.leaving[1]
-            elif kind == "absorb" and run.speed[min(run.was, len(run.speed) - 1)] == 0:
-                cost_s = 0.0
-            else:
-                cost_s = self._drawn(run, kind)
+            # The first ones stall nobody.
+            stalls = kind != "absorb" or run.speed[min(run.was, len(run.speed) - 1)] > 0
+            cost_s = self._drawn(run, kind) if stalls else 0.0
             run.changes[kind] += 1
             run.stalled_until = max(run.stalled_until, at + cost_s)
             self._meter.change(at, kind, nodes)
