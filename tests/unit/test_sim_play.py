@@ -176,7 +176,7 @@ def test_no_policy_is_better_than_ideal(
 ) -> None:
     ends = "known" if known else "hidden"
     engine = ToyEngine(holes, ends)
-    score, meter = played(policy, holes, runs_of(runs, 1, 1.7, 2.9), costs, ends=ends, until=4000.0, engine=engine)
+    score, meter = played(policy, holes, runs_of(runs, 1, 1.7, 2.3), costs, ends=ends, until=4000.0, engine=engine)
     assert 0 <= score.ideal_ratio <= 1 + 1e-9
     assert score.idle_node_s == pytest.approx(sum(end - begin for each in holes for begin, end in each))
     assert score.harvested_node_s <= score.idle_node_s + 1e-6

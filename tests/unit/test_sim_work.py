@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import log
+from itertools import accumulate, pairwise, product
+from math import log, log1p
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fallow.model import FallowError, Score
 from fallow.sim.costs import IN_PLACE, P95, drawn, measured, restart
 from fallow.sim.curves import BFTRAINER, curve_of, plans, rate_of, speeds
-from fallow.sim.ideal import most_work
+from fallow.sim.ideal import fair_work
 from fallow.sim.meter import Tally
 from fallow.sim.types import Active, Costs, Kind, Measured, RunPlan
 from fallow.sim.work import Work
@@ -202,21 +202,40 @@ def test_runs_from_words() -> None:
     curves=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3),
     nodes=st.integers(0, 14),
 )
-def test_most_work_is_the_best_of_all_ways(curves: list[list[int]], nodes: int) -> None:
+def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: int) -> None:
     some = [
         RunPlan(run=f"r{n}", min_nodes=1, max_nodes=len(curve), rate=tuple(enumerate(map(float, curve), 1)), shards=8)
         for n, curve in enumerate(curves)
     ]
+    known = [speeds(plan) for plan in some]
+    table = fair_work(some, nodes)
+    for n, work in enumerate(table):
+        ways = [way for way in product(*(range(len(speed)) for speed in known)) if sum(way) <= n]
+        worth = {way: sum(log1p(speed[m]) for speed, m in zip(known, way, strict=True)) for way in ways}
+        fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
+        works = [sum(speed[m] for speed, m in zip(known, way, strict=True)) for way in fairest]
+        assert any(abs(work - other) < 1e-9 for other in works)
 
-    def best(left: int, runs: list[RunPlan]) -> float:
-        if not runs:
-            return 0.0
-        known = speeds(runs[0])
-        return max(known[n] + best(left - n, runs[1:]) for n in range(min(left, len(known) - 1) + 1))
 
-    table = most_work(some, nodes)
-    assert table[-1] == best(nodes, some)
-    assert all(table[n] == best(n, some) for n in range(len(table)))
+@given(
+    steps=st.lists(st.integers(1, 100), max_size=5),
+    runs=st.integers(1, 3),
+    nodes=st.integers(0, 20),
+)
+def test_for_runs_alike_the_ideal_is_the_equal_split_and_nothing_does_more(
+    steps: list[int], runs: int, nodes: int
+) -> None:
+    rises = sorted((1.0, *(1 - step / 101 for step in steps)), reverse=True)
+    speed = [0.0, *accumulate(rises)]
+    some = runs_of(runs, *speed[1:])
+    most = len(rises)
+    table = fair_work(some, nodes)
+    for n, work in enumerate(table):
+        low, more = divmod(min(n, runs * most), runs)
+        equal = (runs - more) * speed[low] + more * speed[min(low + 1, most)]
+        best = max(sum(speed[m] for m in way) for way in product(range(most + 1), repeat=runs) if sum(way) <= n)
+        assert work == pytest.approx(equal)
+        assert work == pytest.approx(best)
 
 
 # -- costs and scores -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fallow.core.quantile import quantile
 from fallow.model import DelayedJobs, Score
 from fallow.sim.curves import speeds
-from fallow.sim.ideal import most_work
+from fallow.sim.ideal import fair_work
 from fallow.sim.types import Kind, RunPlan
 
 DAY_S = 86400.0
@@ -34,7 +34,7 @@ class Tally:
     def __init__(self, plans: Sequence[RunPlan], nodes: int, begin: float) -> None:
         self._begin = self._at = begin
         self._runs = {plan.run: _Run(speeds(plan), since=begin) for plan in plans}
-        self._ideal = most_work(plans, nodes)
+        self._ideal = fair_work(plans, nodes)
         self._idle = 0
         self._members = 0
         self._idle_s = self._ideal_s = self._harvested_s = self._work = 0.0
