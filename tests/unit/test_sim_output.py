@@ -272,6 +272,8 @@ def test_the_foot_tells_what_was_skipped_assumed_and_stopped() -> None:
         "milp:120: limited",
     ]
     assert foot(report(plays(stopped=True)[3:], TRACE, 7, ""))[-1] == "stopped before the end of the trace"
+    turned = foot(report(plays(stopped=True)[:1:-1], TRACE, 7, ""))
+    assert turned[4:] == ["milp:120: stopped after 2.5 hours", "milp:120: limited"], "the others side by side were not"
 
 
 def test_reasons_of_bad_lines_have_one_order() -> None:

@@ -102,11 +102,12 @@ def foot(found: SimReport) -> list[str]:
         lines.append(f"skipped lines: {reasons}")
         lines += [f"  {example}" for example in trace.examples]
     lines += [f"note: {each}" for each in trace.assumed]
+    longest_s = max(policy.seconds for policy in found.policies)
     for policy in found.policies:
-        if policy.seconds != found.seconds:
+        if policy.seconds < longest_s:
             lines.append(f"{policy.name}: stopped after {days(policy.seconds)}")
         lines += [f"{policy.name}: {note}" for note in policy.notes]
-    if found.stopped and found.policies[-1].seconds == found.seconds:
+    if found.stopped and all(policy.seconds == longest_s for policy in found.policies):
         lines.append("stopped before the end of the trace")
     return lines
 
