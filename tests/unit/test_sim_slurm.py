@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from fallow.model import Exit, FallowError, PartitionInfo, ReservationInfo
 from fallow.sim.slurm import SlurmSim
+from fallow.sim.traces import open_trace
 from fallow.sim.types import (
     Ended,
     Happening,
+    Holes,
     JobPart,
     Notice,
     Outage,
@@ -500,3 +504,17 @@ def test_scheduler_parameters() -> None:
     assert Scheduler.of(found.words, kill_wait_s=5.0) == found
     with pytest.raises(FallowError, match="bf_window=long"):
         Scheduler.of("bf_window=long")
+
+
+@pytest.mark.soak
+def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded() -> None:
+    trace = open_trace("earth")
+    assert not isinstance(trace, Holes)
+    sim = SlurmSim(trace.site, trace.jobs(), 0)
+    began = time.process_time()
+    told = [*of(Pool, sim.advance(trace.end)), Pool(at=trace.end, idle=0)]
+    assert time.process_time() - began <= 10.0
+    waits = sorted(sim.ran[job.job_id][0] - job.submit_at for job in trace.jobs())
+    assert waits[int(0.99 * len(waits))] < 5.0
+    idle_s = sum(pool.idle * (after.at - pool.at) for pool, after in pairwise(told))
+    assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)

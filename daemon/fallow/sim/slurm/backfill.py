@@ -209,12 +209,7 @@ class Cycle:
             if nodes:
                 return self._now, nodes
         tier = job.partition.tier if self._preempting and self._cluster.yielding & avail else 0
-        found = self._timelines.of(job, tier).earliest(job, avail, start, until)
-        if found is None or not tier or found[0] > self._now:
-            return found
-        # Slurm preempts in the order of its victims, which are not those of the first nodes.
-        gone = victims(self._cluster, job, avail, self._scheduler.preempt_youngest_first)
-        return found if gone is not None else self._timelines.of(job, 0).earliest(job, avail, start, until)
+        return self._timelines.of(job, tier).earliest(job, avail, start, until)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
@@ -247,7 +242,7 @@ class Cycle:
         return full_s if end >= self._now + full_s else max(limit_s, min(full_s, minutes * MINUTE_S))
 
     def _reserve_running(self, job: Job) -> None:
-        if job.state == "RUNNING" and job.whole and not (self._preempting and job.partition.info.preempts):
+        if job.state == "RUNNING" and job.whole and not (self._preempting and job.partition.preempts):
             self._space.reserve(job.mask, *self._space.slot(self._now, job.end_at - self._now))
 
     def _start_het(self, het: Het) -> bool:

@@ -99,7 +99,7 @@ class Cluster:
         self.touched |= job.mask
         if not job.ours:
             self.theirs |= job.mask
-        if job.partition.info.preempts:
+        if job.partition.preempts:
             self.yielding |= job.mask
         for place in places(job.mask):
             self.jobs[place].append(job)
@@ -123,7 +123,7 @@ class Cluster:
                 self.ending &= ~bit
                 self.yielding &= ~bit
                 continue
-            if not any(other.partition.info.preempts for other in jobs):
+            if not any(other.partition.preempts for other in jobs):
                 self.yielding &= ~bit
             if all(other.ours for other in jobs):
                 self.theirs &= ~bit

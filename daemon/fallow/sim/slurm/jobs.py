@@ -44,18 +44,15 @@ class Partition:
     info: PartitionInfo
     mask: int
     component: Component
+    name: str = field(init=False)
+    tier: int = field(init=False)
+    preempts: bool = field(init=False)
+    "its jobs may be preempted"
+    longest_s: float = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.info.partition
-
-    @property
-    def tier(self) -> int:
-        return self.info.priority_tier
-
-    @property
-    def longest_s(self) -> float:
-        return inf if self.info.max_time_s is None else self.info.max_time_s
+    def __post_init__(self) -> None:
+        self.name, self.tier, self.preempts = self.info.partition, self.info.priority_tier, self.info.preempts
+        self.longest_s = inf if self.info.max_time_s is None else self.info.max_time_s
 
 
 @dataclass(eq=False, slots=True)

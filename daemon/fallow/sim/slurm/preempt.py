@@ -6,8 +6,6 @@ or the youngest (`src/slurmctld/preempt.c`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fallow.sim.slurm.cluster import Cluster, places
 from fallow.sim.slurm.jobs import Job
 from fallow.sim.slurm.select import has, nodes_now, preemptable
@@ -35,10 +33,11 @@ def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> l
         group = [victim] if victim.het is None else list(victim.het.parts)
         going.update(group)
         chosen += group
-        room = _room(cluster, job, wanted, going)
+        for each in group:
+            room |= _room(cluster, job, wanted & each.mask, going)
     if not _enough(job, room):
         return None
-    for victim in list(chosen):
+    for victim in list(chosen) if len(chosen) > 1 else ():
         if victim.het is None and _enough(job, _room(cluster, job, wanted, going - {victim})):
             going.discard(victim)
             chosen.remove(victim)
@@ -53,9 +52,8 @@ def _enough(job: Job, room: int) -> bool:
     return room.bit_count() >= job.nodes and not job.required & ~room
 
 
-def _room(cluster: Cluster, job: Job, wanted: int, going: Iterable[Job]) -> int:
+def _room(cluster: Cluster, job: Job, wanted: int, gone: set[Job]) -> int:
     """Nodes that would take the job without those."""
-    gone = set(going)
     room = 0
     for place in places(wanted):
         staying = [other for other in cluster.jobs[place] if other not in gone]

@@ -112,6 +112,9 @@ class Timelines:
         """Args: late_s: how much longer a job is taken to run that is over its limit."""
         self._cluster = cluster
         self._nodes = [place for component in components for place in component.nodes]
+        self._mask = 0
+        for component in components:
+            self._mask |= component.mask
         self._now = now
         self._late_s = late_s
         self._known: dict[tuple[int, int], Timeline] = {}
@@ -128,8 +131,10 @@ class Timelines:
         return self._known[kind]
 
     def _made(self, gpus: int, tier: int) -> Timeline:
-        changes: dict[float, int] = {}
+        changes: dict[float, int] = {0.0: self._mask & self._cluster.empty} if gpus == WHOLE else {}
         for place in self._nodes:
+            if gpus == WHOLE and not self._cluster.jobs[place]:
+                continue
             at = self._whole_at(place, tier) if gpus == WHOLE else self._room_at(place, gpus, tier)
             if at is not None:
                 changes[at] = changes.get(at, 0) | 1 << place
@@ -149,7 +154,11 @@ class Timelines:
         return [job for job in jobs if not preemptable(job, tier)] if tier else jobs
 
     def _whole_at(self, place: int, tier: int) -> float:
-        return max((self._end(job) for job in self._staying(place, tier)), default=0.0)
+        latest = 0.0
+        for job in self._cluster.jobs[place]:
+            if not (tier and preemptable(job, tier)):
+                latest = max(latest, self._end(job))
+        return latest
 
     def _room_at(self, place: int, gpus: int, tier: int) -> float | None:
         cluster, jobs = self._cluster, self._staying(place, tier)
@@ -169,5 +178,6 @@ def preemptable(job: Job, tier: int) -> bool:
     """May a job of this partition tier have it ended?"""
     if job.state != "RUNNING":
         return False
-    parts = (job,) if job.het is None else tuple(job.het.parts)
-    return all(part.partition.info.preempts and part.partition.tier < tier for part in parts)
+    if job.het is None:
+        return job.partition.preempts and job.partition.tier < tier
+    return all(part.partition.preempts and part.partition.tier < tier for part in job.het.parts)
