@@ -452,6 +452,16 @@ def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> 
     assert asks(plan(state, [Demand("r", 1)], [for_it], AHEAD, fixed())) == []
 
 
+def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
+    """They would gain the run nothing, so the next plan would withdraw them, and the one after ask again."""
+
+    def asked(stair: int) -> int:
+        speeds = ((1, 1.0), (stair, 2.0))
+        return len(asks(plan(busy(), [Demand("r", 5, worth=Worth(speeds, base=1, going=True))], [], AHEAD, fixed())))
+
+    assert [asked(stair) for stair in (2, 3, 4)] == [1, 2, 0], "two may wait, beside the one that it has"
+
+
 def ahead(token: str = "h1", waited_s: float = 60.0, **more: object) -> Allocation:
     values = {"requested_at": NOW - waited_s, "minutes": 120, "ahead": True, **more}
     return held(token, AllocationState.PENDING, **values)

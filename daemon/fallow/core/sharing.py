@@ -197,7 +197,9 @@ def requests_ahead(
     have = {run: aims.nodes.get(run, 0) for run in more}
     open_to = [demand for demand in demands if demand.run in more]
     while open_to and requests.waiting < rules.ahead:
-        gains = [_gain_ahead(demand, have[demand.run], more[demand.run], rules) for demand in open_to]
+        # No more than may wait: with fewer than a stair of its speed takes, they would be withdrawn again.
+        left = rules.ahead - requests.waiting
+        gains = [_gain_ahead(demand, have[demand.run], min(left, more[demand.run]), rules) for demand in open_to]
         greatest = max(gains)
         if greatest <= 0:
             break

@@ -34,6 +34,9 @@ from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
 ANSWER_S, SBATCH_S = 0.2, 0.1
 """From a poll to its answer, and what sbatch takes."""
 
+AGAIN_S = 1.0
+"""Without latency: from one poll to the next at the least."""
+
 PER_POLL = 4
 """Requests to slurmctld: nodes, partitions, reservations, jobs."""
 
@@ -90,6 +93,8 @@ class VirtualHead:
         self._interval_s = options.poll_s
         "from one poll to the next, as of the last one"
         self._began, self._poll_at = -inf, engine.now
+        self._asked_at = -inf
+        "the last poll"
         self._answer: tuple[float, ClusterState] | None = None
         "(when it comes, what it says)"
         self._standing = Standing()
@@ -135,7 +140,9 @@ class VirtualHead:
             case Measured():
                 self._news = self.book.measured(happening) or self._news
         if self._at_once and isinstance(happening, Pool | Ended):
-            self._began = -inf
+            # What follows from a poll in the same moment is looked at a moment later, or there might be no end to it.
+            wait_s = AGAIN_S if self._asked_at == self._now else 0.0
+            self._began = self._now + wait_s - self._wanted_s()
             self._pace()
 
     def _called(self) -> None:
@@ -157,7 +164,7 @@ class VirtualHead:
         return polling.interval_s(self._limits.poll_interval_s, self.neighbourhood.watches(self.book.live()))
 
     def _poll(self) -> None:
-        self._began = self._now
+        self._began = self._asked_at = self._now
         wait_s = self._tokens()
         cluster = self._engine.poll()
         self.calls += PER_POLL
