@@ -12,10 +12,10 @@ import pytest
 from fallow.model import Exit, FallowError, PartitionInfo, ReservationInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.traces import open_trace
+from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.types import (
     Ended,
     Happening,
-    Holes,
     JobPart,
     Notice,
     Outage,
@@ -154,20 +154,50 @@ def test_what_fits_before_a_planned_job_starts_and_what_does_not_waits_behind_it
     assert sim.ran["B"][1] + 0.5 == pytest.approx(sim.ran["D"][0])
 
 
-def test_ends_that_are_far_away_are_taken_together() -> None:
-    limits = {"n1": 62, "n2": 10, "n3": 60}
-    jobs = [job(name, number, 1, minutes * MIN - number) for number, (name, minutes) in enumerate(limits.items())]
+@pytest.mark.parametrize(
+    "limits", [{"n1": 62 * MIN, "n2": 10 * MIN, "n3": 60 * MIN}, {"n1": 685, "n2": 600, "n3": 665}]
+)
+def test_ends_that_are_far_away_are_taken_together(limits: dict[str, float]) -> None:
+    jobs = [job(name, number, 1, limit_s - number) for number, (name, limit_s) in enumerate(limits.items())]
     sim = SlurmSim(site(3), [*jobs, job("two", 3, 2, MIN)], 0)
     sim.poll()
     sim.advance(60.0)
     [two] = [j for j in sim.poll().jobs if j.job_id == "two"]
-    # n3 is free two minutes before n1, but half an hour is looked at in one, and n1 is the first of those.
-    assert (two.start_at, two.planned_nodes) == (0.2 + 62 * MIN, ["n1", "n2"])
+    # n3 is free before n1, but both are looked at in one, and n1 is the first of those. The windows end 30, 60, 120 s
+    # and so on after the first end, rounded up to half a minute.
+    assert (two.start_at, two.planned_nodes) == (0.2 + limits["n1"], ["n1", "n2"])
 
 
-def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too() -> None:
+@pytest.mark.parametrize(("resolution_s", "fits"), [(60.0, False), (1.0, True)])
+def test_plans_are_rounded_to_the_resolution(resolution_s: float, fits: bool) -> None:
+    # `wide` can start at 125 s, in a slot that begins at 120; `small` would end at 122.
+    jobs = [job("runs", 0, 1, 125.0), job("wide", 33, 2, MIN), job("small", 40, 1, MIN)]
+    sim = SlurmSim(site(2, bf_resolution_s=resolution_s), jobs, 0)
+    sim.clock.cycle_end = 32.0
+    sim.advance(100.0)
+    assert ("small" in sim.ran) is fits
+
+
+def test_jobs_of_lower_tiers_are_planned_anew_around_those_above() -> None:
+    jobs = [
+        job("runs", 0, 1, 10 * MIN, partition="normal"),
+        job("low", 1, 1, 5 * MIN, partition="scavenge"),
+        job("high", 50, 1, 5 * MIN, partition="normal"),
+    ]
+    sim = SlurmSim(site(1, partitions=tiers(1, 0.0)), jobs, 0)
+    sim.poll()
+    sim.advance(49.0)
+    assert [j.start_at for j in sim.poll().jobs if j.job_id == "low"] == [0.2 + 10 * MIN]
+    sim.advance(100.0)
+    planned = {j.job_id: j.start_at for j in sim.poll().jobs}
+    assert planned["high"] == 0.2 + 10 * MIN
+    assert planned["low"] is not None and planned["low"] >= 15 * MIN
+
+
+@pytest.mark.parametrize("tier", [1, 2])
+def test_a_blocked_job_keeps_the_nodes_of_its_partition_from_jobs_of_others_too(tier: int) -> None:
     partitions = [
-        PartitionInfo(partition="big", nodes=["n1", "n2"], priority_tier=2),
+        PartitionInfo(partition="big", nodes=["n1", "n2"], priority_tier=tier),
         PartitionInfo(partition="p", nodes=["n2", "n3"]),
     ]
     jobs = [
@@ -319,6 +349,15 @@ def test_preemption_with_grace_when_we_stay(full_pass_s: float, killed: float) -
     assert starts(sim, "user") == [killed + 0.5]
 
 
+def test_a_pass_before_the_preemptor_is_tried_again_ends_no_grace() -> None:
+    # The grace of ours is over at 110.2; what comes at 112 s has a pass run that does not care.
+    jobs = [job("user", 100, 1, 60 * MIN, partition="normal"), job("later", 112, 1, 60 * MIN, partition="normal")]
+    sim = SlurmSim(site(1, partitions=tiers(1, 10.0), preempt=True, bf_interval_s=0.0), jobs, 0, begin=0.0)
+    sim.clock.sweep_phase_s, sim.clock.full_phase_s = 0.0, 59.0
+    sim.submit(wanted(600, partition="scavenge"))
+    assert [round(e.at, 3) for e in of(Ended, sim.advance(300.0))] == [124.0]
+
+
 def test_preemption_without_grace_when_we_stay() -> None:
     sim, _ = held(0.0)
     told = sim.advance(300.0)
@@ -397,6 +436,7 @@ def test_cancelling() -> None:
     assert [(n.job_id, n.at, n.kill_at) for n in of(Notice, told)] == [(first, 10.03, 15.0)]
     shown = {j.job_id: j.state for j in sim.poll().jobs}
     assert shown == {first: "COMPLETING", second: "CANCELLED"}
+    assert [(node.state, node.flags) for node in sim.poll().nodes] == [("IDLE", ["COMPLETING"])]
     assert [(e.job_id, e.at) for e in of(Ended, sim.advance(20.0))] == [(first, 15.0)]
     sim.advance(320.0)
     assert sim.poll().jobs == []
@@ -509,7 +549,7 @@ def test_scheduler_parameters() -> None:
 @pytest.mark.soak
 def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded() -> None:
     trace = open_trace("earth")
-    assert not isinstance(trace, Holes)
+    assert isinstance(trace, RecordedJobs)
     sim = SlurmSim(trace.site, trace.jobs(), 0)
     began = time.process_time()
     told = [*of(Pool, sim.advance(trace.end)), Pool(at=trace.end, idle=0)]
