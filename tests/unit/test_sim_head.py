@@ -151,7 +151,7 @@ def test_it_asks_for_and_cancels_what_the_real_head_does(
     play_real(theirs, runs, PLANS, options(), config, tmp_path, BEGIN + until_s)
     assert ours.submitted == theirs.submitted
     assert ours.cancelled == theirs.cancelled
-    assert len(ours.submitted) > 20 * hours and ours.cancelled and head.elided == 0
+    assert len(ours.submitted) > 20 and ours.cancelled and head.elided == 0
 
 
 def test_what_follows_from_every_poll_follows_from_those_that_are_taken_in() -> None:
