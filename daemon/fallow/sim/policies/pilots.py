@@ -60,7 +60,7 @@ class _Job:
 
     kind: int
     partition: str
-    pinned: str
+    minutes: int
     asked_at: float
     node: str = ""
     started_at: float = 0.0
@@ -257,10 +257,10 @@ class Pilots:
             for _ in range(min(number - asked[partition], room[kind])):
                 room[kind] -= 1
                 length = self._lengths[self._asked % len(self._lengths)] if self._lengths else self._longest[partition]
-                self._request(partition, length, "", at)
+                self._request(partition, length, at)
 
     def _ask_fitting(self, idle: list[str], state: ClusterState, at: float) -> None:
-        """For each idle node the longest job that is over when Slurm has planned another one there."""
+        """For each idle node the longest job that is over when Slurm has planned another one there; longest first."""
         ends: dict[str, float] = {}
         for info in state.jobs:
             if info.state == "PENDING" and info.start_at is not None:
@@ -269,23 +269,25 @@ class Pilots:
         scheduler = self._engine.site.scheduler
         # It starts in a later cycle, and what is planned begins on the grid of backfill's plan.
         late_s = 0.0 if self._at_once else scheduler.bf_interval_s + scheduler.bf_resolution_s
-        asked = {job.pinned for job in self._jobs.values() if not job.node}
-        asked.update(wanted.node for wanted in self._queued.values())
-        room = self._room()
+        wanted: Counter[tuple[int, str]] = Counter()
         for node in idle:
-            partition = self._partitions.get(node)
-            if partition is None or node in asked or not room[self._crew.kind[partition]]:
-                continue
             rest_s = ends.get(node, inf) - at - late_s
             length = next((each for each in self._lengths if 60 * each <= rest_s), None)
-            if length is not None:
-                room[self._crew.kind[partition]] -= 1
-                self._request(partition, length, node, at)
+            if length is not None and node in self._partitions:
+                wanted[min(length, self._longest[self._partitions[node]]), self._partitions[node]] += 1
+        wanted.subtract((job.minutes, job.partition) for job in self._jobs.values() if not job.node)
+        wanted.subtract((each.minutes, each.partition) for each in self._queued.values())
+        room = self._room()
+        for (length, partition), number in sorted(wanted.items(), reverse=True):
+            kind = self._crew.kind[partition]
+            for _ in range(min(number, room[kind])):
+                room[kind] -= 1
+                self._request(partition, length, at)
 
-    def _request(self, partition: str, minutes: int, node: str, at: float) -> None:
+    def _request(self, partition: str, minutes: int, at: float) -> None:
         self._asked += 1
         minutes = min(minutes, self._longest[partition])
-        wanted = Wanted(token=f"pilot-{self._asked}", partition=partition, minutes=minutes, node=node)
+        wanted = Wanted(token=f"pilot-{self._asked}", partition=partition, minutes=minutes)
         if self._at_once:
             self._submit(wanted)
             return
@@ -301,7 +303,7 @@ class Pilots:
         except SubmitRejected:
             self._refused[wanted.partition] = self._at + REFUSED_S
             return
-        self._jobs[job_id] = _Job(self._crew.kind[wanted.partition], wanted.partition, wanted.node, self._at)
+        self._jobs[job_id] = _Job(self._crew.kind[wanted.partition], wanted.partition, wanted.minutes, self._at)
 
     def _withdraw(self, at: float) -> None:
         for job_id, job in list(self._jobs.items()):
