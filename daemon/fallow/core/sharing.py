@@ -195,30 +195,28 @@ def requests_ahead(
     losing = {allocation.run for allocation in aims.release}
     more = {d.run: d.nodes - asked.get(d.run, 0) for d in demands if d.run not in losing}
     have = {run: aims.nodes.get(run, 0) for run in more}
-    open_to = [demand for demand in demands if demand.run in more]
+    open_to = [demand for demand in demands if more.get(demand.run, 0) > 0] if coming else []
     while open_to and requests.waiting < rules.ahead:
         # No more than may wait: with fewer than a stair of its speed takes, they would be withdrawn again.
         left = rules.ahead - requests.waiting
-        gains = [_gain_ahead(demand, have[demand.run], min(left, more[demand.run]), rules) for demand in open_to]
-        greatest = max(gains)
-        if greatest <= 0:
-            break
-        demand = open_to[gains.index(greatest)]
-        wish = requests.ahead(demand, budgets[demand.run], coming)
-        if wish is None:
+        gains = {d.run: _gain_ahead(d, have[d.run], min(left, more[d.run]), rules) for d in open_to}
+        open_to = [demand for demand in open_to if gains[demand.run] > 0]
+        for demand in sorted(open_to, key=lambda demand: -gains[demand.run]):
+            wish = requests.ahead(demand, budgets[demand.run], coming)
+            if wish is not None:
+                charge(budgets, wish)
+                out.append(wish)
+                more[demand.run] -= 1
+                have[demand.run] += 1
+                break
             open_to.remove(demand)
-            continue
-        charge(budgets, wish)
-        out.append(wish)
-        more[demand.run] -= 1
-        have[demand.run] += 1
     return out
 
 
 def _gain_ahead(demand: Demand, have: int, more: int, rules: HarvestRules) -> float:
     """The most per node that some number of nodes above what it has is worth to the run; 0: nothing."""
     if more <= 0:
-        return 0.0
+        return 0.0  # it had one request left to make
     if demand.worth is None:
         return inf
     sizes, values = changes(demand.worth, have, have, have + more, stay_s(rules))
