@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, fit
+from fallow.core.kinds import Kind
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
@@ -108,6 +110,12 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
     only_p = Demand("p", 4, partitions=("p",))
     assert asked(capped, only_p) == [("p", "p")]
     assert asked(capped, Demand("any", 3), only_p) == [*[("any", "q")] * 3, ("p", "p")]
+    # Of two caps a node takes room under one, so that all are used; a run that can use one partition only has its part.
+    both_capped = HarvestRules(partition_nodes={"p": 2, "q": 3})
+    assert asked(both_capped, Demand("any", 9)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
+    assert asked(both_capped, only_p) == [("p", "p")] * 2
+    assert asked(both_capped, Demand("q", 9, partitions=("q",))) == [("q", "q")] * 3
+    assert asked(both_capped, Demand("any", 9), only_q) == [*[("any", "p")] * 2, *[("q", "q")] * 2]
     # What one account may not use, or is kept from for a while, another partition has.
     known = Known()
     known.backoff.strike("AssocGrpNodeLimit", Asker("a"), "p", 30, NOW)
@@ -116,6 +124,26 @@ def test_a_node_of_several_partitions_is_offered_in_each_of_them() -> None:
         site.cluster(), [Demand("a", 1, asker=Asker("a")), Demand("b", 1, asker=Asker("b"))], [], RULES, known
     )
     assert [(w.run, w.partition) for w in wishes if isinstance(w, Ask)] == [("b", "q")]
+
+
+def test_room_under_a_cap_goes_to_nodes_that_can_be_had_in_no_other_way() -> None:
+    def asked(site: Site, *demands: Demand) -> list[tuple[str, str]]:
+        wishes = plan(site.cluster(), list(demands), site.mine, HarvestRules(partition_nodes={"p": 2}))
+        return sorted((w.run, w.partition) for w in wishes if isinstance(w, Ask))
+
+    # Those that come first by name are open through another partition, too.
+    assert asked(Site(2, 0, both=2), Demand("any", 4)) == [*[("any", "p")] * 2, *[("any", "q")] * 2]
+    # What nobody can use takes no room from others.
+    site = Site(0, 0, both=2)
+    site.names["p"] += ["z1", "z2"]
+    site.idle |= {"z1", "z2"}
+    state = site.cluster()
+    arch = {node.node: "aarch64" if node.node[0] == "z" else "x86_64" for node in state.nodes}
+    nodes = [msgspec.structs.replace(node, arch=arch[node.node]) for node in state.nodes]
+    rules = HarvestRules(partition_nodes={"p": 2, "q": 0})
+    arm = Demand("arm", 4, kind=Kind(arch="aarch64"))
+    wishes = plan(msgspec.structs.replace(state, nodes=nodes), [arm], [], rules)
+    assert [w.partition for w in wishes if isinstance(w, Ask)] == ["p", "p"]
 
 
 def test_a_request_stands_for_no_node_of_another_partition() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import floor, inf
 from typing import cast
 
 from fallow.core.allocations import Allocation
+from fallow.core.flow import Flow
 from fallow.core.holes import Hole, Part
 from fallow.core.reach import Reach, Sort
 from fallow.core.requests import Ask, Demand, HarvestRules, Requests, may_take
@@ -42,7 +43,7 @@ def share_out(
     sorts = {demand.run: demand.sort for demand in demands}
     lengths = {hole.node: hole.length_s for hole in holes}
     have = Counter(allocation.run for allocation in held)
-    offers = _Offers(holes, held, pending, reach, rules)
+    offers = _Offers(list(sorts.values()), holes, held, pending, reach, rules)
 
     def suits(sort: Hashable, place: Place) -> bool:
         there = parts.get(place.node, {None})
@@ -84,35 +85,75 @@ def _room(demand: Demand, rules: HarvestRules) -> int:
 
 
 class _Offers:
-    """In which of its partitions each node may be asked for: in none of them more than may be held there."""
+    """In which of its partitions each node may be asked for: in none of them more than may be held there.
+
+    As many idle nodes as can be are open somewhere: those that only capped partitions have are matched with the room
+    under the caps, and what is left of that opens further partitions.
+    """
 
     def __init__(
         self,
+        sorts: Sequence[Sort],
         holes: Sequence[Hole],
         held: Sequence[Allocation],
         pending: AbstractSet[str],
         reach: Reach,
         rules: HarvestRules,
     ) -> None:
-        self._rules, self._reach = rules, reach
-        self._offered = Counter(allocation.partition for allocation in held if allocation.token not in pending)
-        there: dict[str, list[str]] = {}
+        self._sorts, self._reach = list(dict.fromkeys(sorts)), reach
+        having = Counter(allocation.partition for allocation in held if allocation.token not in pending)
+        self._room = {name: max(0, most - having[name]) for name, most in rules.partition_nodes.items()}
+        "capped partition -> nodes more that may be asked for in it"
+        self._waits = {allocation.partition for allocation in held if allocation.token in pending}
+        there: dict[str, dict[str, list[Part | None]]] = {}
         for hole in holes:
-            there.setdefault(hole.node, []).append(hole.partition)
-        # A name comes once for each part that is idle there.
-        open_to = ((node, self._with_room(list(dict.fromkeys(names)))) for node, names in there.items())
-        self.idle = [Place(node, names) for node, names in open_to if names]
+            # A name comes once for each part that is idle there.
+            there.setdefault(hole.node, {}).setdefault(hole.partition, []).append(hole.part)
+        free = {node: tuple(p for p in parts if p not in self._room) for node, parts in there.items()}
+        capped = {
+            node: tuple(p for p in parts if p in self._room and self._of_use(node, p, parts[p]))
+            for node, parts in there.items()
+        }
+        match = self._match({node: names for node, names in capped.items() if not free[node]})
+        also = {node: self._take(name for name in capped[node] if name != match.get(node)) for node in there}
+        opened = {node: {*free[node], *also[node], match.get(node)} for node in there}
+        there_open = ((node, tuple(name for name in there[node] if name in opened[node])) for node in there)
+        self.idle = [Place(node, names) for node, names in there_open if names]
         "holes that may be taken, those that requests will take included"
 
     def elsewhere(self, node: str, partition: str) -> tuple[str, ...]:
         """Partitions besides this one in which a node that we hold could be asked for."""
-        return self._with_room([name for name in self._reach.of_node(node) if name != partition])
+        return self._take(name for name in self._reach.of_node(node) if name != partition)
 
-    def _with_room(self, partitions: Sequence[str]) -> tuple[str, ...]:
-        most = self._rules.partition_nodes
-        names = tuple(name for name in partitions if name not in most or self._offered[name] < most[name])
-        self._offered.update(name for name in names if name in most)
+    def _of_use(self, node: str, partition: str, parts: Iterable[Part | None]) -> bool:
+        """Has anybody use for it there? Else it takes no room from others."""
+        if partition in self._waits:
+            return True
+        return any(self._reach.suits(sort, node, (partition,), part) for sort in self._sorts for part in parts)
+
+    def _take(self, partitions: Iterable[str]) -> tuple[str, ...]:
+        names = tuple(name for name in partitions if self._room.get(name, 1) > 0)
+        for name in names:
+            if name in self._room:
+                self._room[name] -= 1
         return names
+
+    def _match(self, nodes: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """One partition with room for each of as many nodes as can be; node -> partitions that it has."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for node, names in nodes.items():
+            alike.setdefault(names, []).append(node)
+        order = list(self._room)
+        flow = Flow([[order.index(name) for name in names] for names in alike], list(self._room.values()))
+        for i, group in enumerate(alike.values()):
+            flow.take(i, len(group))
+        out: dict[str, str] = {}
+        for i, group in enumerate(alike.values()):
+            given = (order[kind] for kind, number in sorted(flow.uses(i).items()) for _ in range(number))
+            out.update(zip(group, given, strict=False))
+        for name in out.values():
+            self._room[name] -= 1
+        return out
 
 
 def requests_for(
