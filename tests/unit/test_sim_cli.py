@@ -93,6 +93,11 @@ def test_help_has_the_command_that_makes_a_trace(capsys: pytest.CaptureFixture[s
         (["--slurm", "1.0"], Exit.USAGE, "25.11"),
         (["--jobs", "0"], Exit.USAGE, "--jobs"),
         (["--site", "nowhere"], Exit.USAGE, "--site goes with"),
+        (["--site", "nowhere", "--profile", "plain"], Exit.USAGE, "leave --profile away"),
+        (["--plans", "known"], Exit.USAGE, "traces of holes"),
+        (["--scale"], Exit.USAGE, "not with --trace"),
+        (["--runs", "20000x3:bftrainer:VGG16"], Exit.USAGE, "10,000 runs"),
+        (["--costs", "5"], Exit.NOINPUT, "UP-DOWN"),
         (["--out", "/proc/1/here"], Exit.CANTCREAT, "/proc/1/here"),
     ],
 )
@@ -118,6 +123,18 @@ def test_a_trace_that_cannot_be_read_is_refused(
     answer, found = said(capsys, *words(path))
     assert (answer, found["error"]["code"]) == (code, code)
     assert "month.txt" in found["error"]["message"]
+
+
+def test_what_was_found_is_shown_although_it_cannot_be_written(
+    trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Hours of computing are not thrown away because of a full disk."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "out" / "index.html").mkdir(parents=True)
+    assert invoke(words(trace, "--out", str(tmp_path / "out"))) == Exit.CANTCREAT
+    captured = capsys.readouterr()
+    assert "index.html" in captured.err
+    assert captured.out.startswith("POLICY")
 
 
 def test_without_a_trace_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,22 @@ def refused(path: Path, **more: object) -> FallowError:
     return found.value
 
 
+SWF_JOB = "{id} {submit} 0 {runs} {processors} -1 -1 -1 -1 -1 1 7 1 1 1 1 -1 -1"
+
+
+def swf(path: Path, header: str, *more: dict[str, object]) -> Path:
+    """Three sound jobs, and these."""
+    usual = {"submit": 0, "runs": 600, "processors": 4}
+    rows = [SWF_JOB.format(id=number, **usual | each) for number, each in enumerate([{}, {}, {}, *more], 1)]
+    path.write_text("\n".join([*header.split("|"), *rows]) + "\n")
+    return path
+
+
+def sacct(path: Path, *rows: str, header: str = "JobID|Partition|State|Submit|Start|End|NNodes|NodeList") -> Path:
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return path
+
+
 # -- the Standard Workload Format ---------------------------------------------------------------------------------
 
 
@@ -93,6 +109,20 @@ def test_swf_without_a_header_has_as_many_nodes_as_its_widest_job(tmp_path: Path
     trace = open_trace(path)
     assert len(trace.site.nodes) == 16
     assert "16 nodes of one processor: the header has no MaxNodes" in trace.problems.assumed
+
+
+def test_swf_skips_what_cannot_be_true(tmp_path: Path) -> None:
+    wrong = {"runs": "1e300"}, {"submit": "1e15"}, {"processors": 100_000}
+    trace = open_trace(swf(tmp_path / "log.swf", "; MaxNodes: 4|; MaxProcs: 16", *wrong))
+    assert trace.problems.bad == {
+        "it ends after more than a hundred years": 2,
+        "more processors than the header's MaxProcs": 1,
+    }
+    assert len(trace.site.nodes) == 4
+
+
+def test_a_log_of_an_impossible_cluster_is_refused(tmp_path: Path) -> None:
+    assert "1,000,000 nodes" in refused(swf(tmp_path / "log.swf", "; MaxNodes: 1000000")).message
 
 
 # -- sacct --------------------------------------------------------------------------------------------------------
@@ -211,7 +241,7 @@ def test_nodes_that_nobody_names_are_as_many_as_were_in_use_at_once(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "not the format of any trace"),
+        ("", "it is empty"),
         ("a,b,c\n1,2,3\n", "not the format of any trace"),
         ("JobID|State\n1|COMPLETED\n", "column Partition is missing"),
         ("JobID|Partition|State|Submit|Start|End|NNodes\n", "none of its 0 lines can be used"),
@@ -247,8 +277,41 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_a_part_outside_of_the_trace_is_refused() -> None:
-    assert "the trace has days 0 to 0.0" in refused(SACCT, begin_day=3.0).message
+    assert "the trace ends 0.044 days after" in refused(SACCT, begin_day=3.0).message
     assert refused(SACCT, begin_day=3.0).code == Exit.USAGE
+
+
+SOUND = "1|gpu|COMPLETED|1790000000|1790000010|1790003600|2|n[1-2]"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("2|gpu|COMPLETED|1790000000|1790000010|179000000000000|1|n1", "later than 2106"),
+        ("2|gpu|COMPLETED|1790000000|1790000010|1790000600|1.5K|n1", "NNodes is not how many NodeList names"),
+        ("2||COMPLETED|1790000000|1790000010|1790000600|1|n1", "no partition"),
+    ],
+)
+def test_sacct_skips_what_cannot_be_true(tmp_path: Path, row: str, reason: str) -> None:
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND, row))
+    assert trace.problems.bad == {reason: 1}
+    assert [node.node for node in trace.site.nodes] == ["n1", "n2"]
+
+
+def test_jobs_that_all_run_yet_say_nothing_of_a_month(tmp_path: Path) -> None:
+    row = "1|gpu|RUNNING|1790000000|1790000010|Unknown|1|n1"
+    assert "no job in it has ended" in refused(sacct(tmp_path / "jobs.txt", row)).message
+
+
+def test_a_header_that_was_left_away_is_missed(tmp_path: Path) -> None:
+    text = "1|1|ann|a|gpu|q|COMPLETED|1790000000|1790000010|1790003600|60|1|||n1|7"
+    assert "--noheader" in refused(sacct(tmp_path / "jobs.txt", header=text)).message
+
+
+def test_marks_of_byte_order_are_not_part_of_the_first_column(tmp_path: Path) -> None:
+    path = sacct(tmp_path / "jobs.txt", SOUND)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert open_trace(path).problems.used == 1
 
 
 def test_the_command_asks_for_what_is_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +120,12 @@ def simulate(
     **given: Any,
 ) -> int:  # fmt: skip
     if scale:
+        _alone("--scale", "--json", except_for=("scale", "as_json"))
         return _scale(as_json)
     if trace is None:
         raise FallowError("--trace: a file, or one of earth, philly, summit; see: fallow simulate --help", Exit.USAGE)
+    if given["site"] is not None:
+        _apart("--site", ("profile", "version", "bf_interval_s"))
     _has_extra(policies, out)
     from fallow.sim import simulate as simulation
 
@@ -132,13 +136,39 @@ def simulate(
         _make(out)
     played = _play(setup, names, jobs)
     found = simulation.report_of(setup, played)
+    code = Exit.TEMPFAIL if found.stopped else Exit.OK
     if out is not None:
-        _write(out, found, played)
+        try:
+            _write(out, found, played)
+        except FallowError as error:  # what was found in hours is shown all the same
+            say(str(error))
+            code = error.code
     if as_json:
         print_json(found)
     else:
         _show(found)
-    return Exit.TEMPFAIL if found.stopped else Exit.OK
+    return code
+
+
+def _given() -> list[click.Parameter]:
+    """The options that are on the command line."""
+    context = click.get_current_context()
+    by_hand = click.core.ParameterSource.COMMANDLINE
+    return [each for each in context.command.params if each.name and context.get_parameter_source(each.name) is by_hand]
+
+
+def _alone(option: str, only: str, except_for: Sequence[str]) -> None:
+    """Refuse options beside one that they do nothing for."""
+    for each in _given():
+        if each.name not in except_for:
+            raise FallowError(f"{option} goes with {only} only, not with {each.opts[0]}", Exit.USAGE)
+
+
+def _apart(option: str, others: Sequence[str]) -> None:
+    """Refuse options about what another one says already."""
+    for each in _given():
+        if each.name in others:
+            raise FallowError(f"{option} says it already: leave {each.opts[0]} away", Exit.USAGE)
 
 
 def _setup(kind: type[Setup], given: dict[str, Any], **more: Any) -> Setup:
@@ -181,10 +211,13 @@ def _play(setup: Setup, names: Sequence[str], jobs: int) -> list[Played]:
 
 
 def _make(folder: Path) -> None:
+    """The folder, in which a file can be made: told before hours of computing, not after."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise FallowError(f"--out {folder}: cannot be made ({error.strerror})", Exit.CANTCREAT) from error
+        raise FallowError(f"--out {folder}: cannot be written ({error.strerror})", Exit.CANTCREAT) from error
 
 
 def _write(folder: Path, found: SimReport, played: Sequence[Played]) -> None:

@@ -59,7 +59,11 @@ def measured(path: Path, start: tuple[float, float] = IN_PLACE.start) -> Costs:
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Row])
     except OSError as error:
-        raise FallowError(f"{path}: cannot be read ({error.strerror})", Exit.NOINPUT) from None
+        raise FallowError(
+            f"costs {str(path)!r}: neither UP-DOWN in seconds, for example 18-12, nor a file that can be read "
+            f"({error.strerror})",
+            Exit.NOINPUT,
+        ) from None
     except msgspec.MsgspecError as error:
         raise FallowError(f"{path}: not what `fallow bench --json` prints ({error})", Exit.DATA) from None
     found: dict[str, tuple[float, float]] = {}

@@ -51,6 +51,9 @@ GPUS = 4
 NEAR = 0.1
 """Global batches that differ by at most this part count as the same."""
 
+MOST_RUNS = 10_000
+"""Ten times what a head is meant for."""
+
 MEASURED = 600.0
 """Seconds that each published measurement is taken to have lasted: it is believed as it stands."""
 
@@ -94,6 +97,8 @@ def plans(text: str, adaptdl: Path | None = None) -> list[RunPlan]:
                 f"runs {part.strip()!r}: wanted COUNTxNODES:CURVE or COUNTxMIN-MAX:CURVE, for example {DEFAULT}",
                 Exit.USAGE,
             )
+        if len(found) + number > MOST_RUNS:
+            raise FallowError(f"runs {text!r}: more than {MOST_RUNS:,} runs", Exit.USAGE)
         rate = curve_of(curve, adaptdl)
         found += [
             RunPlan(run=f"r{len(found) + k + 1}", min_nodes=least, max_nodes=most, rate=rate, shards=SHARDS * most)

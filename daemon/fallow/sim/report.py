@@ -113,10 +113,12 @@ def foot(found: SimReport) -> list[str]:
 
 
 def days(seconds: float) -> str:
-    """`2.5 days`, `6 hours`, `90 s`."""
-    if seconds >= 86400:
-        return f"{seconds / 86400:.3g} days"
-    return f"{seconds / 3600:.3g} hours" if seconds >= 3600 else f"{seconds:.0f} s"
+    """`2.5 days`, `1 hour`, `90 s`."""
+    for unit_s, unit in ((86400, "day"), (3600, "hour")):
+        if seconds >= unit_s:
+            number = f"{seconds / unit_s:.3g}"
+            return f"{number} {unit}" + ("" if number == "1" else "s")
+    return f"{seconds:.0f} s"
 
 
 def _rounded(value: PolicyScore) -> PolicyScore:

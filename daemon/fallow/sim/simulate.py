@@ -69,14 +69,6 @@ class Setup(Struct, frozen=True, kw_only=True):
     record: bool = False
     "keep what plots need"
 
-    @property
-    def arm(self) -> str:
-        version = ".".join(f"{number:02}" for number in self.version)
-        slurm = f"Slurm {version}, backfill every {self.bf_interval_s:g} s, polls every {self.poll_s:g} s"
-        return f"latency {self.latency}, plans {self.plans}, {self.profile}" + (
-            f", {slurm}" if self.latency == "slurm" else ""
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Ground:
@@ -186,7 +178,20 @@ def report_of(setup: Setup, played: Sequence[Played]) -> SimReport:
     trace = trace_read(_shown(setup.trace), ground.source.problems)
     if ground.jobs is not None and (told := apart(ground.jobs.jobs(), _without_us(setup))):
         trace = msgspec.structs.replace(trace, assumed=[*trace.assumed, told])
-    return report(played, trace, setup.seed, setup.arm)
+    return report(played, trace, setup.seed, _arm(setup, ground))
+
+
+def _arm(setup: Setup, ground: Ground) -> str:
+    """Under which rules it was played: those of the trace's own site, where it has one."""
+    slurm = ground.source.site.scheduler
+    version = ".".join(f"{number:02}" for number in slurm.version)
+    words = [f"latency {setup.latency}"]
+    if ground.holes is not None:
+        words.append(f"plans {setup.plans}")
+    words.append("the site's own Slurm" if setup.site else setup.profile)
+    if setup.latency == "slurm":
+        words += [f"Slurm {version}", f"backfill every {slurm.bf_interval_s:g} s", f"polls every {setup.poll_s:g} s"]
+    return ", ".join(words)
 
 
 def _shown(trace: str) -> str:
@@ -213,6 +218,11 @@ def _ground(setup: Setup) -> Ground:
         raise FallowError(
             f"--latency none: {_shown(name)} has jobs, and Slurm starts those and ours together; give a trace of holes "
             "(earth, philly, summit), or --latency slurm",
+            Exit.USAGE,
+        )
+    if jobs is not None and setup.plans == "known":
+        raise FallowError(
+            f"--plans known: goes with traces of holes; of {_shown(name)} the simulated Slurm plans the jobs itself",
             Exit.USAGE,
         )
     partitions = harvested(source.site)

@@ -13,6 +13,7 @@ from fallow.sim.traces.sites import Profile, from_folder
 from fallow.sim.traces.summit import SummitHoles
 from fallow.sim.traces.walltimes import MEDIAN_FACTOR
 from fallow.sim.types import Holes, Scheduler, Trace
+from fallow.text import clean
 from fallow.traces import trace_path
 
 SUMMIT_DAYS = 2.0
@@ -79,9 +80,13 @@ def open_trace(
     if "percentile" in words:
         chosen = SUMMIT_DAYS if days is None else days
         return SummitHoles(path, seed, begin_day=begin_day, days=chosen, profile=profile, scheduler=scheduler)
+    if not first:
+        raise FallowError(f"{path}: it is empty", Exit.DATA)
+    if first.count("|") == len(sacct.FIELDS) - 1:
+        raise FallowError(f"{path}: the line with the names of the columns is missing (--noheader?)", Exit.DATA)
     raise FallowError(
         f"{path}: not the format of any trace that is known: sacct (`fallow simulate --help` shows the command), "
-        f"the Standard Workload Format, or one of contrib/traces; its first line is {first[:60]!r}",
+        f"the Standard Workload Format, or one of contrib/traces; its first line is {clean(first, 60)!r}",
         Exit.DATA,
     )
 

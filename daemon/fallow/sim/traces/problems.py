@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ from fallow.sim.types import Problems
 MOST_EXAMPLES = 5
 MOST_JOBS = 2_000_000
 """More are not held in memory."""
+MOST_NODES = 100_000
+"""No cluster has more; a file that says so is wrong, and would take all memory."""
+LAST_S = 2.0**32
+"""In 2106. Later times are a mistake of somebody's."""
 _SHOWN = 80
 
 
@@ -61,6 +66,11 @@ class Tally:
         """The error that says why the whole file is of no use."""
         return FallowError(f"{self._path}: {reason}; expected {self._expected}", Exit.DATA)
 
+    def check_size(self, nodes: float) -> None:
+        """Raises FallowError: so many nodes are no cluster's."""
+        if nodes > MOST_NODES:
+            raise self.refuse(f"it asks for {nodes:,.0f} nodes, more than {MOST_NODES:,}")
+
     def problems(self) -> Problems:
         """All of it.
 
@@ -88,13 +98,15 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         FallowError: it cannot be read.
     """
     try:
-        with gzip.open(path, "rt", errors="replace") if path.suffix == ".gz" else path.open(errors="replace") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 yield number, line.rstrip("\r\n")
     except FileNotFoundError:
         raise FallowError(f"{path}: no such file", Exit.NOINPUT) from None
-    except (OSError, EOFError) as error:
-        raise FallowError(f"{path}: cannot read it ({error})", Exit.DATA) from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FallowError(f"{path}: cannot read it ({reason})", Exit.DATA) from error
 
 
 def table(path: Path, columns: tuple[str, ...], tally: Tally) -> Iterator[tuple[int, dict[str, str]]]:

@@ -50,12 +50,13 @@ class Window:
 
     def of(self, first: float, last: float) -> tuple[float, float]:
         """Begin and end in Unix seconds, of a trace that goes from `first` to `last`."""
+        if last <= first:
+            raise FallowError("nothing to play: the trace begins and ends at the same time", Exit.DATA)
         begin = first + self.begin_day * DAY_S
         end = last if self.days is None else min(last, begin + self.days * DAY_S)
         if not first <= begin < end:
             raise FallowError(
-                f"day {self.begin_day:g} and {self.days or 0:g} days on: the trace has days 0 to "
-                f"{(last - first) / DAY_S:.1f} (--begin, --days)",
+                f"--begin {self.begin_day:g}: the trace ends {(last - first) / DAY_S:.3g} days after it begins",
                 Exit.USAGE,
             )
         return begin, end

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.sim.traces.problems import Tally, lines
+from fallow.sim.traces.problems import LAST_S, Tally, lines
 from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
 from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
 from fallow.sim.types import JobPart, Scheduler, Site
@@ -75,9 +75,11 @@ def read(
     site = _in_slots(site)
     records = _joined(rows, _each(site), tally)
     ends = [record.end_at for record in records if math.isfinite(record.end_at)]
+    if not ends:
+        raise tally.refuse("no job in it has ended")
     last = max([*ends, *(record.start_at for record in records)])
     # sacct shows what had not ended before --starttime.
-    first = min(ends, default=min(record.start_at for record in records))
+    first = min(ends)
     if first >= last:
         first = min(record.start_at for record in records)
     return RecordedJobs(site, records, first, last, window, tally)
@@ -145,6 +147,9 @@ def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
     if submit is None or start is None:
         tally.bad(number, "no time", times["Submit"] if submit is None else times["Start"])
         return None
+    if max(submit, start, end or 0.0) > LAST_S:
+        tally.bad(number, "later than 2106", "|".join(times.values()))
+        return None
     if end is None and state not in _RUNNING:
         tally.bad(number, "it is over, and has no end", times["End"])
         return None
@@ -161,6 +166,12 @@ def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
     tres = row.get("AllocTRES", "") or row.get("ReqTRES", "")
     listed = row.get("NodeList", "")
     nodelist = tuple(parse.nodes("" if listed.startswith("None") else listed))
+    if nodelist and len(nodelist) != nodes:
+        tally.bad(number, "NNodes is not how many NodeList names", f"{row['NNodes']}|{listed}")
+        return None
+    if not row["Partition"].strip():
+        tally.bad(number, "no partition")
+        return None
     raw = row.get("JobIDRaw", "").strip() or job_id
     record = Record(
         job_id=raw,
@@ -177,7 +188,7 @@ def _row(number: int, row: Mapping[str, str], tally: Tally) -> _Row | None:
     )
     return _Row(
         record=record,
-        partition=row["Partition"].split(",")[0].strip() or "batch",
+        partition=row["Partition"].split(",")[0].strip(),
         nodes=nodes,
         gpus=_tres(tres, "gres/gpu"),
         cpus=_tres(tres, "cpu"),
@@ -224,7 +235,9 @@ def _inferred(path: Path, rows: list[_Row], profile: Profile, scheduler: Schedul
         nodes = dict.fromkeys(node for row in some for node in row.record.nodelist)
         widest = max(row.nodes for row in some)
         if len(nodes) < widest:
-            nodes = dict.fromkeys(f"{partition}-{number:05d}" for number in range(1, max(widest, _peak(some)) + 1))
+            wanted = max(widest, _peak(some))
+            tally.check_size(wanted)
+            nodes = dict.fromkeys(f"{partition}-{number:05d}" for number in range(1, wanted + 1))
             tally.assume(f"{len(nodes)} nodes in {partition}: as many as were in use at once, for nobody names them")
         else:
             tally.assume(f"{len(nodes)} nodes in {partition}: those that jobs ran on")

@@ -10,7 +10,7 @@ import math
 import re
 from pathlib import Path
 
-from fallow.sim.traces.problems import Tally, lines
+from fallow.sim.traces.problems import LAST_S, Tally, lines
 from fallow.sim.traces.recorded import DAY_S, Record, RecordedJobs, Window
 from fallow.sim.traces.sites import LONGEST_S, Profile, made_up
 from fallow.sim.types import JobPart, Scheduler
@@ -40,7 +40,7 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
                 partitions[int(found[1])] = found[2]
         elif line.strip():
             tally.read += 1
-            if (row := _row(number, line.split(), tally)) is not None:
+            if (row := _row(number, line.split(), _header_number(header, "MaxProcs"), tally)) is not None:
                 rows.append(row)
     if not rows:
         tally.problems()
@@ -71,8 +71,8 @@ def read(path: Path, window: Window, profile: Profile, scheduler: Scheduler) -> 
     return RecordedJobs(site, records, first, last, window, tally)
 
 
-def _row(number: int, words: list[str], tally: Tally) -> list[float] | None:
-    """The numbers of a line, if it is a job that ran."""
+def _row(number: int, words: list[str], most: float | None, tally: Tally) -> list[float] | None:
+    """The numbers of a line, if it is a job that ran. `most`: processors that there are."""
     if len(words) != FIELDS:
         tally.bad(number, f"not {FIELDS} fields")
         return None
@@ -96,8 +96,14 @@ def _row(number: int, words: list[str], tally: Tally) -> list[float] | None:
     if row[_SUBMIT] < 0:
         tally.bad(number, "submitted before the log begins", words[_SUBMIT])
         return None
-    if max(row[_PROCESSORS], row[_ASKED_PROCESSORS]) <= 0:
+    if row[_SUBMIT] + max(0.0, row[_WAIT]) + row[_RUN] > LAST_S:
+        tally.bad(number, "it ends after more than a hundred years")
+        return None
+    if _processors(row) <= 0:
         tally.bad(number, "no processors")
+        return None
+    if most and _processors(row) > most:
+        tally.bad(number, "more processors than the header's MaxProcs", f"{_processors(row):.0f}")
         return None
     tally.use()
     return row
@@ -110,11 +116,13 @@ def _size(header: dict[str, str], rows: list[list[float]], tally: Tally) -> tupl
     if not nodes or nodes < 1:
         nodes = max(processors or 0, widest)
         tally.assume(f"{nodes:g} nodes of one processor: the header has no MaxNodes")
+        tally.check_size(nodes)
         return 1, int(nodes)
     each = max(1, round((processors or nodes) / nodes))
     if widest > each * nodes:
         nodes = math.ceil(widest / each)
         tally.assume(f"{nodes:g} nodes: the widest job needs more than the header says")
+    tally.check_size(nodes)
     return each, int(nodes)
 
 
