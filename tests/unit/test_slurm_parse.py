@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,7 @@ def test_output_of_one_scontrol_with_three_commands() -> None:
         "ReservationName=maint StartTime=1795236632 EndTime=1795240232 Nodes=n[1-2] Flags=MAINT,SPEC_NODES Users=root\n"
         "scontrol: \n"
     )
+    assert parse.cluster(re.sub("show .*\n", "", text)) == parse.cluster(text), "as without readline"
     [first, second], [gpu, old], [maint] = parse.cluster(text)
     assert (first.state, first.flags) == ("DOWN", ["NOT_RESPONDING", "DRAIN"])
     assert (first.gpus, first.gpus_used, first.features) == (4, 2, ["a100", "ib"])

@@ -307,11 +307,12 @@ def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
 def cluster(text: str) -> tuple[list[NodeInfo], list[PartitionInfo], list[ReservationInfo]]:
     """Output of `scontrol -o -d` for `show node`, `show partition` and `show reservation`, in any order.
 
-    Lines that begin otherwise (prompts, "No reservations in the system") say nothing.
+    Lines that begin otherwise ("No reservations in the system") say nothing.
     """
     found_nodes, partitions, reservations = [], [], []
     for line in text.splitlines():
-        line = line.strip()
+        # Built without readline, scontrol prints its prompt and the answer in one line.
+        line = line.strip().removeprefix("scontrol: ")
         if line.startswith("NodeName="):
             found_nodes.append(node(_values(line)))
         elif line.startswith("PartitionName="):
