@@ -18,7 +18,7 @@ from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.neighbour import GiveBack
-from fallow.core.planner import Withdraw, plan
+from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
 from fallow.core.survival import Spell
 from fallow.core.unstarted import Unstarted
@@ -455,11 +455,13 @@ def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> 
 def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
     """They would gain the run nothing, so the next plan would withdraw them, and the one after ask again."""
 
-    def asked(stair: int) -> int:
+    def asked(stair: int, rules: HarvestRules = AHEAD) -> int:
         speeds = ((1, 1.0), (stair, 2.0))
-        return len(asks(plan(busy(), [Demand("r", 5, worth=Worth(speeds, base=1, going=True))], [], AHEAD, fixed())))
+        return len(asks(plan(busy(), [Demand("r", 5, worth=Worth(speeds, base=1, going=True))], [], rules, fixed())))
 
     assert [asked(stair) for stair in (2, 3, 4)] == [1, 2, 0], "two may wait, beside the one that it has"
+    for capped in (dataclass_replace(AHEAD, max_nodes=1), dataclass_replace(AHEAD, partition_nodes={"scavenge": 1})):
+        assert [asked(stair, capped) for stair in (2, 3)] == [1, 0], "one may be held"
 
 
 def ahead(token: str = "h1", waited_s: float = 60.0, **more: object) -> Allocation:
@@ -515,6 +517,43 @@ def test_a_request_that_waits_ahead_gives_way_to_one_that_fits_a_short_hole() ->
     assert plan(state, [Demand("r", 1)], [ahead()], capped, fixed()) == swapped
     hopeless = waiting(planned_nodes=["n1"], start_at=NOW + 60, reason="BeginTime", partition="other")
     assert plan(cluster([node("n1")], [hopeless]), [Demand("r", 0)], [ahead()], AHEAD, fixed()) == []
+
+
+def test_a_place_under_a_cap_passes_from_a_request_ahead_to_a_run_that_has_an_idle_node() -> None:
+    """At once; it kept the place for as long as a request is waited for."""
+    waits, busy_run = [ahead(waited_s=5.0)], Demand("r", 1, partitions=("scavenge",))
+    taker = Demand("b", 2, partitions=("other",))
+
+    def planned(rules: HarvestRules, *demands: Demand, mine: list[Allocation] = waits) -> list[Wish]:
+        return plan(other("m1", "m2"), list(demands), mine, rules, fixed())
+
+    one = HarvestRules(max_nodes=1, max_pending=8, ahead=2)
+    passed = [Withdraw("h1", INSTEAD), Ask("b", "other", 120)]
+    assert planned(one, busy_run, taker) == passed
+    assert planned(one, taker, busy_run) == passed
+    # That is the end of it: whoever has a node keeps it, whatever others would wait for.
+    for state in (AllocationState.PENDING, AllocationState.RUNNING):
+        nodes = ["m1"] if state is AllocationState.RUNNING else []
+        has = held("b1", state, run="b", partition="other", requested_at=NOW, minutes=120, nodes=nodes)
+        assert planned(one, busy_run, Demand("b", 1, partitions=("other",)), mine=[has]) == []
+    # Not for a run that needs nothing or may not ask, not from a request that was made for an idle node.
+    assert planned(one, busy_run, Demand("b", 0, partitions=("other",))) == []
+    assert planned(one, busy_run, Demand("b", 2, partitions=("other",), renew=False)) == []
+    assert planned(one, busy_run, taker, mine=[ahead(waited_s=5.0, ahead=False)]) == []
+    # Nor where there is room for both.
+    wishes = planned(HarvestRules(max_nodes=2, max_pending=8, ahead=1), busy_run, taker)
+    assert [type(wish) for wish in wishes] == [Ask, Withdraw, Ask], "the second idle node takes the place, too"
+    roomy = planned(HarvestRules(max_nodes=3, max_pending=8, ahead=1), busy_run, taker)
+    assert [type(wish) for wish in roomy] == [Ask, Ask]
+    # A cap on the partition alone does the same.
+    state = busy()
+    nodes = [*state.nodes, node("z1", features=["new"])]
+    there = replace(state.partitions[0], nodes=[n.node for n in nodes])
+    both = replace(state, nodes=nodes, partitions=[there, *state.partitions[1:]])
+    old, new = Demand("r", 1, kind=Kind(constraint="old")), Demand("b", 1, kind=Kind(constraint="new"))
+    capped = HarvestRules(max_pending=8, ahead=2, partition_nodes={"scavenge": 1})
+    wishes = plan(both, [old, new], waits, capped, fixed())
+    assert [(type(w), getattr(w, "run", "")) for w in wishes] == [(Withdraw, ""), (Ask, "b")]
 
 
 def test_a_request_ahead_waits_as_long_as_it_takes_where_it_keeps_no_room_from_others() -> None:

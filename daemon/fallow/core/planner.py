@@ -115,8 +115,9 @@ def plan(
     wishes = requests_for(found, demands, requests, budgets)
     asked = Counter(wish.run for wish in wishes)
     out += wishes
-    for waits, wish in [] if again else requests_instead(demands, requests, budgets):
+    for waits, wish in [] if again else requests_instead(found, demands, asked, requests, budgets):
         out += [Withdraw(waits.token, "an idle node is asked for instead"), wish]
+        asked[wish.run] += wish.run != waits.run
     more = requests.waiting < rules.ahead and any(demand.nodes > asked[demand.run] for demand in demands)
     coming = _coming(cluster, allocations, rules, standing) if more else []
     out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)

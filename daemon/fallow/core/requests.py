@@ -334,10 +334,7 @@ class Requests:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
         if self.waiting >= self._rules.ahead or self._full():
             return None
-        if demand.sort not in self._coming:
-            suits = (h for h in coming if self._reach.suits(demand.sort, h.node, (h.partition,)))
-            self._coming[demand.sort] = list(islice(suits, TRIES))
-        for hole in self._coming[demand.sort]:
+        for hole in self._coming_for(demand, coming):
             if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
                 continue
             minutes, least = self._limits(hole, demand, budget_node_s)
@@ -349,6 +346,18 @@ class Requests:
             exclude = self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, minutes, least, exclude=exclude, ahead=True)
         return None
+
+    def may_come(self, demand: Demand, coming: Iterable[Hole]) -> int:
+        """Requests more for nodes that others still have which may be made for the run."""
+        there = {hole.partition for hole in self._coming_for(demand, coming)}
+        return min(self._rules.ahead - self.waiting, self._places(), sum(map(self._places, there)))
+
+    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> list[Hole]:
+        """The first nodes of others that it can use."""
+        if demand.sort not in self._coming:
+            suits = (h for h in coming if self._reach.suits(demand.sort, h.node, (h.partition,)))
+            self._coming[demand.sort] = list(islice(suits, TRIES))
+        return self._coming[demand.sort]
 
     def instead(self, waits: Allocation, demand: Demand, budget_node_s: float | None) -> Ask | None:
         """An idle node in place of a request that waits ahead; None: none will do, and it waits on.
@@ -408,11 +417,20 @@ class Requests:
         in_all = min(2 * most, self._rules.max_waiting) - self._all_stale
         return max(0, min(most - self._stale.get(partition, 0), in_all) - self._fresh)
 
-    def _full(self, partition: str | None = None) -> bool:
+    def caps_bind(self, partition: str) -> bool:
+        """May no more nodes be held, there or at all?"""
+        return self._full() or self._full(partition)
+
+    def _places(self, partition: str | None = None) -> int:
+        """Nodes more that may be held there, or in all."""
         if partition is None:
-            most = self._rules.max_nodes
-            return most is not None and sum(self._held.values()) >= most
-        return self._held.get(partition, 0) >= self._rules.partition_nodes.get(partition, 1 << 30)
+            most, have = self._rules.max_nodes, sum(self._held.values())
+        else:
+            most, have = self._rules.partition_nodes.get(partition), self._held.get(partition, 0)
+        return 1 << 30 if most is None else max(0, most - have)
+
+    def _full(self, partition: str | None = None) -> bool:
+        return not self._places(partition)
 
     # -- which node -----------------------------------------------------------------------------------------------
 

@@ -194,23 +194,36 @@ def requests_for(
 
 
 def requests_instead(
-    demands: Sequence[Demand], requests: Requests, budgets: dict[str, float | None]
+    aims: Targets,
+    demands: Sequence[Demand],
+    asked: Mapping[str, int],
+    requests: Requests,
+    budgets: dict[str, float | None],
 ) -> list[tuple[Allocation, Ask]]:
-    """Idle nodes that are left, for runs whose requests wait for nodes that others still have; and those requests.
+    """Idle nodes that are left, in place of requests that wait for nodes which others still have; and those requests.
+
+    They are for the runs that made them, and then for those that miss nodes because such a request keeps a place under
+    a cap: somebody is to have it who can use it now.
 
     Args:
-        demands, requests, budgets: as for `requests_for`.
+        aims, demands, requests, budgets: as for `requests_for`.
+        asked: run -> requests that this plan makes for it already.
     """
     known = {demand.run: demand for demand in demands}
+    missing = {run: more - asked.get(run, 0) for run, more in aims.more.items()}
     out: list[tuple[Allocation, Ask]] = []
     for waits in requests.waiting_ahead:
-        demand = known.get(waits.run)
-        if demand is None or not demand.renew:
-            continue
-        wish = requests.instead(waits, demand, budgets[demand.run])
-        if wish is not None:
-            charge(budgets, wish)
-            out.append((waits, wish))
+        others = (run for run in missing if missing[run] > 0 and run != waits.run)
+        for run in (waits.run, *(others if requests.caps_bind(waits.partition) else ())):
+            demand = known.get(run)
+            if demand is None or not demand.renew:
+                continue
+            wish = requests.instead(waits, demand, budgets[run])
+            if wish is not None:
+                charge(budgets, wish)
+                out.append((waits, wish))
+                missing[run] = missing.get(run, 0) - (run != waits.run)
+                break
     return out
 
 
@@ -238,9 +251,9 @@ def requests_ahead(
     have = {run: aims.nodes.get(run, 0) for run in more}
     open_to = [demand for demand in demands if more.get(demand.run, 0) > 0] if coming else []
     while open_to and requests.waiting < rules.ahead:
-        # No more than may wait: with fewer than a stair of its speed takes, they would be withdrawn again.
-        left = rules.ahead - requests.waiting
-        gains = {d.run: _gain_ahead(d, have[d.run], min(left, more[d.run]), rules) for d in open_to}
+        # No more than may wait and be held: fewer than a stair of its speed takes would be withdrawn again.
+        left = {demand.run: min(more[demand.run], requests.may_come(demand, coming)) for demand in open_to}
+        gains = {demand.run: _gain_ahead(demand, have[demand.run], left[demand.run], rules) for demand in open_to}
         open_to = [demand for demand in open_to if gains[demand.run] > 0]
         for demand in sorted(open_to, key=lambda demand: -gains[demand.run]):
             wish = requests.ahead(demand, budgets[demand.run], coming)

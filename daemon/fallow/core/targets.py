@@ -108,7 +108,7 @@ def targets(
         kept = next((i for i, size in enumerate(sizes) if size >= min(have, high)), 0)
         staying.append(Claim(kinds, sizes[kept:], values[kept:]))
     if cap is not None:
-        cap = max(cap, sum(claim.sizes[0] for claim in staying))
+        cap = max(cap + supply.ahead, sum(claim.sizes[0] for claim in staying))
     found = apportion(staying, supply.counts, cap)
     moved = apportion(claims, supply.counts, cap)
     runs = [_Run(party, claim, mine[party.run]) for party, claim in zip(parties, claims, strict=True)]
@@ -156,6 +156,8 @@ class _Supply:
         "token -> kind of the node that it holds or waits for"
         self._own: dict[str, list[int]] = {}
         self.places: dict[Place, int] = {}
+        self.ahead = 0
+        "requests that wait for nodes of others: their places under the cap are for whoever can use a node now"
 
     def free(self) -> list[int]:
         """Nodes of each kind that nobody holds or waits for."""
@@ -185,6 +187,7 @@ class _Supply:
             there = (place for place in self._idle if name in place.partitions and place not in self._taken)
             place = next((place for place in there if self._fits(allocation, place)), None)
             self._taken.update(() if place is None else (place,))
+            self.ahead += place is None and allocation.ahead
         kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
         self.kind[allocation.token] = kind
         self._own.setdefault(allocation.run, []).append(kind)
