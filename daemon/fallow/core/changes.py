@@ -52,37 +52,54 @@ class Changes:
         self._timing = timing
         self._probe_s = timing.probe_s
         "members that wait for each other for so long have their links looked at; doubled when these are good"
+        self._finishing = roster.finishing
+        self._content = False
+        "no generation is wanted, as the roster is"
+        self._busy: str | None = None
+        "who waited least when all were looked at: as long as that is not for long, not all wait for each other"
         if roster.change is not None and not roster.change.committed:
             # Prepared but not committed when the last head died: nobody may have switched, so it is burned.
             roster.change = None
 
     # -- what is due ----------------------------------------------------------------------------------------------
 
-    def plan(self, at: float) -> None:
-        """Look at the roster and do what is due: commit, complete, rebuild, or begin the next change."""
+    def plan(self, at: float, *, news: bool) -> None:
+        """Look at the roster and do what is due: commit, complete, rebuild, or begin the next change.
+
+        Args:
+            at: now.
+            news: the roster has changed since it was last looked at, and not only in how far its workers are. Without
+                news, as after nearly every heartbeat, only time can make something due, and that is seen without going
+                through all workers.
+        """
         r = self._roster
         reason = self._watch.confirmed(at)
         if reason is not None:
             self.break_off(at, f"the group broke ({reason})")
-        if r.change is not None:
-            self._advance(at)
+            news = True
+        if news:
+            self._content = False
+            if r.change is not None:
+                self._advance(at)
+            self._finishing = r.finishing
         if r.status.ended:
             return
-        if r.finishing:
+        if self._finishing:
             self._end_if_all_finished(at)
             self._free_those_who_wait(at)
-        elif r.change is None and at >= self.retry_at:
+        elif r.change is None and at >= self.retry_at and not self._content:
             proposal = wanted(r)
             if proposal is not None:
                 self.begin(at, proposal)
-        self._look_at_links(at)
+            self._content = proposal is None
+        self._look_at_links(at, news)
 
     def _advance(self, at: float) -> None:
         r, change = self._roster, self._roster.change
         assert change is not None
         if not change.committed:
-            needed = change.members if change.interrupt else [w for w in change.participants if r.alive(w)]
-            if all(w in change.votes for w in needed):
+            needed = change.members if change.interrupt else change.participants
+            if all(w in change.votes or (not change.interrupt and not r.alive(w)) for w in needed):
                 if change.probe:
                     self._probe_s *= 2
                     self.burn(at, "its members reach each other: the links are slow, not cut")
@@ -90,19 +107,23 @@ class Changes:
                     return
                 self._commit(change, at)
         if change.committed:
-            here = all(w in change.active or r.workers[w].finished for w in change.members)
-            away = all(w in change.left or not r.alive(w) for w in change.leavers)
-            if here and away:
+            here = (w in change.active or r.workers[w].finished for w in change.members)
+            away = (w in change.left or not r.alive(w) for w in change.leavers)
+            if all(here) and all(away):
                 self._complete(change, at)
 
-    def _look_at_links(self, at: float) -> None:
+    def _look_at_links(self, at: float, news: bool) -> None:
         """All members wait for each other: a link is cut or slow. A group built beside the old one tells which."""
         r, change = self._roster, self._roster.change
-        if r.status.ended or r.finishing or not r.members or (change is not None and not change.committed):
+        if r.status.ended or self._finishing or not r.members or (change is not None and not change.committed):
+            return
+        if self._one_is_busy(at, news):
             return
         # A leaver that has not left keeps the others waiting as a member does.
         alive = [w for w in involved(r) if r.alive(w)]
-        stuck = self._watch.stuck_s(alive, at)
+        waited = {w: self._watch.waited_s(w, at) for w in alive}
+        self._busy = min(waited, key=waited.__getitem__, default=None)
+        stuck = min(waited.values(), default=0.0)
         inside = self._watch.in_mean(alive)
         if stuck > self._timing.progress_s and 0 < len(inside) < len(alive):
             self.end(RunStatus.FAILED, _APART.format(s=stuck, inside=named(r, inside), step=r.front))
@@ -118,6 +139,14 @@ class Changes:
                 # lost. So it is done again, by a group that is built by those who reach each other.
                 self._probe_s *= 2
                 self.break_off(at, f"the first exchange of generation {r.generation} does not end: {reason}")
+
+    def _one_is_busy(self, at: float, news: bool) -> bool:
+        """The one that waited least still does: so nobody's links need a look."""
+        r, name = self._roster, self._busy
+        if name is None or self._watch.waited_s(name, at) > min(self._probe_s, self._timing.progress_s):
+            return False
+        leavers = [] if r.change is None else r.change.leavers
+        return not news or (r.alive(name) and (name in r.members or name in leavers))
 
     # -- steps of a change ----------------------------------------------------------------------------------------
 
@@ -137,9 +166,10 @@ class Changes:
             deadline_at=at + self._patience_s(interrupt or probe),
         )
         self._effects.forget_sent()
+        message = self.prepare(r.change, at)
         for name in r.change.participants:
             self._effects.note_sent(name, r.high, Prepare, at)
-            self._effects.tell(name, self.prepare(r.change, at))
+            self._effects.tell(name, message)
 
     def _patience_s(self, waited_for: bool) -> float:
         timing = self._timing
@@ -256,7 +286,7 @@ class Changes:
         if change is None or change.committed or change.accused_at is None:
             return []
         accused = {name for names in change.unreachable.values() for name in names}
-        silent = [w for w in change.participants if w not in {*change.votes, *change.unreachable, *accused}]
+        silent = set(change.participants) - change.votes - change.unreachable.keys() - accused
         if silent and at < min(change.accused_at + self._timing.accuse_s, change.deadline_at):
             return []
         by_age = sorted(change.members, key=lambda w: r.workers[w].index)
@@ -306,10 +336,12 @@ class Changes:
             return
         for name in r.members:
             if r.alive(name) and not r.workers[name].finished and self._watch.waits_in_vain(name, at):
-                message = OthersFinished(
-                    term=self._effects.term, steps=r.final.steps, agreed=r.final.agreed, answer=r.final.answer
-                )
-                self._effects.again(name, r.high, message, at)
+                self._effects.again(name, r.high, OthersFinished, self._others_finished, at)
+
+    def _others_finished(self) -> OthersFinished:
+        final = self._roster.final
+        assert final is not None
+        return OthersFinished(term=self._effects.term, steps=final.steps, agreed=final.agreed, answer=final.answer)
 
     def end(self, status: RunStatus, message: str) -> None:
         """The run is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fallow.core import events as ev
@@ -47,9 +48,17 @@ class Effects:
     def note_sent(self, worker: str, generation: int, kind: type[Message], at: float) -> None:
         self._sent[worker, generation, kind] = at
 
-    def again(self, worker: str, generation: int, message: ToWorker, at: float) -> None:
-        """Repeat what a worker has not followed yet, not more often than the resend time."""
-        key = (worker, generation, type(message))
+    def again(self, worker: str, generation: int, kind: type[Message], make: Callable[[], ToWorker], at: float) -> None:
+        """Repeat what a worker has not followed yet, not more often than the resend time.
+
+        Args:
+            worker: to be told.
+            generation: that it is about.
+            kind: of the message.
+            make: makes it, if it is due.
+            at: now.
+        """
+        key = (worker, generation, kind)
         if at - self._sent.get(key, at - self._resend_s) >= self._resend_s:
             self._sent[key] = at
-            self.tell(worker, message)
+            self.tell(worker, make())

@@ -3,7 +3,8 @@
 `handle(event)` changes the roster and returns instructions. The caller makes the roster durable (compare-and-set
 fenced by term and revision) *before* it carries the instructions out, so nobody acts on a decision that a restart could
 forget. What happens to a change of the membership is in `changes`, which generation is due in `proposals`, who has
-been silent or stuck for too long in `watch`, whose failure it is in `failures`.
+been silent or stuck for too long in `watch`, what becomes of those who go in `losses`, whose failure it is in
+`failures`.
 
 The manner is that of `distributed.worker_state_machine` (dask/distributed): events in, instructions out, a table of
 handlers, a story for the error message, and a validation switch.
@@ -12,18 +13,19 @@ handlers, a story for the error message, and a validation switch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fallow.core import events as ev
 from fallow.core import failures
-from fallow.core.changes import Changes, exit_unknown
+from fallow.core.changes import Changes
 from fallow.core.checkpoints import Checkpoints
 from fallow.core.effects import Effects
 from fallow.core.invariants import check
 from fallow.core.joining import difference
+from fallow.core.losses import Losses
 from fallow.core.proposals import involved
-from fallow.core.roster import Failure, FailureKind, Roster, Worker
+from fallow.core.roster import Change, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
 from fallow.model import (
@@ -41,22 +43,14 @@ from fallow.model import (
     Held,
     Left,
     Message,
+    Prepare,
     Refused,
-    RunStatus,
     Vote,
     WorkerHello,
     WorkerPhase,
     WorkerReady,
 )
 from fallow.text import counted
-
-CRASHES = frozenset((4, 6, 7, 8, 11))
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
-
-_DESERTED = (
-    "its script ended (exit code 0) inside of the run.steps loop while the others go on; all have to leave it in the "
-    "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
-)
 
 
 class Membership:
@@ -79,13 +73,13 @@ class Membership:
         self._watch = Watch(roster, timing, at)
         self._changes = Changes(roster, self._effects, self._watch, timing, at)
         self._checkpoints = Checkpoints(roster, self._effects, self._changes)
-        self._at = at
+        self._losses = Losses(roster, self._effects, self._watch, self._changes, timing)
         failures.begin_clock(roster, at)
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.WorkerExpected: self._expected,
             ev.Said: self._take,
             ev.WorkerStopped: self._stopped,
-            ev.WorkerGone: self._gone,
+            ev.WorkerGone: self._losses.gone,
             ev.ReleaseWanted: self._release,
             ev.LimitChanged: self._limit,
             ev.CheckpointWritten: self._checkpoints.written,
@@ -97,12 +91,11 @@ class Membership:
             WorkerHello: self._hello,
             WorkerReady: self._ready,
             Vote: self._vote,
-            Beat: self._beat,
             Active: self._active,
             Held: self._held,
             Aligned: self._aligned,
             Left: self._left,
-            Failed: self._failed,
+            Failed: self._losses.failed,
             Finished: self._finished,
             CheckpointFailed: self._checkpoints.given_up,
             CheckpointDamaged: self._checkpoints.unusable,
@@ -110,16 +103,19 @@ class Membership:
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event; returns what to do, in order."""
-        self._at = event.at
-        beat = isinstance(event, ev.Said) and isinstance(event.message, Beat)
-        if not beat and not isinstance(event, ev.Ticked | ev.WorkerStopped):
+        beat = event.message if isinstance(event, ev.Said) and isinstance(event.message, Beat) else None
+        if beat is None and not isinstance(event, ev.Ticked | ev.WorkerStopped):
             self.story.append(event)
+        news = True
         if not self.roster.status.ended:
-            self._handlers[type(event)](event)
+            if beat is None:
+                self._handlers[type(event)](event)
+            else:
+                news = self._beat(beat, event.at)
         if not self.roster.status.ended:
-            self._drop_unreachable(event.at)
+            news = self._drop_unreachable(event.at) or news
         if not self.roster.status.ended:
-            self._changes.plan(event.at)
+            self._changes.plan(event.at, news=news)
         if self._validate:
             check(self.roster, self.story)
         return self._effects.take()
@@ -172,7 +168,7 @@ class Membership:
             message = f"worker {worker.worker} on node {worker.node} was refused: {problem}"
             self._effects.tell(worker.worker, Refused(code=Exit.DATA, message=message))
             self._effects.record("refuse", message, worker=worker.worker)
-            self._count_start_failure(message)
+            self._losses.count_start_failure(message)
             return
         worker.phase = WorkerPhase.READY
         r.start_failures = 0
@@ -185,8 +181,8 @@ class Membership:
             return
         unreachable = [worker for worker in vote.unreachable if worker in self.roster.workers]
         if vote.ok:
-            if vote.worker in change.participants and vote.worker not in change.votes:
-                change.votes.append(vote.worker)
+            if change.concerns(vote.worker):
+                change.votes.add(vote.worker)
         elif unreachable:
             change.unreachable[vote.worker] = unreachable
             if change.accused_at is None:
@@ -197,55 +193,72 @@ class Membership:
                 self._effects.dismiss(vote.worker, Exit.TEMPFAIL, f"its group could not be built: {vote.reason}")
             self._changes.burn(at, vote.reason)
 
-    def _drop_unreachable(self, at: float) -> None:
-        """Go on without those whom the others cannot reach, as soon as the votes say who that is."""
+    def _drop_unreachable(self, at: float) -> bool:
+        """Go on without those whom the others cannot reach, as soon as the votes say who that is; True: they do."""
         change = self.roster.change
-        accusations = {} if change is None else change.unreachable
+        if change is None:
+            return False
         overdue = []
         for name in self._changes.cut_off(at):
-            accusers = [w for w, names in accusations.items() if name in names] or accusations.get(name, [])
-            reason = f"no connection between it and {', '.join(accusers)}"
+            accusers = [w for w, names in change.unreachable.items() if name in names]
+            reason = f"no connection between it and {', '.join(accusers or change.unreachable.get(name, []))}"
             overdue.append(Overdue(self.roster.workers[name], reason, FailureKind.UNREACHABLE))
-        self._eject(at, overdue)
+        self._losses.eject(at, overdue)
+        return bool(overdue) or self.roster.change is not change
 
-    def _beat(self, beat: Beat, at: float) -> None:
+    def _beat(self, beat: Beat, at: float) -> bool:
+        """Take in a heartbeat. There are many: one that says nothing new must not cost more in a large run.
+
+        Returns:
+            it said something new of the change under way.
+        """
         r = self.roster
         worker = r.workers.get(beat.worker)
         if worker is None:
-            return
+            return False
         term = self._effects.term
         if worker.phase is WorkerPhase.GONE:
             # It was let go while it could not hear (stopped, cut off, the head was away): it must not compute on.
             code = Exit.OK if worker.leaving_because else Exit.TEMPFAIL
             self._effects.tell(beat.worker, Dismiss(term=term, code=code, reason="it is no longer in the run"))
-            return
+            return False
         self._watch.beat(beat, at)
         self._note_unrecorded(worker, beat)
         if not r.rolling_back:
             worker.step = max(worker.step, beat.step)
         change = r.change
-        if change is None:
-            if beat.prepared > r.generation:
-                abort = Abort(term=term, generation=beat.prepared, reason="superseded")
-                self._effects.again(beat.worker, beat.prepared, abort, at)
-            elif beat.held and beat.worker in r.members and beat.generation == r.generation:
-                self._watch.suspect(at, beat.generation, f"{beat.worker} is held")
-        elif beat.worker in change.participants:
-            number = change.generation
-            if not change.committed:
-                if beat.prepared == number and beat.worker not in change.votes:
-                    change.votes.append(beat.worker)
-                elif beat.prepared < number:
-                    self._effects.again(beat.worker, number, self._changes.prepare(change, at), at)
-            elif beat.generation == number:
-                if beat.worker not in change.active and beat.worker in change.members:
-                    change.active.append(beat.worker)
-                    worker.has_state = True
-            elif beat.prepared == number:
-                self._effects.again(beat.worker, number, Commit(term=term, generation=number), at)
-            else:
-                # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
-                self._watch.suspect(at, number, f"{beat.worker} missed its commit")
+        if change is not None:
+            return self._beat_in_change(worker, beat, change, at)
+        if beat.prepared > r.generation:
+            abort = Abort(term=term, generation=beat.prepared, reason="superseded")
+            self._effects.again(beat.worker, beat.prepared, Abort, lambda: abort, at)
+        elif beat.held and beat.worker in r.members and beat.generation == r.generation:
+            self._watch.suspect(at, beat.generation, f"{beat.worker} is held")
+        return False
+
+    def _beat_in_change(self, worker: Worker, beat: Beat, change: Change, at: float) -> bool:
+        """A beat is a vote, or proof of the switch, and it shows who missed a message. True: it was new."""
+        term, name, number = self._effects.term, beat.worker, change.generation
+        if not change.committed:
+            if beat.prepared == number and name not in change.votes and change.concerns(name):
+                change.votes.add(name)
+                return True
+            if beat.prepared < number and change.concerns(name):
+                self._effects.again(name, number, Prepare, lambda: self._changes.prepare(change, at), at)
+        elif beat.generation == number:
+            if name not in change.active and name in change.members:
+                change.active.add(name)
+                worker.has_state = True
+                return True
+        elif not change.concerns(name):
+            return False
+        elif beat.prepared == number:
+            commit = Commit(term=term, generation=number)
+            self._effects.again(name, number, Commit, lambda: commit, at)
+        else:
+            # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
+            self._watch.suspect(at, number, f"{name} missed its commit")
+        return False
 
     def _note_unrecorded(self, worker: Worker, beat: Beat) -> None:
         """Records of samples wait for the disk. They count as unknown should their worker be lost."""
@@ -268,8 +281,7 @@ class Membership:
             return
         worker.has_state = True
         worker.step = max(worker.step, active.first_step)
-        if active.worker not in change.active:
-            change.active.append(active.worker)
+        change.active.add(active.worker)
         change.first_step = active.first_step
         change.bytes_in_pause += active.bytes_received
         change.bytes_behind += active.bytes_behind
@@ -303,171 +315,8 @@ class Membership:
             return
         change = self.roster.change
         if change is not None and change.committed and left.worker in change.leavers:
-            change.left.append(left.worker)
+            change.left.add(left.worker)
         worker.phase = WorkerPhase.GONE
-
-    # -- workers go -----------------------------------------------------------------------------------------------
-
-    def _failed(self, failed: Failed, at: float) -> None:
-        r = self.roster
-        worker = r.workers.get(failed.worker)
-        if worker is None or worker.phase is WorkerPhase.GONE or worker.finished:
-            return
-        text = f"{failed.worker} on node {worker.node}: {failed.message}"
-        self._effects.record(
-            "failed", text, worker=failed.worker, code=failed.code, step=failed.step, traceback=failed.traceback
-        )
-        r.message = text
-        worker.ended_because, worker.traceback = failed.message, failed.traceback
-        if failed.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
-            return  # no failure of the script's, or one that counts when the process has ended
-        worker.step = max(worker.step, failed.step)
-        signature = failed.signature or f"exit code {failed.code}"
-        if not self._is_the_scripts(worker, FailureKind.EXCEPTION, signature, failed.message, failed.traceback):
-            self._lose(at, [worker], failed.message, failed.code)
-
-    def _gone(self, event: ev.WorkerGone) -> None:
-        worker = self.roster.workers.get(event.worker)
-        if worker is None or worker.phase is WorkerPhase.GONE:
-            return
-        if worker.finished:
-            self._exited(worker, event)
-            return
-        kind, signature, reason = None, "", event.reason
-        if event.signal in CRASHES:
-            kind, signature = FailureKind.CRASH, f"signal {event.signal}"
-        elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):
-            kind, signature = FailureKind.EXCEPTION, f"exit code {event.code}"
-        elif event.code == Exit.OK and self._deserts(worker):
-            kind, signature, reason = FailureKind.EXCEPTION, failures.APART + "exit code 0", _DESERTED
-        if kind is not None and not worker.leaving_because:
-            if kind is FailureKind.EXCEPTION and worker.phase is not WorkerPhase.STARTING:
-                text = f"{worker.worker} on node {worker.node}: the script ended with exit code {event.code}"
-                self._effects.record("failed", text, worker=worker.worker, code=event.code, step=worker.step)
-            if worker.phase is WorkerPhase.STARTING:
-                self._note(worker, kind, signature, reason)
-            elif self._is_the_scripts(worker, kind, signature, reason, event.tail):
-                return
-        self._lose(event.at, [worker], event.reason, event.code)
-
-    def _deserts(self, worker: Worker) -> bool:
-        """Its script has ended in order, but in the middle of the training, in which others go on."""
-        r = self.roster
-        here = worker.phase is WorkerPhase.MEMBER and not worker.leaving_because and not r.finishing
-        return here and any(w != worker.worker for w in r.staying())
-
-    def _exited(self, worker: Worker, event: ev.WorkerGone) -> None:
-        """Its script had ended, and now its process has: on the main member, how it did decides about the run."""
-        worker.phase = WorkerPhase.GONE
-        self._watch.forget(worker.worker)
-        if event.code == Exit.OK:
-            return
-        is_main = worker is self.roster.final_main()
-        if event.code is None:
-            worker.ended_because = exit_unknown(worker, event.reason) if is_main else event.reason
-            self._effects.record("exit", f"{worker.worker} on {worker.node}: {event.reason}", worker=worker.worker)
-            return
-        text = f"{worker.worker} on node {worker.node}: its script ended after the training, but {event.reason}"
-        self._effects.record("failed", text, worker=worker.worker, code=event.code, step=worker.step)
-        if is_main:
-            text = f"the main member {worker.worker} (node {worker.node}) failed after the training: {event.reason}"
-            self._changes.end(RunStatus.FAILED, text)
-
-    def _eject(self, at: float, overdue: Sequence[Overdue]) -> None:
-        """Have these killed, and go on without them."""
-        for one in overdue:
-            if one.kind is not None:
-                self._note(one.worker, one.kind, one.kind.value, one.reason)
-            self._effects.add(ev.Kill(one.worker.worker, one.reason, stack=one.kind is FailureKind.HANG))
-        self._lose(at, [one.worker for one in overdue], "; ".join(dict.fromkeys(one.reason for one in overdue)))
-
-    def _lose(self, at: float, workers: Sequence[Worker], reason: str, code: int | None = None) -> None:
-        """These are gone; whatever depended on them is begun again, once."""
-        r, change = self.roster, self.roster.change
-        broken: list[str] = []
-        burned: list[str] = []
-        for worker in workers:
-            name, where = worker.worker, f"{worker.worker} on {worker.node}"
-            before, worker.phase = worker.phase, WorkerPhase.GONE
-            self._watch.forget(name)
-            worker.ended_because = worker.ended_because or reason
-            if before is WorkerPhase.STARTING:
-                self._ended_before_ready(worker, reason, code)
-                continue
-            if name not in involved(r):
-                self._effects.record("eject", f"standby {where} is gone: {reason}", worker=name)
-                continue
-            if change is not None and change.committed and name in change.leavers:
-                # Whoever is active in the new generation has passed the boundary, and so had the leaver.
-                if name in change.left or change.active or code == Exit.OK:
-                    change.left.append(name)
-                    continue
-            elif change is not None and not change.committed and name not in r.members:
-                self._effects.record("eject", f"joiner {where} is gone: {reason}", worker=name)
-                burned.append(name)
-                continue
-            self._effects.record("eject", f"{where} is gone: {reason}", worker=name)
-            if r.scripted and not r.finishing:
-                r.limit = max(0, r.limit - 1)
-            broken.append(where)
-        if r.status.ended:
-            return
-        if broken:
-            self._changes.break_off(at, f"{', '.join(broken)} is gone: {reason}", code)
-        elif burned and r.change is change and change is not None:
-            self._changes.burn(at, f"{', '.join(burned)} is gone")
-            self._changes.retry_at = at
-
-    def _is_the_scripts(self, worker: Worker, kind: FailureKind, signature: str, text: str, trace: str) -> bool:
-        """Note a failure. True if it is the script's own, which has ended the run."""
-        r = self.roster
-        verdict = None if r.finishing else failures.verdict(r, self._failure(worker, kind, signature, text))
-        if verdict is None:
-            self._note(worker, kind, signature, text)
-            return False
-        self._effects.record("eject", f"{worker.worker} on {worker.node} is gone: {text}", worker=worker.worker)
-        worker.phase = WorkerPhase.GONE
-        r.traceback = trace
-        self._changes.end(RunStatus.FAILED, verdict)
-        return True
-
-    def _note(self, worker: Worker, kind: FailureKind, signature: str, text: str) -> None:
-        failure = self._failure(worker, kind, signature, text)
-        reason = failures.note(self.roster, failure, self._timing.bar_after)
-        if reason is not None:
-            self._effects.record("bar", f"node {failure.node} is barred from this run: {reason}", node=failure.node)
-            self._effects.add(ev.NodeBarred(failure.node, reason))
-
-    def _failure(self, worker: Worker, kind: FailureKind, signature: str, text: str) -> Failure:
-        return Failure(
-            worker=worker.worker,
-            node=worker.node,
-            token=worker.token,
-            kind=kind,
-            signature=signature,
-            step=worker.step,
-            text=text,
-            at=self._at,
-        )
-
-    def _ended_before_ready(self, worker: Worker, reason: str, code: int | None) -> None:
-        what = f"worker {worker.worker} on node {worker.node} ended before its training loop: {reason}"
-        if code == Exit.OK:
-            what = (
-                f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.steps(); "
-                "call fallow.init(), run.prepare(...) and loop over run.steps(loader)"
-            )
-        if not worker.leaving_because:
-            self._effects.record("failed", what, worker=worker.worker)
-            self._count_start_failure(what)
-
-    def _count_start_failure(self, what: str) -> None:
-        r = self.roster
-        r.start_failures += 1
-        r.message = r.message or what
-        others = [w for w in r.workers.values() if w.phase in (WorkerPhase.STARTING, WorkerPhase.READY)]
-        if r.generation == 0 and not others:
-            self._changes.end(RunStatus.FAILED, r.message)
 
     def _finished(self, finished: Finished, at: float) -> None:
         r = self.roster
@@ -522,7 +371,7 @@ class Membership:
     def _tick(self, event: ev.Ticked) -> None:
         for node in failures.expire(self.roster, event.at):
             self._effects.record("bar", f"node {node} is barred no longer: it may be tried again", node=node)
-        self._eject(event.at, self._watch.overdue(event.at))
+        self._losses.eject(event.at, self._watch.overdue(event.at))
         change = self.roster.change
         if change is None or change.committed or event.at < change.deadline_at:
             return
@@ -530,6 +379,6 @@ class Membership:
         self._effects.record("abort", f"generation {change.generation}: no vote from {', '.join(late)}")
         waited_for = change.interrupt or change.probe
         out = [self.roster.workers[w] for w in late if waited_for or w not in self.roster.members]
-        self._eject(event.at, [Overdue(worker, "did not vote in time", None) for worker in out])
+        self._losses.eject(event.at, [Overdue(worker, "did not vote in time", None) for worker in out])
         if self.roster.change is change:
             self._changes.burn(event.at, "votes missing")

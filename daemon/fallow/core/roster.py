@@ -97,13 +97,13 @@ class Change(msgspec.Struct, kw_only=True):
     probe: bool = False
     "made only to see whether its members reach each other; never committed"
     committed: bool = False
-    votes: list[str] = []
+    votes: set[str] = set()
     unreachable: dict[str, list[str]] = {}
     "voter -> those it cannot reach"
     accused_at: float | None = None
     "when the first of those votes came"
-    active: list[str] = []
-    left: list[str] = []
+    active: set[str] = set()
+    left: set[str] = set()
     first_step: int | None = None
     pause_s: float | None = None
     parts: Parts = Parts()
@@ -114,6 +114,10 @@ class Change(msgspec.Struct, kw_only=True):
     @property
     def participants(self) -> list[str]:
         return self.members + self.leavers
+
+    def concerns(self, worker: str) -> bool:
+        """Is it one of the participants?"""
+        return worker in self.members or worker in self.leavers
 
 
 class Saved(msgspec.Struct, kw_only=True):

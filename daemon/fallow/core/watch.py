@@ -79,10 +79,12 @@ class Watch:
 
     def overdue(self, at: float) -> list[Overdue]:
         """Workers that have to be ejected now."""
-        found = (self._look(worker, at) for worker in self._roster.workers.values())
+        waits = (self._beats[w][1].doing is Doing.WAITING for w in self._roster.members if w in self._beats)
+        others_wait, finishing = any(waits), self._roster.finishing
+        found = (self._look(worker, at, others_wait, finishing) for worker in self._roster.workers.values())
         return [overdue for overdue in found if overdue is not None]
 
-    def _look(self, worker: Worker, at: float) -> Overdue | None:
+    def _look(self, worker: Worker, at: float, others_wait: bool, finishing: bool) -> Overdue | None:
         if worker.phase is WorkerPhase.GONE or worker.finished:
             return None
         name, timing = worker.worker, self._timing
@@ -96,24 +98,20 @@ class Watch:
             return None
         if silent > timing.lease_s:
             return Overdue(worker, f"silent for {silent:.1f} s", FailureKind.HANG)
-        stalled = self._stalled_s(name, at)
+        stalled = 0.0 if finishing else self._stalled_s(name, at, others_wait)
         if stalled > timing.progress_s:
             return Overdue(worker, f"no progress for {stalled:.1f} s, alive", FailureKind.HANG)
         return None
 
-    def _stalled_s(self, worker: str, at: float) -> float:
+    def _stalled_s(self, worker: str, at: float, others_wait: bool) -> float:
         """For how long the worker has kept the run from getting on."""
         came, beat = self._beats.get(worker, (at, None))
-        if beat is None or beat.doing is Doing.WAITING or self._roster.finishing:
+        if beat is None or beat.doing is Doing.WAITING:
             return 0.0
-        if beat.doing is Doing.OUTSIDE and not self._others_wait(worker):
+        if beat.doing is Doing.OUTSIDE and not others_wait:
             # After the loop, or between two: nobody knows whether it will come to another one.
             return 0.0
         return beat.stalled_s + at - came
-
-    def _others_wait(self, worker: str) -> bool:
-        others = [self._beats[w] for w in self._roster.members if w != worker and w in self._beats]
-        return any(beat.doing is Doing.WAITING for _, beat in others)
 
     def silent(self, worker: str, at: float) -> bool:
         """It was not heard of for as long as its lease."""
@@ -131,12 +129,8 @@ class Watch:
         """Those whose script is in a `run.mean` or `run.barrier` of a body, as they last said."""
         return [worker for worker in workers if worker in self._beats and self._beats[worker][1].in_mean]
 
-    def stuck_s(self, workers: Iterable[str], at: float) -> float:
-        """For how long each of them has waited for the others: 0 if anybody does something else."""
-        waits = [self._waited_s(worker, at) for worker in workers]
-        return min(waits, default=0.0)
-
-    def _waited_s(self, worker: str, at: float) -> float:
+    def waited_s(self, worker: str, at: float) -> float:
+        """For how long the worker has waited for the other members: 0 if it does something else."""
         came, beat = self._beats.get(worker, (at, None))
         if beat is None or beat.held or beat.doing is not Doing.WAITING:
             return 0.0

@@ -112,6 +112,8 @@ class Run:
         self.past: list[bytes] = []
         "reports of old generations, encoded, as they are in the store (`head.forgetting`)"
         self.beats: dict[str, Beat] = {}
+        self.reached = 0, 0
+        "where the foremost member is in its data; raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
         self.stretch: Stretch | None = None
         "steps since the last change, to be measured"
@@ -160,6 +162,11 @@ class Run:
         if not self.may_restart(allocation, node, worker):
             return False
         return worker in allocation.again or worker not in allocation.exited
+
+    def look_how_far(self) -> None:
+        """See where the foremost member is: who said so last may have left, or have gone back to a checkpoint."""
+        members = (self.beats[worker].reached for worker in self.roster.members if worker in self.beats)
+        self.reached = max(members, default=(0, 0))
 
     def live_allocations(self) -> list[Allocation]:
         return [a for a in self.record.allocations.values() if a.live]

@@ -89,7 +89,7 @@ class Peers:
                 self._beat(turn, run, worker, message)
             case WorkerReady() | Finished():
                 self._take(turn, run, message)
-                turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=_reached(run)))
+                turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=run.reached))
             case Checkpointed():
                 # By this host's clock: it is told at once, and again only while no head is there.
                 saved.take(turn, run, message, turn.now - message.took_s, self._checkpoint.keep)
@@ -133,7 +133,7 @@ class Peers:
             checkpoint_s=self._checkpoint.interval_s,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
-            reached=_reached(run),
+            reached=run.reached,
         )
         turn.tell(run, worker, welcome)
 
@@ -144,12 +144,14 @@ class Peers:
         known = run.roster.workers.get(worker)
         if known is None or known.phase is WorkerPhase.GONE:
             return
+        if known.phase in (WorkerPhase.MEMBER, WorkerPhase.LEAVING):
+            run.reached = max(run.reached, beat.reached)
         end = run.allocation_of(worker).end_at
         ack = BeatAck(
             term=turn.book.term,
             ready=known.phase is not WorkerPhase.STARTING,
             deadline_in_s=None if end is None else end - turn.now,
-            reached=_reached(run),
+            reached=run.reached,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoint_given_up=run.roster.checkpoint_given_up,
         )
@@ -306,20 +308,21 @@ class Peers:
             if run.roster.status.ended:
                 self._end_stragglers(turn, run)
                 continue
+            run.look_how_far()
             turn.reply(run, run.rendezvous.tick(turn.at))
             turn.apply(run, ev.Ticked(at=turn.at))
+            margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
             for allocation in run.live_allocations():
-                self._watch(turn, run, allocation)
+                self._watch(turn, run, allocation, margin_s)
                 again.due(turn, run, allocation, self._config.beat_s)
             forget(turn, run)
 
-    def _watch(self, turn: Turn, run: Run, allocation: Allocation) -> None:
-        """Release before the end; take agents that fell silent for gone."""
-        margin = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+    def _watch(self, turn: Turn, run: Run, allocation: Allocation, margin_s: float) -> None:
+        """Release so long before the end; take agents that fell silent for gone."""
         if (
             allocation.state is AllocationState.RUNNING
             and allocation.end_at is not None
-            and turn.now >= allocation.end_at - margin
+            and turn.now >= allocation.end_at - margin_s
         ):
             turn.release_allocation(run, allocation, allocation.ends_because)
         neighbours.hurry(turn, run, allocation)
@@ -336,11 +339,6 @@ class Peers:
                 silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
                 if silent > self._config.lease_s:
                     self.agent_gone(turn, run, allocation, node, "the run is over")
-
-
-def _reached(run: Run) -> tuple[int, int]:
-    """Where the foremost member is in its data."""
-    return max((run.beats[worker].reached for worker in run.roster.members if worker in run.beats), default=(0, 0))
 
 
 def _ended(code: int) -> str:

@@ -79,7 +79,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         epoch=front.epoch if front is not None else 0,
         loss=front.loss if front is not None else None,
         samples_per_s=front.samples_per_s if front is not None and r.members and not r.status.ended else 0.0,
-        members=[_member_view(run, w, at, now) for w in _shown_workers(run)],
+        members=_member_views(run, at, now),
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
         scalars=front.scalars if front is not None else {},
@@ -151,19 +151,22 @@ def _shown_workers(run: Run) -> list[str]:
     return [w.worker for w in run.roster.workers.values() if w.phase is not WorkerPhase.GONE]
 
 
-def _member_view(run: Run, worker: str, at: float, now: float) -> MemberView:
-    r = run.roster
-    known = r.workers[worker]
+def _member_views(run: Run, at: float, now: float) -> list[MemberView]:
+    ranks = {worker: rank for rank, worker in enumerate(run.roster.members)}
+    return [_member_view(run, worker, ranks.get(worker), at, now) for worker in _shown_workers(run)]
+
+
+def _member_view(run: Run, worker: str, rank: int | None, at: float, now: float) -> MemberView:
+    known = run.roster.workers[worker]
     allocation = run.allocation_of(worker)
-    member = worker in r.members
-    beat = run.beats.get(worker) if member else None
+    beat = None if rank is None else run.beats.get(worker)
     return MemberView(
         worker=worker,
         node=known.node,
         token=known.token,
         allocation=allocation.kind,
         phase=known.phase,
-        rank=r.members.index(worker) if member else None,
+        rank=rank,
         step=known.step,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
         last_seen_s=max(0.0, at - (run.machine.seen(worker) or at)),
