@@ -1,4 +1,4 @@
-"""The head's main loop: one task that takes one thing at a time, makes the result durable, then carries it out.
+"""The head's main loop: one task that takes one thing after the other, makes the result durable, then carries it out.
 
 Sources (wire, control socket, Slurm, clock) put items into one inbox. So decisions need no locks, and the order
 "durable first, then sent" holds everywhere.
@@ -23,7 +23,7 @@ from fallow.head.asking import ordered
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Due, Heard, Inbox, Polled, Submitted, Tick, TrialRefused
+from fallow.head.inbox import Asked, Due, Heard, Inbox, Intake, Item, Polled, Submitted, Tick, TrialRefused
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
@@ -184,37 +184,43 @@ class Head:
 
     async def _loop(self) -> None:
         # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
+        intake = Intake(self._inbox)
         while not self._stop.is_set():
-            item = await self._inbox.get()
+            items = await intake.take()
             turn = Turn(self._book, time.monotonic(), time.time())
-            answer: Callable[[], None] | None = None
-            match item:
-                case Heard(peer, message):
-                    self._peers.hear(turn, peer, message)
-                case Tick():
-                    self._tick_queued = False
-                    saved.adopt(turn, self.config.checkpoint.keep)
-                    self._peers.tick(turn)
-                case Polled(cluster):
-                    self._calls.take_poll(turn, cluster)
-                case Due():
-                    answer = self._calls.take_due(turn, item)
-                case Submitted():
-                    self._calls.take_submission(turn, item)
-                case TrialRefused(run_id, partition, reason):
-                    self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
-                case Asked():
-                    answer = self._take_request(turn, item)
+            answers = [self._take(turn, item) for item in items]
             if turn.began:
                 self._harvest.plan_again(turn)
             accounts.note(turn)
             await self._persist(turn)
             self._carry_out(turn)
-            if answer is not None:
-                answer()
-            if isinstance(item, Tick):
+            for answer in answers:
+                if answer is not None:
+                    answer()
+            if isinstance(items[0], Tick):
                 self._metrics.update(self._book)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
+
+    def _take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
+        """Let the machines have an item; returns what tells its sender, once the turn is durable."""
+        match item:
+            case Heard(peer, message):
+                self._peers.hear(turn, peer, message)
+            case Tick():
+                self._tick_queued = False
+                saved.adopt(turn, self.config.checkpoint.keep)
+                self._peers.tick(turn)
+            case Polled(cluster):
+                self._calls.take_poll(turn, cluster)
+            case Due():
+                return self._calls.take_due(turn, item)
+            case Submitted():
+                self._calls.take_submission(turn, item)
+            case TrialRefused(run_id, partition, reason):
+                self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
+            case Asked():
+                return self._take_request(turn, item)
+        return None
 
     def _take_request(self, turn: Turn, item: Asked) -> Callable[[], None]:
         try:

@@ -1,4 +1,4 @@
-"""What comes to the head's loop: one item at a time, from peers, the control socket, Slurm and the clock."""
+"""What comes to the head's loop, from peers, the control socket, Slurm and the clock, in the order in which it came."""
 
 from __future__ import annotations
 
@@ -61,3 +61,31 @@ class Tick:
 
 Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Tick
 Inbox = asyncio.Queue[Item]
+
+TOGETHER = 64
+"""So many messages are taken at once, at most: the first is answered when the last is understood."""
+
+
+class Intake:
+    """Takes items out of the inbox, for one turn each.
+
+    Messages of peers that wait together are one turn, so that what follows from them is written down once: all members
+    of a large run vote at the same moment, and a thousand agents may come at the same moment.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._next: Item | None = None
+
+    async def take(self) -> list[Item]:
+        """One item, or several messages."""
+        first = await self._inbox.get() if self._next is None else self._next
+        self._next = None
+        items = [first]
+        while isinstance(first, Heard) and len(items) < TOGETHER and not self._inbox.empty():
+            item = self._inbox.get_nowait()
+            if not isinstance(item, Heard):
+                self._next = item
+                break
+            items.append(item)
+        return items

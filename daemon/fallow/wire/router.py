@@ -73,6 +73,8 @@ class Router:
         self._unreachable: set[str] = set()
         self._agents: Counter[str] = Counter()
         self._quiet_until = 0.0
+        self._encoded: tuple[Any, bytes] = None, b""
+        "the message that was sent last"
         self.endpoint = ""
         self.refused: Counter[str] = Counter()
         "What was refused or dropped, by reason; for metrics and tests."
@@ -240,7 +242,10 @@ class Router:
         route = self._routes.get(peer)
         if route is None:
             return False
-        sent = socket.send([route, encode(message)])
+        if message is not self._encoded[0]:
+            # What all members are told is the same object, and names all of them.
+            self._encoded = message, encode(message)
+        sent = socket.send([route, self._encoded[1]])
         if not sent:
             # The name stays: its last messages may still be waiting to be read.
             self._unreachable.add(peer)
