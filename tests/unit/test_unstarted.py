@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
 from fallow.core.kinds import Kind
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
-from fallow.core.unstarted import FIRST_S, LONGEST_S, Unstarted
+from fallow.core.unstarted import FIRST_S, LONGEST_S, Declined, Unstarted
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0
@@ -152,6 +154,23 @@ def test_a_request_is_taken_back_for_each_node_beside_it_and_not_asked_for_there
     head.busy.clear()
     head.poll([bad, node("good")], Demand("r", 1))
     assert len(head.asked()) == 3
+
+
+def test_a_head_that_comes_back_leaves_a_node_alone_that_looks_as_it_did() -> None:
+    bad, sort = node("bad"), Demand("r", 1, partitions=("s",)).sort
+    former = Unstarted()
+    former.look(cluster(NOW, [bad, node("used")]))
+    for name in ("bad", "used"):
+        former.decline(name, sort, "s", NOW + 100.0)
+    note = msgspec.msgpack.encode(former.remembered())
+    head = Unstarted()
+    head.recall(msgspec.msgpack.decode(note, type=list[Declined]))
+    head.look(cluster(NOW + 130.0, [bad, mixed("used")]))
+    assert head.declined_s("bad", sort, "s", NOW + 130.0) == FIRST_S - 30.0
+    assert head.idle_s("bad", NOW + 130.0) == 130.0
+    assert head.nodes() == {"bad"}
+    head.decline("bad", sort, "s", NOW + 1000.0)
+    assert head.declined_s("bad", sort, "s", NOW + 1000.0) == 2 * FIRST_S, "it is the second time"
 
 
 def test_one_that_waits_ahead_is_not_taken_back_for_a_node_that_has_just_fallen_idle() -> None:

@@ -15,7 +15,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
-from fallow.core.reach import Reach, Sort
+from fallow.core.reach import Reach
 from fallow.core.requests import (
     Ask,
     Demand,
@@ -29,7 +29,7 @@ from fallow.core.requests import (
 )
 from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
-from fallow.core.unstarted import LEAST_S
+from fallow.core.unstarted import LEAST_S, Sort
 from fallow.model import AllocationState, ClusterState
 
 NOTICE_S = 60.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from fallow.core.backoff import Asker, Backoff
+from fallow.core.backoff import Backoff
 from fallow.core.holes import Part
-from fallow.core.kinds import Kind, may_use
-from fallow.core.unstarted import FIRST_S, Unstarted
+from fallow.core.kinds import may_use
+from fallow.core.unstarted import FIRST_S, Sort, Unstarted
 from fallow.model import ClusterState, PartitionInfo
-
-Sort = tuple[Kind, tuple[str, ...], Asker]
-"""Kind of node, partitions that were named, and in whose name: runs that share these can use the same nodes."""
 
 
 class Reach:
@@ -32,7 +29,7 @@ class Reach:
         self._partitions = list(partitions)
         self._backoff = backoff
         self._unstarted = unstarted
-        self._declined: set[tuple[Hashable, str, str]] = set()
+        self._declined: set[tuple[Sort, str, str]] = set()
         "(sort, node, partition) of those that were found just now"
         self._suspect = unstarted.nodes()
         "nodes that are declined to somebody"

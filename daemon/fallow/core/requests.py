@@ -22,9 +22,9 @@ from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import CLOSED, Hole, Part, find_holes, planned_ends, waits
 from fallow.core.kinds import Kind, open_to
 from fallow.core.lengths import LADDER, Costs, best_minutes, worth
-from fallow.core.reach import Reach, Sort
+from fallow.core.reach import Reach
 from fallow.core.survival import Curve
-from fallow.core.unstarted import Unstarted
+from fallow.core.unstarted import Sort, Unstarted
 from fallow.core.worth import Worth
 from fallow.model import ClusterState, PartitionInfo
 

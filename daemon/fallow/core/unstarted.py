@@ -8,10 +8,20 @@ it, each time for twice as long, until the node is used or looks otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Iterable
 
+import msgspec
+
+from fallow.core.backoff import Asker
 from fallow.core.holes import UNUSABLE
+from fallow.core.kinds import Kind
 from fallow.model import ClusterState, NodeInfo
+
+Sort = tuple[Kind, tuple[str, ...], Asker]
+"""Kind of node, partitions that were named, and in whose name: runs that share these can use the same nodes."""
+
+Look = tuple[str, int, int, int]
+"""State, and CPUs, memory and GPUs in use."""
 
 LEAST_S = 90.0
 """Slurm is given so long in any case: it looks at everything once a minute."""
@@ -20,13 +30,24 @@ FIRST_S, LONGEST_S = 600.0, 6 * 3600.0
 """A node is left alone for so long after the first time, and at most."""
 
 
+class Declined(msgspec.Struct, frozen=True):
+    """What is written down of a node that is left alone."""
+
+    node: str
+    look: Look
+    since: float
+    "for how it looks, Unix time"
+    to: list[tuple[Sort, str, int, float]]
+    "sort of run, partition, times, until when"
+
+
 class Unstarted:
     """Follows the polls of one head."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, tuple[Hashable, float]] = {}
+        self._looks: dict[str, tuple[Look, float]] = {}
         "idle node, or one with something idle -> how it looks, and since when (Unix time)"
-        self._declined: dict[str, dict[tuple[Hashable, str], tuple[int, float]]] = {}
+        self._declined: dict[str, dict[tuple[Sort, str], tuple[int, float]]] = {}
         "node -> (sort of run, partition) -> times that it was left alone, and until when (Unix time)"
 
     def look(self, cluster: ClusterState) -> None:
@@ -44,17 +65,31 @@ class Unstarted:
         """For how long it has been seen as it is."""
         return max(0.0, at - self._looks[node][1]) if node in self._looks else 0.0
 
-    def decline(self, node: str, sort: Hashable, partition: str, at: float) -> None:
+    def decline(self, node: str, sort: Sort, partition: str, at: float) -> None:
         """Requests for runs of this sort do not start there."""
         times, until = self._declined.setdefault(node, {}).get((sort, partition), (0, 0.0))
         if until <= at:
             self._declined[node][sort, partition] = times + 1, at + min(LONGEST_S, FIRST_S * 2.0 ** min(times, 20))
 
+    def remembered(self) -> list[Declined]:
+        """What the next head needs to know."""
+        return [
+            Declined(node, *self._looks[node], [(*key, *spell) for key, spell in to.items()])
+            for node, to in self._declined.items()
+            if node in self._looks
+        ]
+
+    def recall(self, known: Iterable[Declined]) -> None:
+        """Go on from what an earlier head knew. A node that looks otherwise at the next poll was used since."""
+        for each in known:
+            self._looks[each.node] = each.look, each.since
+            self._declined[each.node] = {(sort, partition): (times, until) for sort, partition, times, until in each.to}
+
     def nodes(self) -> set[str]:
         """Those that are, or were a while ago, declined to somebody."""
         return set(self._declined)
 
-    def declined_s(self, node: str, sort: Hashable, partition: str, at: float) -> float:
+    def declined_s(self, node: str, sort: Sort, partition: str, at: float) -> float:
         """For how long it is left alone still; 0: it is not."""
         if node not in self._declined:
             return 0.0
@@ -63,7 +98,7 @@ class Unstarted:
         return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
 
 
-def _look(node: NodeInfo) -> Hashable | None:
+def _look(node: NodeInfo) -> Look | None:
     """Changes when the node is used, or used otherwise; None: nothing of it can be had."""
     if node.state not in ("IDLE", "MIXED") or UNUSABLE.intersection(node.flags):
         return None

@@ -11,13 +11,14 @@ from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.learner import Learner
 from fallow.core.requests import HarvestRules
+from fallow.core.unstarted import Declined
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import ClusterState
 
 T = TypeVar("T")
 
-NOTE, BACKOFF = "experience", "backoff"
+NOTE, BACKOFF, UNSTARTED = "experience", "backoff", "unstarted"
 """Their keys among the notes of the store."""
 
 WRITE_EVERY_S = 300.0
@@ -35,12 +36,14 @@ class Learning(Learner):
         """Go on with what an earlier head wrote down. What cannot be read is forgotten: it is a statistic."""
         self.known.experience = _read(notes.get(NOTE), Experience)
         self.known.backoff.recall(_read(notes.get(BACKOFF), LeftAlone))
+        self.known.unstarted.recall(_read(notes.get(UNSTARTED), list[Declined]))
 
     def note(self, turn: Turn) -> None:
         """Have it written down with this turn."""
         self._written_at = turn.at
         turn.notes[NOTE] = msgspec.msgpack.encode(self.known.experience)
         turn.notes[BACKOFF] = msgspec.msgpack.encode(self.known.backoff.remembered())
+        turn.notes[UNSTARTED] = msgspec.msgpack.encode(self.known.unstarted.remembered())
 
     def polled(self, turn: Turn, cluster: ClusterState, rules: HarvestRules) -> None:
         """Take in a poll, after the allocations have been brought up to date."""
