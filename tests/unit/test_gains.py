@@ -200,6 +200,28 @@ def test_projects_share_and_weights_count_within_them(desk: Desk) -> None:
     assert later[two.id] / later[one.id] < 0.7 * weight[two.id] / weight[one.id], "it has had more than its due"
 
 
+def test_a_project_has_had_each_node_of_an_allocation(desk: Desk) -> None:
+    for name in ("two", "one"):
+        run = desk.run(name, members=1, harvest_options=[f"--account={name}"])
+        for number in range(20):
+            both = desk.book.new_allocation(run, AllocationKind.HARVEST, NOW, partition="p")
+            both.state, both.start_at = AllocationState.RUNNING, NOW - 36000.0
+            nodes = {f"{name}{number}{place}": 0 for place in range(2 if name == "two" else 1)}
+            both.spans = {"1": Span(nodes=nodes, start_at=NOW - 36000.0, partition="p")}
+
+    def weights() -> dict[str, float]:
+        known = gains(desk.book.runs.values(), NOW, 30.0, 3600.0)
+        return {run.spec.name: known[run.id].worth.weight for run in desk.book.runs.values()}
+
+    before = weights()
+    assert before["two"] < 0.8 * before["one"]
+    for run in desk.book.runs.values():
+        for allocation in run.record.allocations.values():
+            allocation.nodes = [node for span in allocation.spans.values() for node in span.nodes]
+            allocation.spans = {}
+    assert weights() == pytest.approx(before), "no poll has shown their jobs yet"
+
+
 def test_what_a_project_had_counts_for_days_and_after_its_runs_have_ended(desk: Desk) -> None:
     greedy = desk.run("greedy", members=1, harvest_options=["--account=greedy"])
     desk.run("modest", members=1, harvest_options=["--account=modest"])

@@ -97,6 +97,19 @@ def follow(
     return before != msgspec.msgpack.encode((allocation.spans, allocation.limit_s, allocation.slurm_state))
 
 
+def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
+    """Beginning and end (Unix time; until `at` at most) of the time for which an allocation has had each of its nodes.
+
+    What Slurm has not shown yet counts from when the allocation began, as far as its nodes are known.
+    """
+    spans = allocation.spans.values()
+    if spans or allocation.start_at is None:
+        return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
+    ended = not allocation.live and allocation.end_at is not None
+    end = min(at, allocation.end_at or at) if ended else at
+    return [(allocation.start_at, end)] * max(1, len(allocation.nodes), len(allocation.agents))
+
+
 def _follow_job(
     allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int], ended: frozenset[str]
 ) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from fallow.config import Usage
 from fallow.core import budget
-from fallow.core.allocations import Allocation
 from fallow.core.prices import Prices
+from fallow.core.spans import held
 from fallow.core.usage import Tallies, Tally, note_members, note_pause, tally
 from fallow.head.book import Run
 from fallow.head.spending import left_s
@@ -84,19 +84,13 @@ def settle(turn: Turn, at: float) -> None:
             if (allocation.settled or (lost and old)) and not allocation.counted:
                 tally(record.usage, allocation, at)
                 if allocation.harvested:
-                    record.harvested.add(_held(allocation, at), at)
+                    record.harvested.add(held(allocation, at), at)
                 allocation.counted = True
                 turn.dirty.add(run.id)
             if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
                 record.spent_node_s += budget.booked(allocation, at)
                 del record.allocations[token]
                 turn.dirty.add(run.id)
-
-
-def _held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
-    """Beginning and end (Unix time) of each of its nodes."""
-    spans = allocation.spans.values()
-    return [(span.start_at, span.start_at + span.held_s(at)) for span in spans for _ in span.nodes]
 
 
 def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:

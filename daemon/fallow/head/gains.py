@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from fallow.core import fairshare, valuing
-from fallow.core.allocations import Allocation
 from fallow.core.gain import pooled
+from fallow.core.spans import held
 from fallow.core.valuing import ALIKE, Facts, measured
 from fallow.core.worth import Gain
 from fallow.head.book import Run
@@ -60,16 +60,10 @@ def _use(live: list[Run], runs: list[Run], at: float) -> dict[str, float]:
     use = {project(run): 0.0 for run in live}
     for run in runs:
         if project(run) in use:
-            held = [_held(a, at) for a in run.record.allocations.values() if a.harvested and not a.counted]
-            use[project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(filter(None, held), at)
+            now = [a for a in run.record.allocations.values() if a.harvested and not a.counted]
+            spans = chain.from_iterable(held(allocation, at) for allocation in now)
+            use[project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
     return use
-
-
-def _held(allocation: Allocation, at: float) -> tuple[float, float] | None:
-    if allocation.start_at is None:
-        return None
-    ended = not allocation.live and allocation.end_at is not None
-    return allocation.start_at, min(at, allocation.end_at or at) if ended else at
 
 
 def _facts(run: Run, others: list[Run], at: float) -> Facts:
