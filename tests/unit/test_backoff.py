@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff
+from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
@@ -16,9 +16,14 @@ from fallow.head.book import Book
 from fallow.head.learning import Learning
 from fallow.head.turn import Turn
 from fallow.model import ClusterState, NodeInfo, PartitionInfo
+from fallow.slurm import parse
 
 NOW = 1_000_000.0
 BIO, CHEM = Asker("bio"), Asker("chem")
+DENIED = (
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
 
 
 @pytest.fixture
@@ -46,6 +51,27 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
     assert (backoff.longest(BIO, "p", NOW), backoff.longest(CHEM, "p", NOW)) == (50, 50)
     backoff.forget(BIO)
     assert backoff.longest(BIO, "p", NOW) == 50, "the partition's own limit stays"
+
+
+@pytest.mark.parametrize(
+    ("said", "scope"),
+    [
+        ("QOSMaxJobsPerUserLimit", Scope.OWNER),
+        ("QOSGrpNodeLimit", Scope.OWNER),
+        ("QOSMaxCpuPerUserLimit", Scope.OWNER),
+        ("AssocGrpCpuLimit", Scope.OWNER),
+        ("AssocMaxJobsLimit", Scope.OWNER),
+        ("QOSMaxWallDurationPerJobLimit", Scope.LENGTH),
+        (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{DENIED}", Scope.OWNER),
+        (f"sbatch: error: AssocMaxSubmitJobLimit\n{DENIED}", Scope.OWNER),
+        (f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{DENIED}", Scope.LENGTH),  # a QOS with the flag DenyOnLimit
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", Scope.PARTITION),
+    ],
+)
+def test_what_22_05_said_at_limits_of_qos_and_accounts(said: str, scope: Scope) -> None:
+    """Reasons of pending jobs, and what sbatch printed where a job was refused."""
+    assert not said.startswith("sbatch") or parse.is_refusal(said)
+    assert scope_of(parse.complaint(said)) is scope
 
 
 def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(book: Book) -> None:

@@ -195,6 +195,22 @@ def test_whom_slurm_makes_room_for_by_itself() -> None:
     assert found.delayed == {"1": {"ours-n2", "ours-n3"}}, "it has to wait for the grace"
 
 
+def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:
+    names = ["n1", "n2", "n3", "n4"]
+    partitions = [
+        PartitionInfo(partition="normal", nodes=names, priority_tier=10, preempt_mode="REQUEUE", preempted_by=["high"]),
+        PartitionInfo(partition="p", nodes=names, priority_tier=1, preempt_mode="REQUEUE", preempted_by=["high"]),
+    ]
+
+    def found(qos: str, partition: str) -> list[str]:
+        return given_back(standing(FOUR, [waits("1", 3, partition=partition, qos=qos)], THREE, partitions=partitions))
+
+    assert [found("high", name) for name in ("normal", "p")] == [[], []], "whatever the tier"
+    assert found("low", "normal") == found("low", "p") == found("", "p") == found("high,low", "p") == ["n3", "n2"]
+    both = [waits("1", 3, qos="high"), waits("2", 1, qos="low")]
+    assert given_back(standing(FOUR, both, THREE, partitions=partitions)) == ["n1"], "for the second one"
+
+
 def test_requests_of_ours_that_stand_in_the_way_are_named() -> None:
     request = held("h9", 0, AllocationState.PENDING)
     nodes = [node("n1"), node("n2")]

@@ -32,7 +32,8 @@ LINE = (
 )
 
 QOS = (
-    "normal||cluster|\nhigh|normal,idle|requeue|\nidle||cluster|\nlow|low|cancel|\ncalm||suspend|\nboss|calm|cluster|\n"
+    "normal||cluster||00:00:00\nhigh|normal,idle|requeue||00:00:00\nidle||cluster||00:00:20\n"
+    "low|low|cancel||00:00:00\ncalm||suspend||00:00:00\nboss|calm|cluster||00:00:00\n"
 )
 
 
@@ -113,10 +114,40 @@ def test_a_site_that_has_not_told_its_configuration_is_not_believed_to_preempt()
 
 def test_how_jobs_of_a_qos_are_preempted() -> None:
     assert parse.qos_preempt_modes(QOS, "CANCEL") == {"normal": "CANCEL", "idle": "CANCEL", "calm": "SUSPEND"}
-    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within|\nh|idle|off|\n", "OFF") == {
+    assert parse.qos_preempt_modes("sacctmgr: error: no\n\nidle||cancel,within||\nh|idle|off||\n", "OFF") == {
         "idle": "CANCEL"
     }
     assert parse.config("PreemptMode = GANG,SUSPEND\nPreemptType = preempt/none\n")[0].preempt_mode == "SUSPEND"
+
+
+# `sacctmgr -n -P show qos` of 22.05.8. There, in a partition with PreemptMode=OFF and GraceTime=0, a job of `harvest`
+# was preempted for one of `normal`, with 10 s from PreemptTime to EndTime.
+RECORDED = "normal|harvest|cluster||00:00:00\nharvest||requeue||00:00:10\nhigh|harvest,normal|cluster||00:00:00\n"
+
+
+def recorded(qos: str) -> ClusterState:
+    config, _ = parse.config(CONFIG.format(kind="qos"))
+    config = msgspec.structs.replace(
+        config,
+        qos_preempt_modes=parse.qos_preempt_modes(RECORDED, config.preempt_mode),
+        qos_preempted_by=parse.qos_preempted_by(RECORDED),
+        qos_grace_s=parse.qos_grace_s(RECORDED),
+    )
+    partitions = parse.cluster(line("normal", 10) + line("scavenge", 1, mode="OFF"))[1]
+    return as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=partitions), config, qos)
+
+
+def test_where_qos_decide_a_partition_has_no_say_in_it() -> None:
+    for partition in recorded("harvest").partitions:
+        assert (partition.preempt_mode, partition.grace_s, partition.preempted_by) == (
+            "REQUEUE",
+            10.0,
+            ["normal", "high"],
+        )
+    assert [(p.preempts, p.grace_s, p.preempted_by) for p in recorded("normal").partitions] == [
+        (True, 0.0, ["high"])
+    ] * 2
+    assert [p.preempts for p in recorded("high").partitions] == [False, False]
 
 
 async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +165,7 @@ async def test_the_accounting_is_asked_where_qos_decides(tmp_path: Path, monkeyp
     command("sacctmgr", "", 1)
     assert (await client.config()).qos_preempt_modes == {}
     asked = await asyncio.to_thread((tmp_path / "asked").read_text)
-    assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime") == 2
+    assert asked.count("show qos format=Name,Preempt,PreemptMode,PreemptExemptTime,GraceTime") == 2
     command("scontrol", CONFIG.format(kind="none"))
     await client.config()
     assert (await asyncio.to_thread((tmp_path / "asked").read_text)).count("show qos") == 2
@@ -209,14 +240,24 @@ async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
     st.sampled_from(["preempt/partition_prio", "preempt/qos", ""]),
     st.sampled_from([None, "idle"]),
 )
-def test_twice_is_once_and_nothing_becomes_preemptable(
+def test_twice_is_once_and_only_a_qos_makes_anything_preemptable(
     partitions: list[PartitionInfo], kind: str, qos: str | None
 ) -> None:
-    site = ClusterConfig(cluster="c", slurm_version="1.0", preempt_type=kind, qos_preempt_modes={"idle": "CANCEL"})
+    site = ClusterConfig(
+        cluster="c",
+        slurm_version="1.0",
+        preempt_type=kind,
+        qos_preempt_modes={"idle": "CANCEL"},
+        qos_preempted_by={"idle": ["high"]},
+        qos_grace_s={"idle": 7.0},
+    )
     before = ClusterState(at=0.0, nodes=[], jobs=[], partitions=partitions)
     after = as_for_us(before, site, qos)
     assert as_for_us(after, site, qos) == after
     top = max((p.priority_tier for p in partitions), default=0)
     for was, now in zip(before.partitions, after.partitions, strict=True):
+        if kind == "preempt/qos" and qos:
+            assert now == msgspec.structs.replace(was, preempt_mode="CANCEL", grace_s=7.0, preempted_by=["high"])
+            continue
         assert now == was or (was.preempts and now == msgspec.structs.replace(was, preempt_mode="OFF"))
         assert not (now.preempts and kind == "preempt/partition_prio" and now.priority_tier == top)

@@ -211,6 +211,20 @@ def test_limits_of_the_user_the_account_and_the_qos() -> None:
     }
 
 
+def test_22_05_tells_a_users_limits_by_the_number_of_the_user() -> None:
+    text = (SAMPLES / "assoc_mgr_user.22.05.txt").read_text()
+    found = {(limit.of, limit.name): (limit.limit, limit.used) for limit in parse_limits(text, "ann")}
+    assert found == {
+        ("user ann in account lab", "GrpJobs"): (3.0, 1.0),
+        ("QOS harvest", "GrpTRES node"): (3.0, 1.0),
+        ("QOS harvest", "MaxWallPJ"): (30.0, None),
+        ("QOS harvest", "MaxJobsPU"): (2.0, 1.0),
+        ("QOS harvest", "MaxSubmitJobsPU"): (20.0, 1.0),
+        ("QOS harvest", "MaxTRESPU cpu"): (12.0, 4.0),
+    }
+    assert parse_shares(text, "ann")[0].account == "lab"
+
+
 def test_fair_share() -> None:
     text = (SAMPLES / "assoc_mgr_user.txt").read_text()
     assert parse_shares(text, "ann") == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]

@@ -346,8 +346,11 @@ class _View:
     def _slurm_takes(self, partition: str, jobs: Sequence[Waiting]) -> bool:
         """Does Slurm take nodes from jobs of ours in this partition for all of these?
 
-        Never for those of the same tier; in which QOS a job waits is not relied on.
+        Never for those of the same tier, or, where QOS decide, of a QOS that may not preempt ours.
         """
+        there = self._partitions.get(partition)
+        if there is not None and there.preempts and there.preempted_by is not None:
+            return all(job.qos.lower() in there.preempted_by for waiting in jobs for job in waiting.jobs)
         above = self._above.get(partition, frozenset())
         return bool(above) and all(not above.isdisjoint(job.partitions) for job in jobs)
 

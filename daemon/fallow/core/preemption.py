@@ -21,6 +21,9 @@ ENDS = ("CANCEL", "REQUEUE")
 def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None) -> ClusterState:
     """The poll, with `preempt_mode` OFF in every partition where nobody could preempt a harvest job.
 
+    Where QOS decide, with their mode and grace: a partition's own count for nothing then, not even PreemptMode=OFF
+    (slurm.conf(5); tried on 22.05).
+
     Doing it twice changes nothing.
 
     Args:
@@ -28,12 +31,24 @@ def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None
         site: None: not known yet, so nothing is believed to preempt; nor while its accounting has not answered.
         qos: of every harvest job (`[harvest] qos`); None: whatever the user's own jobs have.
     """
-    never = {p.partition for p in cluster.partitions if not _preempted(p, cluster.partitions, site, qos)}
-    partitions = [
-        msgspec.structs.replace(p, preempt_mode="OFF") if p.preempts and p.partition in never else p
-        for p in cluster.partitions
-    ]
+    partitions = [_put_right(p, cluster.partitions, site, qos) for p in cluster.partitions]
     return msgspec.structs.replace(cluster, partitions=partitions)
+
+
+def _put_right(
+    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
+) -> PartitionInfo:
+    if site is None or not _preempted(partition, partitions, site, qos):
+        return msgspec.structs.replace(partition, preempt_mode="OFF") if partition.preempts else partition
+    if qos is None or site.preempt_type != "preempt/qos":
+        return partition
+    name = qos.lower()
+    return msgspec.structs.replace(
+        partition,
+        preempt_mode=site.qos_preempt_modes[name],
+        grace_s=site.qos_grace_s.get(name, 0.0),
+        preempted_by=site.qos_preempted_by.get(name, []),
+    )
 
 
 def preemptable_qos(site: ClusterConfig, qos: str | None) -> bool:
@@ -57,13 +72,13 @@ def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> f
 
 
 def _preempted(
-    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
+    partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig, qos: str | None
 ) -> bool:
-    if site is None or site.qos_unknown or not partition.preempts or exempt_s(site, qos, partition.qos) > 0.0:
+    if site.qos_unknown or exempt_s(site, qos, partition.qos) > 0.0:
         return False
     if site.preempt_type == "preempt/qos":
         return preemptable_qos(site, qos)
-    if site.preempt_type != "preempt/partition_prio":
+    if site.preempt_type != "preempt/partition_prio" or not partition.preempts:
         return False
     higher = (p for p in partitions if p.up and not p.root_only and p.priority_tier > partition.priority_tier)
     nodes = frozenset(partition.nodes)

@@ -99,6 +99,8 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     preempt_mode: str = "OFF"
     "in capitals, of this partition's jobs: OFF, CANCEL, REQUEUE, SUSPEND; whether anybody may: `core.preemption`"
     grace_s: float = 0.0
+    preempted_by: list[str] | None = None
+    "QOS whose jobs may preempt ours, if they alone decide; None: the tiers do"
     qos: str = ""
     "whose limits hold for its jobs; empty: none"
     exclusive: bool = False
@@ -154,12 +156,16 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     "of jobs whose partition or QOS has none of its own; as in `PartitionInfo`"
     qos_preempt_modes: dict[str, str] = {}
     "under preempt/qos: QOS -> how its jobs are preempted; those alone that some other QOS may preempt"
+    qos_preempted_by: dict[str, list[str]] = {}
+    "and those others"
+    qos_grace_s: dict[str, float] = {}
+    "and what its jobs are left, once they have been told; those alone that are left any time"
     preempt_exempt_s: float = 0.0
     "nobody preempts a job before it has run for so long, where no QOS says otherwise"
     qos_exempt_s: dict[str, float] = {}
     "QOS -> the same; those alone that have a value of their own"
     qos_unknown: bool = False
-    "the accounting has not answered yet, so the two about QOS may lack what it would say"
+    "the accounting has not answered yet, so what is about QOS may lack what it would say"
     accounting: bool = False
     "the cluster has one"
     kill_wait_s: float = 30.0

@@ -76,9 +76,14 @@ class CliClient:
         between = (asked_at + time.time()) / 2
         if config.preempt_type:
             qos, unknown = await self._ask_qos(config)
-            modes = parse.qos_preempt_modes(qos, config.preempt_mode) if config.preempt_type == "preempt/qos" else {}
-            exempt = parse.qos_exempt_s(qos)
-            config = msgspec.structs.replace(config, qos_preempt_modes=modes, qos_exempt_s=exempt, qos_unknown=unknown)
+            config = msgspec.structs.replace(config, qos_exempt_s=parse.qos_exempt_s(qos), qos_unknown=unknown)
+            if config.preempt_type == "preempt/qos":
+                config = msgspec.structs.replace(
+                    config,
+                    qos_preempt_modes=parse.qos_preempt_modes(qos, config.preempt_mode),
+                    qos_preempted_by=parse.qos_preempted_by(qos),
+                    qos_grace_s=parse.qos_grace_s(qos),
+                )
         offset = 0.0 if as_of is None else as_of - between
         self.clock_offset_s = offset if abs(offset) > _CLOCK_TOLERANCE_S else 0.0
         return config
@@ -163,10 +168,11 @@ class CliClient:
 
         And: whether that is not known, because it has not answered yet.
         """
-        columns = "format=Name,Preempt,PreemptMode,PreemptExemptTime"
         timeout_s = min(ACCOUNTING_TIMEOUT_S, self._query_timeout_s)
         try:
-            self._qos = await self._query(["sacctmgr", "-n", "-P", "show", "qos", columns], timeout_s)
+            self._qos = await self._query(
+                ["sacctmgr", "-n", "-P", "show", "qos", f"format={parse.QOS_COLUMNS}"], timeout_s
+            )
         except SlurmUnavailable:
             if not config.accounting:
                 return "", False

@@ -14,7 +14,7 @@ from fallow.model import FallowError, LimitView, OwnerView, PriorityView, ShareV
 
 Query = Callable[[list[str]], Awaitable[str]]
 
-_ASSOCIATION = re.compile(r"^ClusterName=\S+ Account=(?P<account>\S+) UserName=(?P<user>[^(\s]*)(?:\(\d+\))? ")
+_ASSOCIATION = re.compile(r"^ClusterName=\S+ Account=(?P<account>\S+) UserName=(?P<user>[^(\s]*)(?:\((?P<uid>\d+)\))? ")
 _LIMIT = re.compile(r"(\w+)=(\d+(?:\.\d+)?)(?:\((\d+(?:\.\d+)?)\))?(?=\s|$)")
 _TRES = re.compile(r"(?:^|\s)(\w*TRES\w*)=(\S+)")
 _TRES_ITEM = re.compile(r"([\w/:.-]+)=(\d+)(?:\((\d+)\))?")
@@ -52,7 +52,9 @@ async def owner(query: Query, user: str, at: float) -> OwnerView:
 
 def parse_limits(text: str, user: str) -> Iterator[LimitView]:
     """Every limit of associations and QOS in the answer; of a QOS's limits for each user or account only one's own."""
-    for of, body in _records(text, {user, *(share.account for share in parse_shares(text, user))}):
+    # A QOS's limits for each user are told by name and number, by 22.05 by the number alone.
+    heads = [head for line in text.splitlines() if (head := _ASSOCIATION.match(line)) and head["user"] == user]
+    for of, body in _records(text, {user, *(head[key] for head in heads for key in ("account", "uid"))}):
         for line in body:
             yield from _limits_in(of, line)
 
