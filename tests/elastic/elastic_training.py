@@ -40,6 +40,8 @@ from fallow.worker import arithmetic, buckets, exact, intake, reducer, stream, s
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
+FROZEN, RESTS_NO_MORE = 5, 40
+"Steps of `--thaw`."
 
 
 class Stream(IterableDataset[Any]):
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
+    parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
     parser.add_argument("--clip", type=float, help="each body begins by cutting off weights beyond that")
     args = parser.parse_args()
     take_for_large(args.gates)
@@ -155,6 +158,8 @@ def main() -> None:
     objects = (model, optimizer, scheduler, *rich, Guest(args.gates), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
+        if args.thaw:
+            thaw(run.step, model)
         if args.clip is not None:
             for parameter in model.parameters():
                 parameter.data.clamp_(-args.clip, args.clip)
@@ -181,6 +186,8 @@ def main() -> None:
             pull.update()
         scheduler.step()
         optimizer.zero_grad()
+        if args.thaw and run.step == RESTS_NO_MORE:
+            model[1].train()  # for the next step
         if run.final_shard and run.is_main:
             with (args.gates / "times").open("a") as times:
                 times.write(f"{time.monotonic():.3f}\n")
@@ -192,6 +199,17 @@ def main() -> None:
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
+
+
+def thaw(step: int, model: nn.Sequential) -> None:
+    """One part after the other, last things first."""
+    if step == FROZEN:
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(False).eval()
+    if step == RESTS_NO_MORE - 5:
+        model[1].requires_grad_(True)
+    if step == RESTS_NO_MORE + 5:
+        model[0].requires_grad_(True)
 
 
 def hold(gate: Path) -> None:

@@ -9,6 +9,7 @@ import asyncio
 
 import pytest
 from elastic_rig import Elastic, Rig, judge
+from elastic_training import FROZEN, RESTS_NO_MORE
 
 from conftest import MakeRig, Undisturbed
 
@@ -101,3 +102,30 @@ async def test_s18_weights_that_a_script_changes_while_they_are_sent(
     assert report.steps_discarded == 1, "the next newcomer has cost a step, too"
     for change in (again, after):
         assert change.bytes_behind < change.bytes_in_pause, "weights came while others computed"
+
+
+async def test_s19_what_is_frozen_or_rests_is_so_for_newcomers_and_in_a_step_that_is_done_again(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """A newcomer has not come by the lines that froze it; a member that died had come by those of the step at work."""
+    options = ("--thaw", "--steps", 80)
+    async with make_rig() as rig:
+        run = await rig.run(*options)
+        frozen, thawed = run.hold("w0", FROZEN + 5), run.hold("w1", RESTS_NO_MORE)
+        await run.begin(2)
+        await run.held("w0", FROZEN + 5)
+        await run.arrive()
+        await run.grow()
+        await run.until(lambda view: view.generation == 2, "the change is not committed")
+        frozen.unlink()
+        await run.becomes(["w0", "w1", "w2"])
+        await run.held("w1", RESTS_NO_MORE)
+        run.kill("w1")
+        thawed.unlink()
+        await run.becomes(["w0", "w2"])
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w0", "w2", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed(*options), losses=1)
+    assert [g.first_step for g in report.generations][2] == RESTS_NO_MORE

@@ -56,7 +56,7 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     reports: list[Report] = []
     members = []
     for rank in sorted(range(world) if only is None else only):
-        about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0} | known
+        about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0, "modes": []} | known
         member = Writer(f"w{rank}", folder, reports.append)
         member.begin(take(state(), rank, world, step=step, **about))
         members.append(member)
@@ -94,14 +94,14 @@ def test_parts_are_equally_large() -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int) -> None:
-    reports = write(tmp_path, 7, world)
+    reports = write(tmp_path, 7, world, modes=["frozen model.0.weight"])
     assert [type(report) for report in reports] == [Checkpointed], "one member finishes, nobody complains"
     done = reports[0]
     assert isinstance(done, Checkpointed)
     folder = Path(done.path)
     assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
     assert folder.name == "g00000002-s000000000007"
-    assert same(load(folder), state())
+    assert same(load(folder), state() | {"modes": ["frozen model.0.weight"]})
     manifest, digest = read_manifest(folder)
     assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
     assert done.nbytes == manifest.nbytes
@@ -109,6 +109,19 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     assert {path.name for path in folder.iterdir()} == names
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> None:
+    for folder, second in ((tmp_path / "alike", ["resting model.0"]), (tmp_path / "unlike", [])):
+        reports: list[Report] = []
+        members = [Writer(f"w{rank}", folder, reports.append) for rank in range(2)]
+        for rank, (member, modes) in enumerate(zip(members, (["resting model.0"], second), strict=True)):
+            known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "taken_at": 5.0}
+            member.begin(take(state(), rank, 2, modes=modes, **known))
+        assert all(member.drain(30) for member in members)
+        (done,) = reports
+        assert isinstance(done, Checkpointed)
+        assert load(Path(done.path))["modes"] == (second or None)
 
 
 def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +138,7 @@ def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: 
     (done,) = write(tmp_path, 7, 2)
     assert late == [False]
     assert isinstance(done, Checkpointed)
-    assert same(load(Path(done.path)), state())
+    assert same(load(Path(done.path)), state() | {"modes": []})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

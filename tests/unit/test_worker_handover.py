@@ -208,14 +208,31 @@ def test_what_was_frozen_on_the_way_is_frozen_for_a_newcomer() -> None:
     old.standing.value = HOLDS
     old.train(1)
     old.model.wide.requires_grad_(False)
+    old.model.norm.eval()
     new.model.norm.requires_grad_(False)  # by a rehearsal that went another way
+    new.model.wide.eval()
     change(3, [old, new])
+    assert [name for name, part in new.model.named_modules() if not part.training] == ["norm"]
     frozen = {name for name, parameter in new.model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"wide.weight", "wide.bias", "frozen"}
     for member in (old, new):
         member.optimizer.zero_grad()
         member.train(2)
     equal(old, new)
+
+
+def test_where_members_have_switched_different_things_a_newcomer_stays_as_its_script_made_it() -> None:
+    """One has evaluated and left it at that: the next body will begin with `train()`."""
+    old, other, new = (Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 1, 2))
+    for member in (old, other):
+        member.standing.value = HOLDS
+        member.train(1)
+    old.model.eval()
+    new.model.norm.eval()
+    change(3, [old, other, new])
+    assert [name for name, part in new.model.named_modules() if not part.training] == ["norm"]
+    assert other.model.training
+    assert not old.model.training
 
 
 def test_several_donors_and_several_receivers_and_rank_0_is_new() -> None:

@@ -366,6 +366,48 @@ def test_freezing_a_part_for_a_while_as_gans_do(script: Script) -> None:
     script.train(body)
 
 
+def test_what_a_body_switches_behind_its_backward_counts_from_the_next_step_on(script: Script) -> None:
+    """Not from the step's next shard on, which may be another member's."""
+    seen = []
+
+    def body(x: torch.Tensor) -> None:
+        seen.append((script.run.step, script.model[1].training, script.model[0].weight.requires_grad))
+        script.usual(x)
+        if script.run.step == 1:
+            script.model[1].eval()
+            script.model[0].weight.requires_grad_(False)
+
+    script.train(body, epochs=2)
+    assert seen == [(step, step < 2, step < 2) for step in range(4) for _ in range(3)]
+
+
+def test_what_a_body_switches_once_and_for_all_before_its_backward_stays(script: Script) -> None:
+    done = []
+
+    def body(x: torch.Tensor) -> None:
+        if script.run.step == 1 and not done:
+            done.append(script.model[1].eval())
+            script.model[0].requires_grad_(False)
+        assert script.model[1].training == (script.run.step < 1)
+        script.usual(x)
+
+    script.train(body, epochs=2)
+    assert not script.model[0].weight.requires_grad
+
+
+def test_freezing_a_part_for_the_second_of_two_backwards(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        assert script.model[0].weight.requires_grad
+        script.loss(x).backward()
+        script.model[0].requires_grad_(False)
+        script.loss(x).backward()
+        script.model[0].requires_grad_(True)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+    script.train(body)
+
+
 @pytest.mark.parametrize("how", ["after", "before", "zeros", "never"])
 def test_gradients_gathered_over_steps_where_the_membership_can_change(how: str, script: Script) -> None:
     def body(x: torch.Tensor) -> None:

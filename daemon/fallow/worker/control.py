@@ -43,6 +43,8 @@ class Head(NamedTuple):
     "those of them whose script has ended"
     buffers: float = 0.0
     "1: the member with shard 0 has changed its buffers"
+    frozen: float = 0.0
+    "which parameters are frozen in the final body, a checksum; nothing where that made no backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
     )
 
 
-def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: int, *, drift: bool) -> None:
+def check(
+    control: Control, plan: StepPlan, size: int, rounds: int, agreement: int, *, frozen: int = 0, drift: bool
+) -> None:
     """Compare the sums with what the plan says.
 
     Args:
@@ -120,6 +124,7 @@ def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: i
         size: members.
         rounds: finished ones in this step.
         agreement: this member's; all must have the same.
+        frozen: likewise, of those whose final body made a backward; 0: this one's did not.
         drift: the members' weights may differ.
 
     Raises:
@@ -135,6 +140,7 @@ def check(control: Control, plan: StepPlan, size: int, rounds: int, agreement: i
             "by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank",
         )
     unlike = got.agreement != size * agreement or (control.drifted and not drift)
+    unlike = unlike or (frozen != 0 and got.frozen != (size - got.skipped) * frozen)
     if got.contributors == size and got.step == size * plan.step and unlike:
         raise FallowError(
             f"at step {plan.step}: the members' weights, learning rates, frozen parameters or counts of acting steps "

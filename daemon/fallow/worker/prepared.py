@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import Arithmetic, Floating
 from fallow.worker.exact import Exact
+from fallow.worker.modes import Modes
 from fallow.worker.state import plain_name, tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
@@ -74,6 +75,7 @@ class Prepared:
         "where buffers are found: a forward may put another tensor in a buffer's place"
         self._trainable: dict[int, nn.Parameter] = {}
         "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+        self.modes = Modes(lambda: self.modules)
         self.acts: list[int] = []
         "how often each object that acts has done so in bodies of this generation"
 
@@ -247,7 +249,6 @@ class Prepared:
         """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
         return {
             "models": [_module_tensors(module) for module in self.modules],
-            "frozen": [[name for name, p in _parameters(m).items() if not p.requires_grad] for m in self.modules],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
             "arithmetic": self.arithmetic.export(),
@@ -268,10 +269,6 @@ class Prepared:
                     for name, tensor in own.items():
                         if tensor.data_ptr() != tensors[name].data_ptr():  # else it was received in place
                             tensor.copy_(tensors[name])
-            for module, frozen in zip(self.modules, state["frozen"], strict=True):
-                for name, parameter in _parameters(module).items():
-                    if parameter.requires_grad == (name in frozen):
-                        parameter.requires_grad_(name not in frozen)
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
@@ -357,10 +354,6 @@ def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
 
 def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in _named(module).items()}
-
-
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:

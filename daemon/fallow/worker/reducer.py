@@ -128,6 +128,8 @@ class Reducer:
         "the script has left the loop, or it is over: this is no step, only the question whether all have"
         self.agreement = 0
         "32 bits that must be the same on all members in this step"
+        self.frozen = 0
+        "likewise, of what is frozen in the final body; 0: that made no backward"
         self.piece = 0
         "checksum of a piece of the weights"
         self.drift = False
@@ -175,6 +177,7 @@ class Reducer:
         self.switch, self.checkpoint = 0, False
         self._losses = []
         self.samples = self.crc = 0
+        self.frozen = 0
 
     def begin_body(self, shard: int, weight: float, *, final: bool, live: bool) -> None:
         """Start a body.
@@ -445,6 +448,7 @@ class Reducer:
             left=float(self.left),
             ended=float(self.ended),
             buffers=float(self.buffers.changed),
+            frozen=float(self.frozen),
         )
         self.read_losses()
         losses = [0.0] * plan.shards
@@ -476,7 +480,9 @@ class Reducer:
             # By `sys.exit`, say: its exit code tells whether it is to blame. To the others it is one that was lost.
             self._group.interrupt("a member's script has ended inside of the loop")
             raise Interrupted("a member's script has ended inside of the loop")
-        ctl.check(control, self._plan, self._group.size, self.rounds, self.agreement, drift=self.drift)
+        ctl.check(
+            control, self._plan, self._group.size, self.rounds, self.agreement, frozen=self.frozen, drift=self.drift
+        )
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")

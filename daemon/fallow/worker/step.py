@@ -139,6 +139,7 @@ class Step:
             self._fed = None
             member.discarded += 1
             member.ledger.drop_fed()
+        member.prepared.modes.undo()
         member.restore(before)
         member.drop_gradients()
 
@@ -323,8 +324,10 @@ class Step:
                 "would act never, or between two backwards a second time if the step is done again: call it after the "
                 "last backward of the body"
             )
-        reducer = self._member.reducer
+        reducer, modes = self._member.reducer, self._member.prepared.modes
+        modes.see()
         if self.final_shard and not self._backwards:
+            reducer.frozen = modes.frozen()
             self._member.ledger.begin_flush()
             if self.watch.wrote():
                 # From here on the weights are sent to newcomers only while nobody computes.

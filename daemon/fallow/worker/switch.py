@@ -15,6 +15,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker import state
 from fallow.worker.group import Group
 from fallow.worker.intake import Changed, Intake
+from fallow.worker.modes import fingerprint as modes_fingerprint
 from fallow.worker.position import Position
 from fallow.worker.prepared import Prepared
 from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
@@ -38,6 +39,8 @@ class View(NamedTuple):
     "nanoseconds per shard; 0: not measured"
     whole: int = 0
     "see `Standing.whole`"
+    modes: int = 0
+    "fingerprint of what is frozen and what rests"
     agreed: int = 0
     "this and the rest: see `together.Told`"
     answer: int = 0
@@ -89,9 +92,11 @@ def export_state(prepared: Prepared, position: Position) -> dict[str, object]:
 
 def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
     """Put an exported state into the live objects; returns the position that belongs to it."""
-    objects = tree["objects"]
+    objects, modes = tree["objects"], tree.get("modes")
     assert isinstance(objects, dict)
     prepared.load(objects)
+    if isinstance(modes, list):
+        prepared.modes.load(modes)
     return msgspec.convert(tree["position"], Position)
 
 
@@ -128,7 +133,8 @@ def exchange(
     total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    views = _views(group, _view(group, standing, position, total, pace, part, doubtful=doubtful))
+    modes = modes_fingerprint(prepared.modes.export())
+    views = _views(group, _view(group, standing, position, total, modes, pace, part, doubtful=doubtful))
     agreed = time.monotonic()
     told = [Told(*view[-len(Told._fields) :]) for view in views]
     complete, answer = conclude(told)
@@ -160,6 +166,9 @@ def exchange(
         pieces = sum(row.count(group.rank) for row in plan.values())
         if pieces:
             tree = export_state(prepared, position)
+            # Where they differ, bodies begin by switching them: this is what the receivers' do, too.
+            agree = len({views[rank].modes for rank in donors}) == 1
+            tree["modes"] = prepared.modes.export() if agree else None
             standing.supply = Supply(group, prepared, tree, pieces, whole=whole)
             standing.supply.wait_early()
         else:
@@ -184,6 +193,7 @@ def _view(
     standing: Standing,
     position: Position,
     fingerprint: int,
+    modes: int,
     pace: float,
     part: Told,
     *,
@@ -197,6 +207,7 @@ def _view(
         fingerprint=fingerprint,
         pace=round(pace * 1e9),
         whole=standing.whole,
+        modes=modes,
         **part._asdict(),
     )
 

@@ -57,6 +57,7 @@ class Watch:
                 "before run.prepare, members must agree on it",
                 Exit.DATA,
             )
+        prepared.modes.look()
         self._check_optimizers()
         self._check_schedulers()
         self._check_hooks()
@@ -110,11 +111,10 @@ class Watch:
     def agreement(self, *, rates: bool) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
-        Hyperparameters (with `rates`), how often each object has acted in this generation, and what is frozen.
+        Hyperparameters (with `rates`), and how often each object has acted in this generation.
         """
         # Numbers only: other hashes differ by process.
-        thawed = tuple([parameter.requires_grad for _, parameter in self._trainable])
-        return hash((tuple(self._prepared.acts), self._rates() if rates else (), thawed)) & 0xFFFFFFFF
+        return hash((tuple(self._prepared.acts), self._rates() if rates else ())) & 0xFFFFFFFF
 
     def piece(self, step: int) -> int:
         """A checksum of a piece of one parameter, another one in each step; 32 bits."""
@@ -148,6 +148,7 @@ class Watch:
     def begin_body(self) -> None:
         """A body begins."""
         self._gate.refusal = None
+        self._prepared.modes.begin_body()
         self._versions = self._version()
 
     def wrote(self) -> bool:
@@ -205,6 +206,8 @@ class Watch:
                 "not be shared: leave requires_grad on until after run.prepare, and freeze it then",
                 Exit.DATA,
             )
+        if void:
+            self._prepared.modes.undo()
 
     def others(self) -> int:
         """A checksum of the prepared objects that are neither modules nor optimizers.

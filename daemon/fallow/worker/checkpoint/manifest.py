@@ -66,6 +66,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     "SHA-256 over all tensors' names, dtypes and shapes: equal on all members, or they wrote different states"
     file: FileInfo
     chunks: list[Chunk]
+    modes: list[str]
+    "what is frozen and what rests on that member, see `worker.modes`"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorInfo]
     chunks: list[Chunk]
     files: list[FileInfo]
+    modes: list[str] | None = None
+    "what the members had frozen and what rested, if they agreed on it"
 
     @property
     def nbytes(self) -> int:

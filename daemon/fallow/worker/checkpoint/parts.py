@@ -39,6 +39,8 @@ class Snapshot:
     "of this part"
     copies: list[torch.Tensor] = field(repr=False)
     "CPU, contiguous, in the order of `slices`"
+    modes: list[str]
+    "what is frozen and what rests here: the members need not agree on it"
     asked: bool
     taken_at: float
     "Unix time"

@@ -72,7 +72,8 @@ def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
             filled[chunk.tensor] += chunk.end - chunk.first
     _check_whole(folder, manifest, filled)
     specs = [TensorSpec(info.dtype, info.shape) for info in manifest.tensors[:-1]]
-    return decode(Encoded(tree=tensors[-1].numpy().tobytes(), tensors=specs), tensors[:-1])
+    tree = decode(Encoded(tree=tensors[-1].numpy().tobytes(), tensors=specs), tensors[:-1])
+    return {**tree, "modes": manifest.modes}
 
 
 def _read_file(

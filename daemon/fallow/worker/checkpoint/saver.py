@@ -87,6 +87,7 @@ class Saver:
             generation=group.generation,
             step=position.step,
             epoch=position.loop_epoch,
+            modes=prepared.modes.export(),
             asked=by_hand,
             taken_at=time.time(),
         )

@@ -205,6 +205,7 @@ class Writer:
             tensors=snapshot.tensors,
             chunks=chunks,
             files=[*(part.file for part in parts), _describe(temporary / METADATA)],
+            modes=parts[0].modes if all(part.modes == parts[0].modes for part in parts) else None,
         )
         data, digest = encode_manifest(manifest)
         write_private(temporary / MANIFEST, data)
@@ -249,7 +250,13 @@ def _write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
     chunks = write_part(folder, snapshot)
     name = f"__{snapshot.rank}_0.distcp"
     (folder / name).chmod(0o600)
-    return PartInfo(rank=snapshot.rank, outline=outline(snapshot.tensors), file=_describe(folder / name), chunks=chunks)
+    return PartInfo(
+        rank=snapshot.rank,
+        outline=outline(snapshot.tensors),
+        file=_describe(folder / name),
+        chunks=chunks,
+        modes=snapshot.modes,
+    )
 
 
 def _read_part(path: Path) -> PartInfo:
