@@ -219,6 +219,31 @@ def test_zeros_are_no_gradient_of_a_parameter_that_is_used_no_more(reproducible:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_what_is_frozen_for_long_is_not_sent(reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(Group, "all_reduce", lambda _group, tensor: sent.append(tensor.numel()))
+    for name in ("_FIRST_BYTES", "_LAST_BYTES", "BUCKET_BYTES"):
+        monkeypatch.setattr(f"fallow.worker.buckets.{name}", 4)  # a bucket for each parameter
+    monkeypatch.setattr("fallow.worker.idle.STEPS", 3)
+    run, model = world(), nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 8), global_batch=16, reproducible=reproducible)
+    steps: dict[int, int] = {}
+    for x, y in run.steps(loader, epochs=8):
+        model[0].requires_grad_(not 4 <= run.step < 10)
+        before = model[0].weight.detach().clone()
+        sent.clear()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.final_shard:
+            steps[run.step] = sum(count for count in sent if count in (1, 50, 250))
+            assert torch.equal(before, model[0].weight) == (4 <= run.step < 10)
+    whole, part = 351, 51
+    assert [steps[step] for step in range(4, 13)] == [whole] * 3 + [part] * 3 + [whole] * 3
+
+
 class Masked(nn.Module):
     """Its graph keeps a buffer that never changes, and passes a layer whose buffers do."""
 

@@ -22,11 +22,12 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker import control as ctl
-from fallow.worker.arithmetic import SMALL, Arithmetic, Floating
+from fallow.worker.arithmetic import SMALL, Arithmetic, Floating, all_zero
 from fallow.worker.buckets import Bucket, Buckets
 from fallow.worker.buffers import SharedBuffers
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
+from fallow.worker.idle import Idle
 
 
 @dataclass(slots=True)
@@ -100,6 +101,7 @@ class Reducer:
         "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
         self._next = 0
+        self._idle = Idle()
         self._told: _Told | None = None
         self.rounds = 0
         "finished reductions in this step"
@@ -153,6 +155,7 @@ class Reducer:
             self._forget()  # a late peer may still write into them
         self._arithmetic.forget()
         self.buffers.attach()
+        self._idle.forget()
         self._group = group
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -219,11 +222,12 @@ class Reducer:
         if self._in_backward and self._live and not self._adding:
             self._hold()  # the last backward raised, and the script goes on
         self._in_backward = True
+        # Zeros that zero_grad(set_to_none=False) has left are no gradient: a newcomer has none in their place.
+        left = self._live and (self.rounds > 0 or not all_zero([p.grad for p in self._params if p.grad is not None]))
         for index, parameter in enumerate(self._params):
             grad = parameter.grad
             if grad is not None:
-                # Zeros that zero_grad(set_to_none=False) has left are no gradient: a newcomer has none in their place.
-                if self._live and (self.rounds or bool(grad.any())):
+                if left and (self.rounds or bool(grad.any())):
                     if self.elastic and not self.rounds:
                         self.gathered.add(id(parameter))
                     carried = self._carried.get(index)
@@ -415,11 +419,13 @@ class Reducer:
                 if self._next == len(buckets) - 1 and not all_of_them and not self.complete():
                     return
                 # What void bodies held of parameters without a gradient in this one goes there, too.
-                self._gather(bucket, fill=True)
+                stays = self._idle.stays(self._plan.phase, self.rounds, self._next)
+                self._gather(bucket, fill=not stays)
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
-                self._group.all_reduce(bucket.flat)
+                if not stays:
+                    self._group.all_reduce(bucket.flat)
                 bucket.launched = True
                 self._next += 1
                 if self._next == len(buckets):
@@ -483,6 +489,12 @@ class Reducer:
         ctl.check(
             control, self._plan, self._group.size, self.rounds, self.agreement, frozen=self.frozen, drift=self.drift
         )
+        late = self._idle.count(self._plan.phase, self.rounds, self._buckets.all, control.touched)
+        for bucket in late:
+            self._gather(bucket, fill=True)
+            self._group.all_reduce(bucket.flat)
+        if late:
+            self._group.wait()
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")
