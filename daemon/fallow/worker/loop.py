@@ -10,6 +10,7 @@ from fallow.core.shards import mix
 from fallow.model import Exit, FallowError, WorkerReady
 from fallow.worker import rng
 from fallow.worker.capture import backward_seen
+from fallow.worker.clipping import nothing_may_be_clipped
 from fallow.worker.compiled import graphs_cut_at_buckets
 from fallow.worker.member import Member
 from fallow.worker.prepared import signature_of
@@ -49,7 +50,8 @@ class Loop:
         member.move()
         alone = member.session is None and member.group.size == 1
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
-        with backward_seen(step.before_backward, step.after_backward, step.backward_failed), overlap:
+        seen = backward_seen(step.before_backward, step.after_backward, step.backward_failed)
+        with seen, overlap, nothing_may_be_clipped():
             try:
                 step.begin_call()
                 if not place.joined:
