@@ -23,7 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fallow.core.failures import Apart
 from fallow.model import FallowError
+from fallow.worker import control
 from fallow.worker.group import Group
 from fallow.worker.ledger import Fed, Ledger, read_ledger
 from fallow.worker.run import Run
@@ -180,6 +182,26 @@ def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_st
         optimizer.step()
     assert len(left) >= 2, "a bucket and the control exchange"
     assert any(left) == complete
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_values_of_gradients_are_clipped(batch_size: int) -> None:
+    """Torch's function fails where there is no gradient at all, as in void bodies."""
+    model, reference = twins()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    run = world()
+    _, _, loader = run.prepare(model, optimizers[0], DataLoader(points(), batch_size), global_batch=16)
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    for x, y in DataLoader(points(), 16):
+        optimizers[1].zero_grad()
+        F.mse_loss(reference(x), y).backward()
+        nn.utils.clip_grad_value_(reference.parameters(), 0.05)
+        optimizers[1].step()
+    equal(model, reference)
 
 
 def test_several_backwards_in_a_body_add_up() -> None:
@@ -785,3 +807,18 @@ def test_a_step_that_a_script_leaves_before_its_backward_is_not_counted_with_the
     run._member.ledger.flush()
     fed = [record for record in read_ledger(tmp_path / "ledger") if isinstance(record, Fed)]
     assert len(fed) == 1
+
+
+def test_what_an_exchange_tells_all_members_is_no_members_own_failure() -> None:
+    """Whoever tells the head of it first is not to blame, and the others must not go on without it."""
+    plan = control.StepPlan(3, 8, 5, 2)
+
+    def told(agreement: float = 14.0, samples: float = 8.0) -> control.Control:
+        head = control.Head(2.0, 0.0, 0.0, 6.0, 0.0, samples, 5.0, 2.0, 0.0, agreement, 0.0)
+        return control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [])
+
+    control.check(told(), plan, 2, 0, 7, drift=False)
+    with pytest.raises(Apart, match="weights, learning rates"):
+        control.check(told(agreement=15.0), plan, 2, 0, 7, drift=False)
+    with pytest.raises(Apart, match="sum of samples is 7"):
+        control.check(told(samples=7.0), plan, 2, 0, 7, drift=False)

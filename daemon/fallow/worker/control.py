@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from fallow.core.failures import Apart
-from fallow.model import FallowError
 
 
 class Head(NamedTuple):
@@ -128,7 +127,7 @@ def check(
         drift: the members' weights may differ.
 
     Raises:
-        FallowError: the members did not do the same work.
+        Apart: the members did not do the same work.
     """
     first, got = rounds == 0, control.head
     if got.left == size:
@@ -142,7 +141,7 @@ def check(
     unlike = got.agreement != size * agreement or (control.drifted and not drift)
     unlike = unlike or (frozen != 0 and got.frozen != (size - got.skipped) * frozen)
     if got.contributors == size and got.step == size * plan.step and unlike:
-        raise FallowError(
+        raise Apart(
             f"at step {plan.step}: the members' weights, learning rates, frozen parameters or counts of acting steps "
             "differ; every prepared object has to act alike on all members: no `if` around it that depends on the "
             "rank, on a count of bodies (use run.step) or on this member's own loss (use run.mean), and no other code "
@@ -157,7 +156,7 @@ def check(
     }
     for what, (seen, planned) in wanted.items():
         if seen != planned:
-            raise FallowError(
+            raise Apart(
                 f"step {plan.step}: the members' sum of {what} is {seen:.0f}, the plan says {planned}: they did "
                 "not do the same work; every member's final body must make the same number of backward calls, "
                 "and the dataset must be the same on every node. An IterableDataset gives every process the same "
