@@ -221,6 +221,29 @@ def test_what_was_frozen_on_the_way_is_frozen_for_a_newcomer() -> None:
     equal(old, new)
 
 
+@pytest.mark.parametrize("missed", [1, 2])
+@pytest.mark.parametrize("newer", ["old", "new"])
+def test_groups_that_a_script_added_to_an_optimizer_on_the_way(missed: int, newer: str) -> None:
+    """As it thaws layers. A newcomer has missed some; one that goes back to a checkpoint has some too many."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in parameters if p.shape[:1] != (9000,)], lr=0.01)
+
+    old, new = Member(1, make), Member(2, make)
+    old.standing.value = HOLDS
+    for number in range(2):
+        old.train(1)
+        for member in (old, new):
+            if (member is old) == (newer == "old") or number >= missed:
+                added = [member.model.wide.weight, member.model.wide.bias][number]
+                member.optimizer.add_param_group({"params": [added], "lr": 0.1 / (number + 1)})
+    change(3, [old, new])
+    for member in (old, new):
+        member.train(2)
+    equal(old, new)
+    assert len(new.optimizer.param_groups) == (3 if newer == "old" else 3 - missed)
+
+
 def test_where_members_have_switched_different_things_a_newcomer_stays_as_its_script_made_it() -> None:
     """One has evaluated and left it at that: the next body will begin with `train()`."""
     old, other, new = (Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 1, 2))

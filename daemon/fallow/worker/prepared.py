@@ -249,6 +249,7 @@ class Prepared:
         """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
         return {
             "models": [_module_tensors(module) for module in self.modules],
+            "groups": [_groups(optimizer, self._names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
             "arithmetic": self.arithmetic.export(),
@@ -269,6 +270,8 @@ class Prepared:
                     for name, tensor in own.items():
                         if tensor.data_ptr() != tensors[name].data_ptr():  # else it was received in place
                             tensor.copy_(tensors[name])
+            for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+                _regroup(optimizer, groups, self._names())
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
@@ -284,6 +287,14 @@ class Prepared:
                 Exit.DATA,
             ) from None
 
+    def _names(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """All modules' parameters by id."""
+        return {
+            id(parameter): (plain_name(f"model.{number}.{name}"), parameter)
+            for number, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+        }
+
     def layout(self) -> list[str]:
         """One line per tensor and object, for comparing a joiner with the run."""
         lines = [
@@ -293,14 +304,35 @@ class Prepared:
             for name, t in _named(module).items()
         ]
         for number, optimizer in enumerate(self.optimizers):
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            lines.append(f"optimizer.{number} {type(optimizer).__name__}{sizes}")
+            # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
+            lines.append(f"optimizer.{number} {type(optimizer).__name__}")
         lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
         return lines
 
 
 def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Names of the parameters in each of its groups; those of no prepared module have none."""
+    return [[names[id(p)][0] if id(p) in names else "" for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _regroup(
+    optimizer: torch.optim.Optimizer, wanted: list[list[str]], names: dict[int, tuple[str, nn.Parameter]]
+) -> None:
+    """Make the groups those of another member, whose script has added some, or of a checkpoint before that."""
+    have = _groups(optimizer, names)
+    if have == wanted:
+        return
+    alike = next((n for n, (a, b) in enumerate(zip(have, wanted, strict=False)) if a != b), min(len(have), len(wanted)))
+    known = dict(names.values())
+    named = any("param_names" in group for group in optimizer.param_groups)
+    del optimizer.param_groups[alike:]
+    for group in wanted[alike:]:
+        params = [(name, known[name]) for name in group]
+        optimizer.add_param_group({"params": params if named else [parameter for _, parameter in params]})
 
 
 def _check_module(module: nn.Module) -> None:
