@@ -44,7 +44,7 @@ class Harvest(_Section, frozen=True):
     partitions: list[str] = msgspec.field(default_factory=list)
     "empty: every partition that is up and preempts its jobs for others"
     max_pending: Annotated[int, Meta(ge=1)] | None = None
-    "requests that may wait at once; None: as many as may be submitted from one poll to the next"
+    "requests that may wait at once; None: as many as may be submitted until a poll shows that one started"
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
     "over all runs; None: no limit"
     partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)

@@ -540,10 +540,16 @@ def at_once(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest:
     return rules(site, every_s, **harvest).max_pending
 
 
-def test_as_many_requests_may_wait_as_can_be_submitted_between_two_polls() -> None:
-    assert at_once() == 30
-    assert at_once(every_s=5.0) == 5
-    assert at_once(every_s=1.0) == 4
+def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_start() -> None:
+    """Backfill has to look, and then a poll; where polls are frequent, backfill is what takes time."""
+
+    def looks(every_s: float) -> ClusterConfig:
+        return msgspec.structs.replace(config(), backfill_interval_s=every_s, scheduler_parameters="")
+
+    assert at_once() == 60, "Slurm's own default, until it has told"
+    assert at_once(looks(30.0), every_s=5.0) == 35
+    assert at_once(looks(1.0), every_s=5.0) == 6
+    assert at_once(looks(1.0), every_s=1.0) == 4
     assert at_once(max_pending=2) == 2
     crowded = msgspec.structs.replace(config(), scheduler_parameters="bf_max_job_user=20")
     assert at_once(crowded) == 10, "half of those that Slurm looks at"

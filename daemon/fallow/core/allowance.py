@@ -15,6 +15,9 @@ AHEAD = 2
 """Requests that wait for nodes which others still have, and no more than half of those that may wait at all: what is
 idle comes first. Jobs mostly end one by one; what a larger one leaves is seen with the next poll."""
 
+BACKFILL_S = 30.0
+"""From one cycle of backfill to the next, unless Slurm has said: its own default."""
+
 FEW = 4
 """As many requests may wait at once however often is polled, and no more of normal priority for one run."""
 
@@ -68,7 +71,7 @@ def rules(
         partition_nodes=limits.partition_nodes,
         max_minutes=limits.max_minutes,
         min_minutes=limits.min_minutes,
-        start_patience_s=3 * poll_s + 2 * (30.0 if site is None else site.backfill_interval_s),
+        start_patience_s=3 * poll_s + 2 * (BACKFILL_S if site is None else site.backfill_interval_s),
         margin_s=margin_s,
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
@@ -78,9 +81,13 @@ def rules(
 
 
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:
-    """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be."""
-    between_polls = round(limits.submits_per_min * interval_s / 60.0)
-    most = limits.max_pending or max(FEW, between_polls)
+    """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be.
+
+    One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth of
+    the submissions through where polls come every 5 s.
+    """
+    waits_s = interval_s + (BACKFILL_S if site is None else site.backfill_interval_s)
+    most = limits.max_pending or max(FEW, round(limits.submits_per_min * waits_s / 60.0))
     return most if site is None else min(most, pending_allowed(site))
 
 
