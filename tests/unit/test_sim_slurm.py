@@ -392,6 +392,29 @@ def test_no_more_are_preempted_than_are_needed_and_the_smallest_first() -> None:
     assert starts(sim, "user") == [100.7]
 
 
+def test_a_job_whose_freed_node_went_to_another_preempts_again_when_it_may() -> None:
+    """Nothing else changes until then: the look at the queue must come by itself."""
+    jobs = [job("one", 99.5, 1, 60 * MIN, partition="normal"), job("two", 99.5, 2, 60 * MIN, partition="normal")]
+    sim = SlurmSim(site(3, partitions=tiers(3, 10.0), preempt=True), jobs, 0, begin=0.0)
+    sim.clock.full_phase_s = 59.0
+    first, *_ = [sim.submit(wanted(600, partition="scavenge", token=f"fallow-r-h{number}-x")) for number in range(3)]
+    sim.advance(50.0)
+    sim.left(first)
+    sim.submit(wanted(600, partition="scavenge", token="fallow-r-h3-x"))
+    sim.advance(99.0)
+    sim.clock.cycle_end = 0.0  # backfill looks at whole seconds
+    leave: list[str] = []
+    for at in range(100, 200):
+        for job_id in leave:
+            sim.left(job_id)
+        leave = [notice.job_id for notice in of(Notice, sim.advance(float(at)))]
+    one, two = starts(sim, "one", "two")
+    # The main pass has the oldest job of ours leave for the first, backfill plans the first for another node, counts
+    # the one that is left for the second, and frees one more. So one is missing until KillWait and MessageTimeout
+    # (15 s) are over and the full pass at 119 s.
+    assert one < 101.0 and 119.0 < two < 122.0
+
+
 def test_a_preempted_job_of_others_starts_again_where_it_may() -> None:
     jobs = [
         job("low", 0, 1, 600 * MIN, runs_s=300, partition="scavenge", requeue=True),

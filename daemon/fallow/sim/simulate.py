@@ -151,11 +151,15 @@ def play_policy(setup: Setup, name: str, first: bool, progress: Callable[[float,
     found = HeldUp()
     if isinstance(inner, SlurmSim) and ground.jobs is not None:
         cycle_s = source.site.scheduler.bf_interval_s
-        found = held_up(ground.jobs.jobs(), inner.ran, _without_us(setup), holdings.spans(until), until, cycle_s)
+        jobs, stays = list(ground.jobs.jobs()), holdings.stays(until)
+        found = held_up(source.site, jobs, inner.ran, inner.nodes, _without_us(setup), stays, until, cycle_s)
         for job_id, seconds in found.waited.items():
             meter.waited(job_id, seconds)
-        if found.moved:
-            notes.append(f"{found.moved} of {found.compared} jobs of others changed places, without a node of ours")
+        if found.earlier or found.later:
+            notes.append(
+                f"of {found.compared} jobs of others {found.earlier} started more than {cycle_s:g} s earlier and "
+                f"{found.later} later (by {found.latest_s:.0f} s at the most) because others changed places"
+            )
         if inner.refused:
             notes.append(f"{len(inner.refused)} jobs of others ask for more than there is, and were left out")
     series = None if recorder is None else recorder.series(until)

@@ -75,6 +75,11 @@ class SlurmSim:
         """Job of others -> its last start and its end (infinity while it runs)."""
         return self._lives.ran
 
+    @property
+    def nodes(self) -> dict[str, int]:
+        """Job of others -> its nodes in that time, as bits by their places in `site.nodes`."""
+        return self._lives.nodes
+
     def next_at(self) -> float:
         """When something happens by itself; infinity: nothing any more."""
         return self._agenda.next_at()

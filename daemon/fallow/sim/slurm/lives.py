@@ -58,6 +58,8 @@ class Lives:
         "that Slurm knows: ours for MinJobAge after their end"
         self.ran: dict[str, tuple[float, float]] = {}
         "job of others -> its last start and its end; infinity while it runs"
+        self.nodes: dict[str, int] = {}
+        "the same -> its nodes then"
         self.warned: list[Job] = []
         "jobs in the grace of a preemption"
         self._over: deque[tuple[float, Job]] = deque()
@@ -88,7 +90,7 @@ class Lives:
                 Started(at=now, job_id=job.job_id, nodes=tuple(self._cluster.names_of(mask)), end_at=job.end_at)
             )
         else:
-            self.ran[job.job_id] = (now, inf)
+            self.ran[job.job_id], self.nodes[job.job_id] = (now, inf), mask
 
     def _await_end(self, job: Job, at: float, then: Callable[[Job], None]) -> None:
         """It ends by itself, or something is done about it at that time."""
@@ -161,10 +163,19 @@ class Lives:
 
     def _tried(self, by: Job) -> None:
         by.tried_at = self.now
-        if self._victims(by):
-            again = self.now + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
-            at = min(self._clock.full_pass(again), self._clock.cycle(again))
-            self._agenda.at(at, PASS, partial(self.retry, by))
+        again = self.now + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
+        self._agenda.at(again, PASS, partial(self._may_again, by))
+
+    def _may_again(self, by: Job) -> None:
+        if by.state == "PENDING":
+            at = min(self._clock.full_pass(self.now), self._clock.cycle(self.now))
+            self._agenda.at(at, PASS, partial(self._try_again, by))
+
+    def _try_again(self, by: Job) -> None:
+        """Somebody else may have got what was freed for it, and nothing else need have changed since."""
+        if by.state == "PENDING" and self.may_preempt(by):
+            self.retry(by)
+            self._changed(by.partition.mask)
 
     def _victims(self, by: Job) -> list[Job]:
         return [job for job in self.warned if job.preemptor is by]
