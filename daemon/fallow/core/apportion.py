@@ -14,6 +14,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 from fallow.core.flow import Flow
@@ -107,35 +108,37 @@ class _Problem:
         self._claims = claims
         self._supply = supply
         self._cap = cap
-        self._envelopes: dict[tuple[int, int, int], list[tuple[float, int]]] = {}
 
     def relax(self, ranges: list[tuple[int, int]]) -> _Relaxed | None:
         """None: the least sizes of these ranges cannot be served."""
         claims = self._claims
         flow = Flow([claim.kinds for claim in claims], self._supply, self._cap)
         nodes: list[int] = []
+        excess: list[float] = []
         bound = 0.0
-        steps: list[tuple[float, int, int]] = []
+        pieces: list[Sequence[tuple[float, int]]] = []
         for i, (claim, (low, high)) in enumerate(zip(claims, ranges, strict=True)):
             least = claim.sizes[low]
             if flow.take(i, least) < least:
                 return None
             nodes.append(least)
+            excess.append(claim.values[low])
             bound += claim.values[low]
-            steps += [(-slope, i, amount) for slope, amount in self._envelope(i, low, high)]
-        excess = [0.0] * len(claims)
-        for i, (low, _) in enumerate(ranges):
-            excess[i] = claims[i].values[low]
-        full: set[int] = set()
-        for slope, i, amount in sorted(steps):
-            if i in full:
-                continue
+            pieces.append(_envelope(claim.sizes, claim.values, low, high))
+        # The steepest piece of any claim next; each claim's own are steepest first.
+        queue = [(-some[0][0], i, 0) for i, some in enumerate(pieces) if some]
+        heapq.heapify(queue)
+        while queue and flow.left:
+            slope, i, at = queue[0]
+            amount = pieces[i][at][1]
             got = flow.take(i, amount)
             nodes[i] += got
             bound -= slope * got
             excess[i] -= slope * got
-            if got < amount:
-                full.add(i)
+            if got == amount and at + 1 < len(pieces[i]):
+                heapq.heapreplace(queue, (-pieces[i][at + 1][0], i, at + 1))
+            else:
+                heapq.heappop(queue)
         chosen = [bisect_right(claim.sizes, n) - 1 for claim, n in zip(claims, nodes, strict=True)]
         excess = [e - claim.values[k] for e, claim, k in zip(excess, claims, chosen, strict=True)]
         worst = max(range(len(claims)), key=excess.__getitem__, default=0)
@@ -145,26 +148,6 @@ class _Problem:
         chosen = self._fill(flow, nodes, chosen)
         value = sum(claim.values[k] for claim, k in zip(claims, chosen, strict=True))
         return _Relaxed(ranges, bound, chosen, value, split)
-
-    def _envelope(self, i: int, low: int, high: int) -> list[tuple[float, int]]:
-        """(value per node, nodes) of the concave envelope's rising pieces over a range of sizes, steepest first."""
-        known = self._envelopes.get((i, low, high))
-        if known is not None:
-            return known
-        sizes, values = self._claims[i].sizes, self._claims[i].values
-        at, up = [sizes[low]], [values[low]]
-        for k in range(low + 1, high + 1):
-            n, value = sizes[k], values[k]
-            if value <= up[-1]:
-                continue
-            while len(at) > 1 and (up[-1] - up[-2]) * (n - at[-1]) <= (value - up[-1]) * (at[-1] - at[-2]):
-                at.pop()
-                up.pop()
-            at.append(n)
-            up.append(value)
-        pieces = [((up[j] - up[j - 1]) / (at[j] - at[j - 1]), at[j] - at[j - 1]) for j in range(1, len(at))]
-        self._envelopes[i, low, high] = pieces
-        return pieces
 
     def _fill(self, flow: Flow, nodes: list[int], chosen: list[int]) -> list[int]:
         """Give nodes back that are above a size, then raise claims to whole sizes with what is left over."""
@@ -193,3 +176,22 @@ class _Problem:
                 gain = claim.values[k] - claim.values[now]
                 if gain > EPSILON:
                     yield gain / more, i, k
+
+
+@lru_cache(maxsize=4096)
+def _envelope(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high: int) -> list[tuple[float, int]]:
+    """(value per node, nodes) of the concave envelope's rising pieces over a range of sizes, steepest first.
+
+    Kept, for most claims of a plan are those of the plan before.
+    """
+    at, up = [sizes[low]], [values[low]]
+    for k in range(low + 1, high + 1):
+        n, value = sizes[k], values[k]
+        if value <= up[-1]:
+            continue
+        while len(at) > 1 and (up[-1] - up[-2]) * (n - at[-1]) <= (value - up[-1]) * (at[-1] - at[-2]):
+            at.pop()
+            up.pop()
+        at.append(n)
+        up.append(value)
+    return [((up[j] - up[j - 1]) / (at[j] - at[j - 1]), at[j] - at[j - 1]) for j in range(1, len(at))]
