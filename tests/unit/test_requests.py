@@ -6,6 +6,7 @@ import grp
 import os
 from collections import Counter
 from dataclasses import replace as dataclass_replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -760,3 +761,15 @@ def test_waits_double_up_to_an_hour_and_a_start_ends_them() -> None:
     assert backoff.longest(asker, "p", now + 601) is None and backoff.until(asker, "p") == 0.0
     backoff.strike("QOSNotAllowed", asker, "p", 30, now)
     assert backoff.until(asker, "p") > now and backoff.until(asker, "q") == 0.0
+
+
+def test_how_often_nodes_come() -> None:
+    experience = Experience()
+    assert experience.between_s(NOW) == inf, "nobody knows"
+    for number in range(11):
+        experience.started("a", None, 20.0, NOW - 1000.0 + 10.0 * number)
+    assert experience.between_s(NOW) == pytest.approx(100.0), "that none has come for long counts, too"
+    for number in range(11):
+        experience.started("b", None, 20.0, NOW - 1000.0 + 10.0 * number)
+    assert experience.between_s(NOW) == pytest.approx(50.0)
+    assert experience.between_s(NOW + 7 * 3600.0) == inf

@@ -69,6 +69,29 @@ def test_a_run_that_gains_nothing_more_leaves_nodes_to_others() -> None:
     assert list(found.more) == ["small", "large"], "the greatest gain per node is served first"
 
 
+@pytest.mark.parametrize(("next_s", "moved"), [(inf, 1), (1200.0, 1), (60.0, 0)])
+def test_a_move_must_pay_until_the_next_node_comes(next_s: float, moved: int) -> None:
+    """That goes where most is missing anyway."""
+    worth = Worth(as_many_as(64), start_s=15.0)
+    mine = [held("a", i, place) for i, place in enumerate(places(6))]
+    mine += [held("b", i, place) for i, place in enumerate(places(4, "q"))]
+    parties = [party("a", worth, partitions="pq"), party("b", worth, partitions="pq")]
+    found = targets(parties, mine, set(), [], suits, at=NOW, horizon_s=HORIZON_S, next_s=next_s)
+    assert len(found.release) == moved
+    starving = [party("a", worth, partitions="pq"), party("c", worth, partitions="pq")]
+    found = targets(starving, mine[:6], set(), [], suits, at=NOW, horizon_s=HORIZON_S, next_s=next_s)
+    assert found.release, "what gains much is moved at once"
+
+
+def test_idle_nodes_are_taken_however_soon_the_next_one_comes() -> None:
+    worth = Worth(as_many_as(64), start_s=30.0)
+    mine = [held("a", i, place) for i, place in enumerate(places(6))]
+    idle = places(2, "q")
+    parties = [party("a", worth, partitions="pq")]
+    found = targets(parties, mine, set(), idle, suits, at=NOW, horizon_s=HORIZON_S, next_s=60.0)
+    assert found.more == {"a": 2}
+
+
 def test_nodes_that_gain_nothing_are_given_back_newest_first() -> None:
     eight = Worth(curve(8, 64), base=1)
     mine = [held("a", i, place) for i, place in enumerate(places(6))]

@@ -8,6 +8,7 @@ two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from statistics import median
 
 import msgspec
@@ -80,6 +81,15 @@ class Experience(msgspec.Struct, kw_only=True):
     def wait_s(self, partition: str, at: float) -> float:
         """From a request to its job's start, as a rule."""
         return _typical(self.waits, partition, at, WAIT_S)
+
+    def between_s(self, at: float) -> float:
+        """From one node that comes to the next, as a rule; infinity: nobody knows."""
+        per_s = 0.0
+        for kept in self.starts.values():
+            fresh = [then for then, _ in kept if at - then < FRESH_S]
+            if len(fresh) > 1 and at > fresh[0]:
+                per_s += (len(fresh) - 1) / (at - fresh[0])
+        return 1.0 / per_s if per_s else inf
 
     def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
         """Survival of this partition's holes; those that are open now count as censored."""

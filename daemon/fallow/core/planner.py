@@ -93,7 +93,8 @@ def plan(
     sorts = {demand.run: demand.sort for demand in demands}
     declined = _declined(cluster, pending, holes, sorts, reach, known, standing, rules)
     staying = [a for a in _counted(harvest) if a.token not in given]
-    found = share_out(demands, staying, {a.token for a in pending}, holes, reach, rules, cluster.at)
+    waiting, between_s = {a.token for a in pending}, known.experience.between_s(cluster.at)
+    found = share_out(demands, staying, waiting, holes, reach, rules, cluster.at, between_s)
     if aims is not None:
         aims.update(found.nodes)
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from math import floor, inf
+from math import floor, inf, log2
 from typing import cast
 
 from fallow.core.allocations import Allocation
@@ -26,6 +26,7 @@ def share_out(
     reach: Reach,
     rules: HarvestRules,
     at: float,
+    between_s: float = inf,
 ) -> Targets:
     """Apportion what is idle, and what is held, to the runs.
 
@@ -37,6 +38,7 @@ def share_out(
         reach: who can use them.
         rules: what is allowed.
         at: Unix time of the poll.
+        between_s: from one node that comes to the next, as a rule.
     """
     parts: dict[str, set[Part | None]] = {}
     for hole in holes:
@@ -64,8 +66,28 @@ def share_out(
         )
         for demand in demands
     ]
-    stay, most = stay_s(rules), rules.max_nodes
-    return targets(parties, held, pending, offers.idle, suits, fits, offers.elsewhere, at=at, horizon_s=stay, cap=most)
+    return targets(
+        parties,
+        held,
+        pending,
+        offers.idle,
+        suits,
+        fits,
+        offers.elsewhere,
+        at=at,
+        horizon_s=stay_s(rules),
+        next_s=max(LEAST_NEXT_S, _roughly(between_s)),
+        cap=rules.max_nodes,
+    )
+
+
+LEAST_NEXT_S = 60.0
+"""What comes next may be of no use to whom it would help most, so moves are worth something for at least so long."""
+
+
+def _roughly(seconds: float) -> float:
+    """In half octaves: what differs by less should decide nothing."""
+    return seconds if seconds in (0.0, inf) else 2.0 ** (round(2.0 * log2(seconds)) / 2.0)
 
 
 STAY_S = 600.0

@@ -1,13 +1,15 @@
 """Targets: how many harvested nodes each run should have, by what they are worth to it. Pure.
 
 Idle nodes go where they are worth most. A node is taken from one run for another only where that is worth more than
-what the change costs both of them; the run then gives it back, and whoever is to have it asks for it once it is idle.
+what the change costs both of them, until the next node comes and goes where most is missing anyway; the run then gives
+it back, and whoever is to have it asks for it once it is idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from fallow.core.allocations import Allocation
 from fallow.core.apportion import Claim, apportion
@@ -72,6 +74,7 @@ def targets(
     *,
     at: float,
     horizon_s: float,
+    next_s: float = inf,
     cap: int | None = None,
 ) -> Targets:
     """Apportion idle and held nodes.
@@ -87,6 +90,8 @@ def targets(
         elsewhere: partitions besides this one in which a held node could be asked for.
         at: Unix time.
         horizon_s: for so long nodes are expected to stay.
+        next_s: after so long another node comes, as a rule: it goes where most is missing, so what moving one there
+            gains, it gains until then.
         cap: nodes over all runs; None: no cap.
     """
     supply = _Supply(parties, suits, fits, elsewhere, idle)
@@ -98,21 +103,27 @@ def targets(
         supply.hold(allocation, allocation.token in pending)
     supply.add_idle()
 
-    claims, staying = [], []
-    for party in parties:
-        have = len(mine[party.run])
-        low, high = _bounds(party, mine[party.run], pending, at)
-        sizes, values = changes(party.worth, have, low, high, horizon_s)
-        kinds = tuple(supply.kinds_of(party))
-        claims.append(Claim(kinds, sizes, values))
-        kept = next((i for i, size in enumerate(sizes) if size >= min(have, high)), 0)
-        staying.append(Claim(kinds, sizes[kept:], values[kept:]))
+    haves = [len(mine[party.run]) for party in parties]
+    bounds = [_bounds(party, mine[party.run], pending, at) for party in parties]
+    kinds = [tuple(supply.kinds_of(party)) for party in parties]
+    staying = []
+    for party, have, (low, high), some in zip(parties, haves, bounds, kinds, strict=True):
+        sizes, values = changes(party.worth, have, max(low, min(have, high)), high, horizon_s)
+        staying.append(Claim(some, sizes, values))
     if cap is not None:
         cap = max(cap + supply.ahead, sum(claim.sizes[0] for claim in staying))
     found = apportion(staying, supply.counts, cap)
+    claims = []
+    for party, have, (low, high), some, nodes in zip(parties, haves, bounds, kinds, found.nodes, strict=True):
+        sizes, values = changes(party.worth, nodes, low, high, min(horizon_s, next_s), stalls=nodes == have)
+        claims.append(Claim(some, sizes, values))
+    least = sum(claim.values[claim.sizes.index(n)] for claim, n in zip(claims, found.nodes, strict=True))
     moved = apportion(claims, supply.counts, cap)
-    runs = [_Run(party, claim, mine[party.run]) for party, claim in zip(parties, claims, strict=True)]
-    if moved.value > found.value + 1e-9:
+    runs = []
+    for party, have, (low, high), some in zip(parties, haves, bounds, kinds, strict=True):
+        claim = Claim(some, *changes(party.worth, have, low, high, horizon_s))
+        runs.append(_Run(party, claim, mine[party.run]))
+    if moved.value > least + 1e-9:
         result, complete = _carried_out(runs, moved.nodes, pending, supply)
         if complete:
             return result

@@ -58,6 +58,10 @@ class Worth:
     urgency: float = 1.0
     _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     "what `of` has found: a plan asks many times"
+    _changes: dict[tuple[int, int, int, float, bool], tuple[tuple[int, ...], tuple[float, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    "what `changes` has found"
 
     def speed(self, nodes: int) -> float:
         """Steps per second with so many nodes."""
@@ -103,7 +107,7 @@ class Gain:
 
 
 def changes(
-    worth: Worth, held: int, low: int, high: int, horizon_s: float
+    worth: Worth, held: int, low: int, high: int, horizon_s: float, *, stalls: bool = True
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Numbers of harvested nodes worth having, ascending, and the worth of coming to each from now.
 
@@ -112,9 +116,20 @@ def changes(
         held: harvested nodes that it has or has asked for.
         low, high: least and most that it may have now.
         horizon_s: for so long nodes are expected to stay.
+        stalls: False: its members change in any case, so that costs nothing more.
     """
+    key = held, low, high, horizon_s, stalls
+    known = worth._changes.get(key)
+    if known is None:
+        known = worth._changes[key] = _changes(worth, held, low, high, horizon_s, stalls)
+    return known
+
+
+def _changes(
+    worth: Worth, held: int, low: int, high: int, horizon_s: float, stalls: bool
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     now = worth.of(worth.base + held)
-    stall = min(1.0, worth.pause_s / horizon_s) * now
+    stall = min(1.0, worth.pause_s / horizon_s) * now if stalls else 0.0
     # Never nothing: that starts take longer than nodes stay is only known as long as some are tried.
     stays = max(0.1, 1.0 - worth.start_s / horizon_s - DOUBT)
     at_once = max(1, worth.least if not worth.going else 1)
