@@ -471,7 +471,12 @@ class Thorough(Membership):
     def __init__(self, roster: Roster, term: int, at: float) -> None:
         super().__init__(roster, term=term, timing=TIMING, at=at, validate=True)
         plan = self._changes.plan
-        self._changes.plan = lambda at, news: plan(at, news=True)  # type: ignore[method-assign]
+
+        def look_at_all(at: float, *, news: bool) -> None:
+            self._changes._busy = None
+            plan(at, news=True)
+
+        self._changes.plan = look_at_all  # type: ignore[method-assign]
 
 
 class World:
@@ -666,8 +671,16 @@ ACCUSED = [
 """The second of three workers says that it does not reach the third; the first has not voted yet."""
 
 
+WAITING = [
+    *(("deliver", 0), ("deliver", 0), ("switch", 0), ("spawn", 0)),
+    *(("deliver", 0), ("deliver", 1), ("deliver", 0), ("deliver", 1), ("switch", 0), ("tick", 10), ("wait", 28)),
+]
+"""Both members wait for each other."""
+
+
 @settings(max_examples=400, deadline=None)
 @given(ACTIONS)
+@example([*WAITING, ("wait", 28)])
 @example(ACCUSED)
 @example([*ACCUSED, ("heal", 0), ("tick", 30)])
 @example([("spawn", 0), ("head", 0), ("spawn", 0), ("deliver", 0), ("deliver", 1), ("release", 0), ("kill", 1)])
@@ -708,6 +721,7 @@ def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actio
             case "beat":
                 world.beat(w, list(Doing)[number // 7 % len(Doing)], number / 5)
             case "wait":
+                world.at += number / 4
                 for each in list(world.workers.values()):
                     world.beat(each, Doing.WAITING, number / 4)
             case "hold":

@@ -239,4 +239,6 @@ class Roster(msgspec.Struct, kw_only=True):
     @property
     def finishing(self) -> bool:
         """A member's script has ended: the membership is frozen from here on."""
+        if self.final is None:
+            return False
         return any(self.workers[w].finished for w in self.members if w in self.workers)

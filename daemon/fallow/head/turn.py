@@ -87,7 +87,8 @@ class Turn:
                     self.removals.append(path)
                 case ev.RunEnded(status, message):
                     self._end_run(run, status, message)
-        if instructions:
+        if not all(isinstance(instruction, ev.Tell) for instruction in instructions):
+            # Where workers are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
 
     def _date_newest(self, run: Run) -> None:
