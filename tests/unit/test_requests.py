@@ -338,6 +338,16 @@ def test_what_is_left_alone_is_not_asked_for() -> None:
     assert len(asks(plan(later, [Demand("r", 1, asker=asker)], [], RULES, known))) == 1
 
 
+def test_at_a_limit_of_the_account_no_successor_is_asked_for_either() -> None:
+    """MaxSubmitJobs: one was refused at every poll until the node's time was over."""
+    busy, known = cluster([node("n-h", "ALLOCATED")]), fixed()
+    run, mine = Demand("r", 0, asker=Asker("bio")), [ending("h", 100.0)]
+    known.backoff.strike("PartitionNodeLimit", run.asker, "scavenge", 30, NOW)
+    assert [ask.node for ask in asks(plan(busy, [run], mine, LEAD, known))] == ["n-h"], "it has that node already"
+    known.backoff.strike("QOSMaxSubmitJobPerUserLimit", run.asker, "scavenge", 30, NOW)
+    assert plan(busy, [run], mine, LEAD, known) == []
+
+
 def test_nodes_that_administrators_want_are_left() -> None:
     drained = cluster([node("n1", "ALLOCATED", flags=["DRAIN"]), node("n2", "ALLOCATED")])
     mine = [held("h1", nodes=["n1"]), held("h2", nodes=["n2"])]

@@ -159,8 +159,13 @@ class Backoff:
 
     def until(self, asker: Asker, partition: str) -> float:
         """Unix time before which nothing is asked for there; 0: now."""
-        keys = (_key(Scope.OWNER, asker, partition), _key(Scope.PARTITION, asker, partition))
-        return max(self._alone[key].until if key in self._alone else 0.0 for key in keys)
+        here = self._alone.get(_key(Scope.PARTITION, asker, partition))
+        return max(self.owner_until(asker), here.until if here else 0.0)
+
+    def owner_until(self, asker: Asker) -> float:
+        """Unix time before which nothing is asked for in this name anywhere; 0: now."""
+        strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
+        return strikes.until if strikes else 0.0
 
     def longest(self, asker: Asker, partition: str, now: float) -> int | None:
         """Ask for no more minutes than that there; None: no bound is known."""

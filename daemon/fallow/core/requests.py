@@ -393,6 +393,9 @@ class Requests:
         partition = self._partitions.get(leaving.partition)
         if partition is None or not self.room(leaving.partition) or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
+        # At a limit of the account or QOS it would be refused at every poll; what ails a partition may spare this node.
+        if self._known.backoff.owner_until(demand.asker) > self._cluster.at:
+            return None
         (node,) = leaving.nodes
         known = self._nodes.get(node)
         if node in self._wanted or node in demand.barred or known is None or CLOSED.intersection(known.flags):

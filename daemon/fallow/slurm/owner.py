@@ -2,7 +2,8 @@
 
 `scontrol show assoc_mgr` gives limits and what is used of them in one request to slurmctld (Slurm's
 src/scontrol/info_assoc_mgr.c: `NAME=LIMIT(USED)`, N for none); sacctmgr would ask slurmdbd and knows no usage. Its
-answer for a user leaves out the account's own record, so that is a second request. `sprio` is the third.
+answer for a user may leave out the account's own record (22.05's has it), so that is a second request. `sprio` is the
+third.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ async def owner(query: Query, user: str, at: float) -> OwnerView:
     notes = []
     for account in sorted({share.account for share in shares}):
         whole = await query(["scontrol", "show", "assoc_mgr", f"accounts={account}", "flags=assoc"])
-        limits += [limit for limit in parse_limits(whole, user) if limit.of == f"account {account}"]
+        known = {(limit.of, limit.name) for limit in limits}
+        own = (limit for limit in parse_limits(whole, user) if limit.of == f"account {account}")
+        limits += [limit for limit in own if (limit.of, limit.name) not in known]
     if not shares:
         notes.append(
             "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share"
