@@ -262,8 +262,8 @@ def test_the_accounts_own_limits_are_asked_for() -> None:
         LimitView(of="account lab", name="GrpJobs", limit=40, used=11),
         LimitView(of="account lab", name="GrpTRES gres/gpu", limit=64, used=24),
     ]
-    whole = (SAMPLES / "assoc_mgr_account.txt").read_text()
-    assert _ask({"assoc_mgr": whole, "sprio": ""}).limits == list(parse_limits(whole, "ann")), "22.05 tells it at once"
+    both = "".join((SAMPLES / f"assoc_mgr_{of}.txt").read_text() for of in ("user", "account"))
+    assert _ask({"assoc_mgr": both, "sprio": ""}).limits == list(parse_limits(both, "ann")), "22.05 tells it at once"
     # Bob is in the same account; what binds him is none of our business.
     assert not [limit for limit in view.limits if "bob" in limit.of]
     assert view.notes == []
