@@ -83,8 +83,8 @@ def rules(
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:
     """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be.
 
-    One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth of
-    the submissions through where polls come every 5 s.
+    One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth
+    of the submissions through where polls come every 5 s.
     """
     waits_s = interval_s + (BACKFILL_S if site is None else site.backfill_interval_s)
     most = limits.max_pending or max(FEW, round(limits.submits_per_min * waits_s / 60.0))
