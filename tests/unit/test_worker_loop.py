@@ -115,6 +115,25 @@ class Laid(nn.Module):
         return (y @ self.turned).tanh() @ self.gaps
 
 
+def test_the_final_body_of_a_step_that_is_done_again_is_final_until_its_backward_only() -> None:
+    """What follows may read gradients: there are none."""
+    run, model = world(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16, reproducible=True)
+    final = []
+    for x, y in run.steps(loader):
+        before = run.final_shard
+        (1000 * F.mse_loss(model(x), y)).backward()
+        if run.final_shard:
+            assert all(parameter.grad is not None for parameter in model.parameters())
+        final.append((run.step, before, run.final_shard))
+        optimizer.zero_grad()
+    attempts = [pair for step, *pair in final if step == 0]
+    void, again = [[False, False]] * 3 + [[True, False]], len(attempts) // 4 - 1
+    assert attempts == void * again + [[False, False]] * 3 + [[True, True]]
+    assert again > 0
+
+
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
     model, reference = Laid(), Laid()

@@ -189,8 +189,12 @@ class Run:
 
     @property
     def final_shard(self) -> bool:
-        """True in the last body of a step on this member: gradients are there after backward, steps act."""
-        return self._loop.step.final_shard
+        """True in the last body of a step on this member: gradients are there after backward, steps act.
+
+        After a backward it is False if the step is void and will be done again: a member was lost in it, say. Then
+        there are no gradients either.
+        """
+        return self._loop.step.final_shard and not self._member.reducer.interrupted
 
     def phase(self, name: str) -> bool:
         """For steps in which one part has to see the optimizer steps of the part before it, as in a GAN.
@@ -224,7 +228,7 @@ class Run:
 
     def log(self, **scalars: float) -> None:
         """Show figures in `fallow status` and the monitor; counts in the final body on the main member."""
-        if self._session is None or not self.is_main or (self._gate.in_body and not self.final_shard):
+        if self._session is None or not self.is_main or (self._gate.in_body and not self._loop.step.final_shard):
             return
         known = self._session.progress.scalars
         self._session.progress.scalars = {**known, **{name: float(value) for name, value in scalars.items()}}
@@ -250,7 +254,7 @@ class Run:
             with self._released_by_head():
                 return self._loop.together(Kind.MEAN, value)
         slot = step.means.note(step.shard, step.weight * value if step.weight else None)
-        return self._in_final(slot, value) if self.final_shard else value
+        return self._in_final(slot, value) if self._loop.step.final_shard else value
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
@@ -259,7 +263,7 @@ class Run:
         if not self._gate.in_body:
             with self._released_by_head():
                 self._loop.together(Kind.BARRIER, 0.0)
-        elif self.final_shard:
+        elif self._loop.step.final_shard:
             self._in_final(None, 0.0)
 
     def _in_final(self, slot: int | None, value: float) -> float:

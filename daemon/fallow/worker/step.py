@@ -117,13 +117,14 @@ class Step:
             if shard == 0 and (not self.final_shard or not reducer.rounds):
                 reducer.buffers.keep(member.buffers())
         else:
-            if not reducer.rounds and at.phase in self._examples and member.group.broken is None:
+            missing = not reducer.rounds and not reducer.interrupted
+            if missing and at.phase in self._examples and member.group.broken is None:
                 # The others go on after their backward, with clipping, schedulers and the like: so must this member.
                 # A body that counts nothing does that, over a batch that is known to come to a backward.
                 member.restore(before)
                 self.weight = 0.0
                 yield from self._body(self._examples[at.phase], mine[-1].shard, cut)
-            if not reducer.rounds:
+            if missing and not reducer.rounds:
                 self._reduce_without_backward()
         gate.in_body = False
         gate.open = True
