@@ -201,6 +201,17 @@ def test_the_same_seed_gives_the_same_bytes(trace: Path, tmp_path: Path) -> None
     assert str(trace.parent).encode() not in b"".join(files[0].values()), "it does not say where things are"
 
 
+def test_programs_that_met_a_limit_are_told(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("highspy")
+    monkeypatch.setattr("fallow.sim.policies.milp._Program.solve", lambda _: None)
+    _, found = said(capsys, *words(trace, "--policy", "milp:120", "--policy", "greedy"))
+    milp, greedy = (policy["notes"] for policy in found["policies"])
+    assert any("programs met a limit" in note for note in milp)
+    assert not any("limit" in note for note in greedy)
+
+
 def test_another_seed_gives_another_result(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (said(capsys, *words(trace, "--policy", "greedy", "--seed", seed))[1] for seed in "12")
     assert one["ideal_ratio"] != two["ideal_ratio"]

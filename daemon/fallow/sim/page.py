@@ -21,6 +21,7 @@ _PAGE = Template("""\
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$title</title>
@@ -37,8 +38,14 @@ th:first-child, td:first-child { text-align: left; }
 th { font-size: .75rem; color: #5b6470; }
 tbody tr:first-child { font-weight: bold; }
 figure { margin: 2rem 0; }
-figure img { max-width: 100%; height: auto; }
+figure img { width: 100%; height: auto; background: #fff; border-radius: .3rem; }
 figcaption, .foot { color: #5b6470; font-size: .9rem; }
+@media (prefers-color-scheme: dark) {
+  body { color: #dfe3e8; background: #16191d; }
+  b { color: #4cc79b; }
+  th, figcaption, .foot { color: #a3acb8; }
+  th, td { border-color: #3a3d42; }
+}
 </style>
 </head>
 <body>

@@ -36,9 +36,12 @@ WORDS = {
     Cell.DOWN: "down",
 }
 
-LINES = ("#15795a", "#c2571a", "#3466a5", "#8b4a97", "#b08d00", "#5b6470", "#b3395b", "#3a9aa8", "#7a5230", "#84a329")
+LINES = ("#15795a", "#d55e00", "#0072b2", "#cc79a7", "#e69f00", "#56b4e9", "#23272e", "#7a5230", "#9aa5b4", "#84a329")
+"""Mostly Okabe and Ito's, which people with any colour vision tell apart; markers and dashes differ as well."""
 
-ROOM = 0.018
+MARKERS, DASHES = "os^DvPX<>*", ("-", "--", ":", "-.")
+
+ROOM = 0.026
 """Of the map's height, which a label needs."""
 
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
@@ -245,7 +248,7 @@ def _cost(figure: Figure, played: Sequence[Played], published: dict[str, tuple[t
         points.sort()
         drawn: dict[str, Any] = {
             "color": colour,
-            "marker": "os^D"[number // len(LINES) % 4],
+            "marker": MARKERS[number % len(MARKERS)],
             "markersize": 5,
             "linewidth": 1.6,
             "zorder": 3 - number / 100,
@@ -284,7 +287,7 @@ def _delay(figure: Figure, played: Sequence[Played]) -> None:
     for number, each in enumerate([each for each in played if "/" not in each.name] or played):
         waits = each.series.waits_s if each.series is not None else ()
         if waits:
-            colour, style = LINES[number % len(LINES)], ("-", "--", ":", "-.")[number // len(LINES) % 4]
+            colour, style = LINES[number % len(LINES)], DASHES[number % len(DASHES)]
             label = f"{each.name}: {len(waits)} jobs, at most {waits[-1]:.1f} s"
             _distribution(right, waits, label, colour, style)
             drawn += 1

@@ -147,7 +147,7 @@ def play_policy(setup: Setup, name: str, first: bool, progress: Callable[[float,
         until = source.end
     except Stopped:
         stopped = True
-    notes: list[str] = []
+    notes = policies.notes(head)
     found = HeldUp()
     if isinstance(inner, SlurmSim) and ground.jobs is not None:
         cycle_s = source.site.scheduler.bf_interval_s

@@ -79,6 +79,14 @@ def make(policy: str, engine: Engine, runs: Runs, plans: Sequence[RunPlan], opti
     return Pilots(policy, crew, partitions, sharing, lengths, engine, runs, options)
 
 
+def notes(head: Head) -> list[str]:
+    """What is worth knowing of a play that has ended: how often HiGHS had to give up."""
+    if isinstance(head, Pilots) and isinstance(head.sharing, Milp) and head.sharing.limited:
+        milp = head.sharing
+        return [f"{milp.limited} of {milp.solved} programs met a limit, and nodes stayed where they were"]
+    return []
+
+
 _SHARING: dict[str, Callable[[Crew, float, Costs], Sharing]] = {
     "hold": lambda crew, every_s, costs: Hold(crew, every_s),
     "gated": lambda crew, ahead_s, costs: Gate(crew, ahead_s, costs.absorb[0]),

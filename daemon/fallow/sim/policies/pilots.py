@@ -94,7 +94,8 @@ class Pilots:
         options: Options,
     ) -> None:
         self.name, self.calls = name, 0
-        self._crew, self._partitions, self._sharing, self._lengths = crew, partitions, sharing, lengths
+        self._crew, self._partitions, self._lengths = crew, partitions, lengths
+        self.sharing = sharing
         self._engine, self._runs, self._options = engine, runs, options
         self._at_once = options.latency == "none"
         self._fitted = options.plans == "known" and len(lengths) > 1
@@ -188,7 +189,7 @@ class Pilots:
         for job_id, job in self._jobs.items():
             if job.node and not job.run and not job.leaving:
                 spare[job.kind].append(job_id)
-        shared = self._sharing.share(Standing(at, self._held, [len(some) for some in spare]))
+        shared = self.sharing.share(Standing(at, self._held, [len(some) for some in spare]))
         self._share_at = min(self._share_at, shared.again_at)
         self._take(shared, spare, at)
         for run, nodes in shared.give.items():
