@@ -21,6 +21,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 
 import msgspec
 
@@ -194,16 +196,25 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
         with_nodes[at] = speeds[i][1] if i >= 0 else 0.0
     found: list[tuple[int, float]] = []
     for n in sizes:
-        weight, mean, left = (1 - loss) ** n, 0.0, 1.0
-        for lost in range(min(n, LOST) + 1):
-            mean += weight * with_nodes[n - lost]
-            left -= weight
-            weight *= (n - lost) / (lost + 1) * loss / (1 - loss)
-        # More than that at once: counted as just one more.
-        mean += max(0.0, left) * with_nodes[max(0, n - LOST - 1)]
+        weights = _lost(n, loss)
+        mean = sum(map(mul, weights, reversed(with_nodes[n + 1 - len(weights) : n + 1])))
         if not found or mean > found[-1][1]:
             found.append((n, mean))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _lost(nodes: int, loss: float) -> list[float]:
+    """Probabilities that none of so many nodes is away, one of them, and so on; kept, for runs ask for the same.
+
+    More than `LOST` at once are counted as just one more.
+    """
+    weight, left, found = (1 - loss) ** nodes, 1.0, []
+    for lost in range(min(nodes, LOST) + 1):
+        found.append(weight)
+        left -= weight
+        weight *= (nodes - lost) / (lost + 1) * loss / (1 - loss)
+    return [*found, max(0.0, left)] if nodes > LOST else found
 
 
 def fit(curve: Curve, shards: int, at: float) -> Fit:

@@ -82,7 +82,9 @@ class Neighbourhood:
 
     def watches(self, live: Iterable[Allocation]) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        return self._awaited or any(a.harvested and a.partition in self._watchful for a in live)
+        if self._awaited or not self._watchful:
+            return self._awaited
+        return any(a.harvested and a.partition in self._watchful for a in live)
 
     def _be_allowed(self, cluster: ClusterState, config: ClusterConfig | None) -> None:
         manners = self.manners

@@ -49,7 +49,9 @@ def share_out(
     offers = _Offers(list(sorts.values()), holes, held, pending, reach, rules)
 
     def suits(sort: Hashable, place: Place) -> bool:
-        there = parts.get(place.node, {None})
+        there = parts.get(place.node)
+        if there is None:
+            return reach.suits(cast(Sort, sort), place.node, place.partitions)
         return any(reach.suits(cast(Sort, sort), place.node, place.partitions, part) for part in there)
 
     def fits(allocation: Allocation, place: Place) -> bool:

@@ -9,7 +9,7 @@ from itertools import islice
 from math import inf
 
 from fallow.core import valuing
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import LIVE, Allocation
 from fallow.core.gain import Curve, pooled
 from fallow.core.kinds import Kind
 from fallow.core.requests import Ask, Demand
@@ -21,7 +21,7 @@ from fallow.sim.types import Costs, Measured, RunPlan
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
 
-VALUED_S = 300.0
+VALUED_S = 900.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
 NEWS = 0.05
@@ -44,7 +44,7 @@ class Run:
     "its members have changed while it trained, so it knows what that costs"
 
     def live(self) -> list[Allocation]:
-        return [a for a in self.allocations.values() if a.live]
+        return [a for a in self.allocations.values() if a.state in LIVE]
 
 
 class Book:

@@ -154,14 +154,16 @@ class VirtualHead:
         """When to poll next; what has come since the last one may make that sooner."""
         if self._answer is not None:
             return
-        watchful = self.neighbourhood.watches(self.book.live())
-        longest = polling.longest_interval_s(self._limits.poll_interval_s, watchful)
+        longest = polling.longest_interval_s(self._limits.poll_interval_s, self._watches())
         interval_s = polling.poll_interval_s(self._wanted_s(), self._answer_s / BUSY, 0, longest)
         self._poll_at = max(self._now, self._began + interval_s)
 
     def _wanted_s(self) -> float:
         """From one poll to the next, with what we hold now."""
-        return polling.interval_s(self._limits.poll_interval_s, self.neighbourhood.watches(self.book.live()))
+        return polling.interval_s(self._limits.poll_interval_s, self._watches())
+
+    def _watches(self) -> bool:
+        return self.neighbourhood.watches(a for a in self.book.allocations.values() if a.live)
 
     def _poll(self) -> None:
         self._began = self._asked_at = self._now

@@ -52,6 +52,8 @@ class Leases:
         "to submit with"
         self.touched = False
         "something has become of one of them; whoever looks sets it back"
+        self._shown: dict[str, JobInfo] = {}
+        "running allocation -> its job as it was taken in last; the engine makes a new one for each change"
         self._engine, self._runs, self._book, self._learner = engine, runs, book, learner
         self._limits, self._queue, self._called = limits, queue, called
         self._timers: list[tuple[float, int, str, str]] = []
@@ -191,6 +193,7 @@ class Leases:
 
     def _over(self, allocation: Allocation, reason: str) -> None:
         self.touched = True
+        self._shown.pop(allocation.token, None)
         if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
             allocation.state = AllocationState.ENDED
         allocation.reason = allocation.reason or reason
@@ -235,6 +238,10 @@ class Leases:
             self._observe(allocation, jobs.get(allocation.token, ()), polled_at, at)
 
     def _observe(self, allocation: Allocation, jobs: Sequence[JobInfo], polled_at: float, at: float) -> None:
+        if allocation.state is AllocationState.RUNNING and len(jobs) == 1:
+            if self._shown.get(allocation.token) is jobs[0] and not allocation.missing and allocation.asked_at is None:
+                return
+            self._shown[allocation.token] = jobs[0]
         unseen, end_at = allocation.job_id is None, allocation.end_at
         observe(allocation, jobs, polled_at, horizon_s(self._limits.poll_interval_s))
         grace_end = preempted_until(allocation, jobs)
