@@ -19,6 +19,7 @@ from collections import deque
 from typing import Literal
 
 from fallow.model import ClusterConfig, ClusterState
+from fallow.sim.configured import config
 from fallow.sim.pool_state import ENDED, Ending, Owner, PoolJob, PoolState
 from fallow.sim.pool_view import PoolView
 from fallow.sim.types import Ended, Happening, Holes, Notice, Options, Pool, Started, Waited, Wanted
@@ -145,7 +146,7 @@ class PoolSim:
         return self._view.poll(self.now)
 
     def config(self) -> ClusterConfig:
-        return self._view.config()
+        return config(self.site)
 
     def idle_nodes(self) -> int:
         return self._state.hole.bit_count()

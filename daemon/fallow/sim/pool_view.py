@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
+from fallow.model import ClusterState, JobInfo, NodeInfo
 from fallow.sim.pool_state import Owner, PoolJob, PoolState
 from fallow.sim.types import SimNode, Site
 
@@ -77,19 +77,6 @@ class PoolView:
                 *self._plans,
             ]
         return ClusterState(at=now, nodes=self._node_list, jobs=self._job_list, partitions=self._partitions)
-
-    def config(self) -> ClusterConfig:
-        site, scheduler = self._site, self._site.scheduler
-        return ClusterConfig(
-            cluster=site.name,
-            slurm_version=f"{scheduler.version[0]}.{scheduler.version[1]:02d}.0",
-            preempt_type=site.preempt_type,
-            preempt_mode=site.preempt_mode,
-            kill_wait_s=scheduler.kill_wait_s,
-            backfill_interval_s=scheduler.bf_interval_s,
-            scheduler_parameters=scheduler.words,
-            select_type="select/cons_tres",
-        )
 
     # -----------------------------------------------------------------------------------------------------------
 

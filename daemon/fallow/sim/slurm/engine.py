@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
+from fallow.sim.configured import config
 from fallow.sim.slurm.clock import NODE, SUBMIT, Agenda, Clock
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import FIRST_PRIORITY, Het, Job, Partition, Queue
 from fallow.sim.slurm.rounds import Rounds
 from fallow.sim.slurm.select import has
-from fallow.sim.slurm.view import View, config
+from fallow.sim.slurm.view import View
 from fallow.sim.types import Happening, Pool, SimJob, Site, Wanted
 from fallow.slurm.client import SubmitRejected
 
