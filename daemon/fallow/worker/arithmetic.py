@@ -7,9 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-SMALL = 1 << 14
-"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
-
 
 def all_zero(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether there is nothing but zeros: one pass at the speed of memory, and few calls for many small ones."""
@@ -54,9 +51,6 @@ class Arithmetic(Protocol):
 
         It may be put off until `settle`; `grad` belongs to the arithmetic.
         """
-
-    def add_fresh(self, number: int, grads: Sequence[tuple[int, torch.Tensor, torch.Tensor]], weight: float) -> None:
-        """`add` with `first` for many small gradients, each (index, place, grad)."""
 
     def settle(self) -> None:
         """Everything that was added is in its place when this returns."""
@@ -104,13 +98,6 @@ class Floating:
             torch.mul(grad, weight, out=place)
         else:
             place.add_(grad, alpha=weight)
-
-    def add_fresh(self, number: int, grads: Sequence[tuple[int, torch.Tensor, torch.Tensor]], weight: float) -> None:
-        """All in one call, two with a weight."""
-        places = [place for _, place, _ in grads]
-        torch._foreach_copy_(places, [grad for _, _, grad in grads])
-        if weight != 1:
-            torch._foreach_mul_(places, weight)
 
     def settle(self) -> None:
         """Nothing is put off."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fallow.worker.arithmetic import SMALL, Arithmetic
+from fallow.worker.arithmetic import Arithmetic
 
 _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -26,12 +26,8 @@ class Bucket:
     flat: torch.Tensor
     members: list[int]
     "indices of its parameters"
-    watched: list[int]
-    "those of them whose gradient's arrival is watched, see `Buckets.watched`"
-    others: list[int]
-    "the rest"
     waiting: int = 0
-    "watched ones without a gradient in the current backward"
+    "those without a gradient in the current backward"
     launched: bool = False
 
 
@@ -47,8 +43,6 @@ class Buckets:
         self._params = list(params)
         self._arithmetic = arithmetic
         self._place = _layout(self._params)
-        self.watched = _watched(self._params, self._place)
-        "by parameter: whether it is worth a call when its gradient arrives"
         self.all: list[Bucket] = []
         self.views: list[torch.Tensor] = []
         "for each parameter its part of a bucket, in the parameter's shape and order of elements"
@@ -64,8 +58,7 @@ class Buckets:
             numel = sum(self._place[index][2] for index in members)
             first = self._params[members[0]]
             flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
-            watched, others = ([i for i in members if self.watched[i] == wanted] for wanted in (True, False))
-            self.all.append(Bucket(flat, members, watched, others))
+            self.all.append(Bucket(flat, members))
         for parameter, (number, offset, count) in zip(self._params, self._place, strict=True):
             self.of.append(self.all[number])
             self.views.append(_shaped(self.all[number].flat[offset : offset + count], parameter))
@@ -103,19 +96,3 @@ def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
         open_bucket[key] = (number, used + parameter.numel(), cap)
         left[key] -= parameter.numel() * parameter.element_size()
     return [place[index] for index in range(len(params))]
-
-
-def _watched(params: Sequence[nn.Parameter], place: Sequence[tuple[int, int, int]]) -> list[bool]:
-    """Large ones, and of the small ones those with which as much has come together as a large one holds.
-
-    A call from autograd into Python costs as much as the work on a small gradient; that the others are there is seen
-    when the next one that is watched arrives.
-    """
-    watched = [False] * len(params)
-    since = [0] * len(params)
-    for index in reversed(range(len(params))):
-        number = place[index][0]
-        since[number] += params[index].numel()
-        if since[number] >= SMALL:
-            watched[index], since[number] = True, 0
-    return watched

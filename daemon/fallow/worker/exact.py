@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.arithmetic import SMALL
 
 BITS = 62
 """A place holds less than 2^BITS in steady use; the bit above it is for a gradient that arrives in two parts."""
@@ -29,6 +28,8 @@ _ATTEMPTS = 8
 _CHUNK = 1 << 17
 """Elements converted at a time: the scratch stays in the processor's second-level cache."""
 _CHUNK_CUDA = 1 << 23
+SMALL = 1 << 14
+"""Gradients of fewer elements are converted together, since calls would cost more than the work."""
 
 
 class Exact:
@@ -135,11 +136,6 @@ class Exact:
                 target.copy_(wide)
             else:
                 target.add_(integers[: part.numel()].copy_(wide))
-
-    def add_fresh(self, number: int, grads: Sequence[tuple[int, torch.Tensor, torch.Tensor]], weight: float) -> None:
-        """`settle` converts them all at once."""
-        for index, place, grad in grads:
-            self.add(number, index, place, grad, weight, first=True)
 
     def settle(self) -> None:
         """Convert the small gradients that wait, all at once."""

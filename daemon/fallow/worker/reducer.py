@@ -2,10 +2,13 @@
 
 Void bodies of equal weight let autograd add up their gradients as it does without us; only between two backwards they
 are held here, so a void body leaves None behind. In the final body a hook puts weight x gradient into the parameter's
-place in a flat bucket, one pass over the memory; those of small parameters go there together, when the bucket's last
-one is there, since calls would cost more than the work. Buckets are reduced in a fixed order, each as soon as it is
-full, so that the network works while backward goes on. Beside the last one goes the control exchange, a small float64
-vector.
+place in a flat bucket, one pass over the memory, and lets go of it at once: small ones that waited for each other lay
+between the large ones that come and go, and had the allocator ask the system for fresh pages in each step. Buckets are
+reduced in a fixed order, each as soon as it is full, so that the network works while backward goes on. Beside the last
+one goes the control exchange, a small float64 vector.
+
+What runs in each step is kept short in Python: after a pass over the model all that it touches has left the caches, and
+a call costs several times what it does in a loop by itself.
 
 With several backwards in a body each has sums of its own: the first backward of the final body reduces the first
 backwards of all bodies, the second the second ones. So what a backward returns does not depend on the membership.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -22,12 +26,14 @@ from torch import nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker import control as ctl
-from fallow.worker.arithmetic import SMALL, Arithmetic, Floating, all_zero
+from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.buckets import Bucket, Buckets
 from fallow.worker.buffers import SharedBuffers
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.idle import Idle
+
+_grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -69,17 +75,14 @@ class Reducer:
         self._names = [name for name, _ in named]
         self._params = [parameter for _, parameter in named]
         self.buffers = buffers
-        self._small = [parameter.numel() < SMALL for parameter in self._params]
         self._arithmetic = arithmetic or Floating()
         self._sets = [Buckets(self._params, self._arithmetic)]
         "by number of the backward in a body"
-        self._watched = self._sets[0].watched
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._params)
-            if self._watched[index]
         ]
         self._live = False
         self._final = False
@@ -95,8 +98,6 @@ class Reducer:
         self._in_backward = False
         self._held: dict[int, tuple[float, list[torch.Tensor | None]]] = {}
         "number of the backward -> weight, and sums of the gradients of void bodies of that weight"
-        self._resumed: dict[int, tuple[torch.Tensor, int]] = {}
-        "parameter that is not watched -> such a sum to which the current backward adds, and its version before that"
         self._left: dict[int, torch.Tensor] = {}
         "gradients that the user left from earlier steps"
         self._carried: dict[int, torch.Tensor] = {}
@@ -223,38 +224,37 @@ class Reducer:
             self._hold()  # the last backward raised, and the script goes on
         self._in_backward = True
         # Zeros that zero_grad(set_to_none=False) has left are no gradient: a newcomer has none in their place.
-        left = self._live and (self.rounds > 0 or not all_zero([p.grad for p in self._params if p.grad is not None]))
-        for index, parameter in enumerate(self._params):
-            grad = parameter.grad
-            if grad is not None:
-                if left and (self.rounds or bool(grad.any())):
-                    if self.elastic and not self.rounds:
-                        self.gathered.add(id(parameter))
-                    carried = self._carried.get(index)
-                    grad = grad.detach()
-                    self._carried[index] = grad.clone() if carried is None else carried + grad
-                    if not self.rounds:
-                        self._left[index] = self._carried[index]
-                parameter.grad = None
+        grads = [(index, grad) for index, grad in enumerate(map(_grad, self._params)) if grad is not None]
+        left = self._live and bool(grads) and (self.rounds > 0 or not all_zero([grad for _, grad in grads]))
+        for index, grad in grads:
+            self._put_aside(index, grad, left=left)
         held = self._held.pop(self._number, None)
-        self._resumed = {}
         if held is not None:
-            for index, (parameter, grad) in enumerate(zip(self._params, held[1], strict=True)):
+            for parameter, grad in zip(self._params, held[1], strict=True):
                 parameter.grad = grad
-                if grad is not None and not self._watched[index]:
-                    self._resumed[index] = grad, grad._version
         self._fired = [False] * len(self._params)
+        frozen = not all(map(_trains, self._params))
         for bucket in self._buckets.all:
-            # What was frozen since has no gradient to wait for.
-            bucket.waiting = sum(self._params[index].requires_grad for index in bucket.watched)
+            bucket.waiting = len(bucket.members)
+            if frozen:
+                # What was frozen since has no gradient to wait for.
+                bucket.waiting = sum(self._params[index].requires_grad for index in bucket.members)
             bucket.launched = False
         self._next = 0
 
+    def _put_aside(self, index: int, grad: torch.Tensor, *, left: bool) -> None:
+        if left and (self.rounds or bool(grad.any())):
+            if self.elastic and not self.rounds:
+                self.gathered.add(id(self._params[index]))
+            carried = self._carried.get(index)
+            grad = grad.detach()
+            self._carried[index] = grad.clone() if carried is None else carried + grad
+            if not self.rounds:
+                self._left[index] = self._carried[index]
+        self._params[index].grad = None
+
     def after_backward(self) -> None:
         """The end of an outermost backward: in the final body the round is completed here."""
-        if self._adding and not self._final:
-            for bucket in self._buckets.all:
-                self._gather(bucket)
         self._arithmetic.settle()
         if not self._live:
             self._drop()
@@ -341,30 +341,30 @@ class Reducer:
         return self._sets[self._number]
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        small = self._small[index]
-
         def hook(parameter: torch.Tensor) -> None:
-            if not self._adding:
-                return
-            if self.interrupted:
-                parameter.grad = None
-                return
-            bucket = self._buckets.of[index]
-            if bucket.launched:
-                raise self._twice(index)
-            if not small:
-                grad = parameter.grad
-                if grad is None:
-                    return
-                parameter.grad = None
-                self._add(self._number, index, grad, self._weight)
-            if not self._fired[index]:
-                self._fired[index] = True
-                bucket.waiting -= 1
-                if self._final:
-                    self._launch_ready()
+            if self._adding:
+                self._arrived(index, parameter)
 
         return hook
+
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        if self.interrupted:
+            parameter.grad = None
+            return
+        number = self._number
+        bucket = self._sets[number].of[index]
+        if bucket.launched:
+            raise self._twice(index)
+        grad = parameter.grad
+        if grad is None:
+            return
+        parameter.grad = None
+        self._add(number, index, grad, self._weight)
+        if not self._fired[index]:
+            self._fired[index] = True
+            bucket.waiting -= 1
+            if not bucket.waiting and self._final:
+                self._launch_ready()
 
     def _twice(self, index: int) -> FallowError:
         return FallowError(
@@ -373,54 +373,27 @@ class Reducer:
             Exit.DATA,
         )
 
-    def _full(self, bucket: Bucket) -> bool:
-        """All its parameters have their gradient of this backward."""
-        return not bucket.waiting and all(self._arrived(index) for index in bucket.others)
-
-    def _arrived(self, index: int) -> bool:
-        if not self._params[index].requires_grad:
-            return True
-        grad = self._params[index].grad
-        before, version = self._resumed.get(index, (None, 0))
-        return grad is not before or (grad is not None and grad._version != version)
-
-    def _gather(self, bucket: Bucket, *, fill: bool = False) -> None:
-        """Put the bucket's gradients that are with their parameters still into their places.
-
-        With `fill`, parameters without a gradient in any body of this member contribute zeros.
-        """
+    def _fill(self, bucket: Bucket, *, zeros: bool) -> None:
+        """What void bodies held of parameters without a gradient in this one goes to its place, too; else `zeros`."""
         touched = self._touched[self._number]
-        fresh: list[tuple[int, torch.Tensor]] = []
         for index in bucket.members:
-            grad = self._params[index].grad
-            if grad is None:
-                if fill and not touched[index]:
-                    self._buckets.views[index].zero_()
-                continue
-            self._params[index].grad = None
-            if touched[index] or not self._weight or not self._small[index] or grad.layout != torch.strided:
+            grad = None if self._fired[index] else self._params[index].grad
+            if grad is not None:
+                self._params[index].grad = None
                 self._add(self._number, index, grad, self._weight)
-            else:
-                fresh.append((index, grad.detach() if grad.requires_grad else grad))
-                touched[index] = True
-        if fresh:
-            views = self._buckets.views
-            self._arithmetic.add_fresh(
-                self._number, [(index, views[index], grad) for index, grad in fresh], self._weight
-            )
+            elif zeros and not touched[index]:
+                self._buckets.views[index].zero_()
 
     def _launch_ready(self, *, all_of_them: bool = False) -> None:
         buckets = self._buckets.all
         try:
             while self._next < len(buckets):
                 bucket = buckets[self._next]
-                if not all_of_them and not self._full(bucket):
+                if not all_of_them and bucket.waiting:
                     return
                 if self._next == len(buckets) - 1 and not all_of_them and not self.complete():
                     return
-                # What void bodies held of parameters without a gradient in this one goes there, too.
-                stays = self._idle.stays(self._plan.phase, self.rounds, self._next)
-                self._gather(bucket, fill=not stays)
+                self._fill(bucket, zeros=not self._idle.stays(self._plan.phase, self.rounds, self._next))
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()

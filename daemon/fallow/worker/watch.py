@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from fallow.model import Exit, FallowError
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.state import as_bytes, encode
+
+_version, _trains = attrgetter("_version"), attrgetter("requires_grad")
 
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
@@ -26,6 +29,8 @@ class Watch:
         self._gate = gate
         self._known: list[nn.Parameter] | None = None
         self._trainable: list[tuple[str, nn.Parameter]] = []
+        self._weights: list[nn.Parameter] = []
+        "the same without names"
         self._frozen: list[nn.Parameter] = []
         self._owned: set[int] = set()
         self._hooks: list[Any] = []
@@ -49,7 +54,8 @@ class Watch:
         if self._known is None:
             self._known = now
             self._trainable = prepared.parameters()
-            trainable = {id(parameter) for _, parameter in self._trainable}
+            self._weights = [parameter for _, parameter in self._trainable]
+            trainable = set(map(id, self._weights))
             self._frozen = [parameter for parameter in now if id(parameter) not in trainable]
         elif len(now) != len(self._known) or any(a is not b for a, b in zip(now, self._known, strict=True)):
             raise FallowError(
@@ -241,7 +247,7 @@ class Watch:
         return tuple(found)
 
     def _version(self) -> int:
-        return sum([parameter._version for _, parameter in self._trainable])
+        return sum(map(_version, self._weights))
 
 
 class _NoForward:
