@@ -158,7 +158,7 @@ def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
 
 
 def test_sums_of_void_bodies_do_not_pass_for_gradients_of_the_final_one() -> None:
-    """Of small parameters nobody calls when theirs arrive: a large one before them must not send them off."""
+    """A parameter whose gradient of the final body is still to come must not be sent off with those before it."""
 
     def net() -> nn.Module:
         layers = [nn.Linear(5, 64), nn.LayerNorm(64), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1)]
@@ -176,6 +176,21 @@ def test_sums_of_void_bodies_do_not_pass_for_gradients_of_the_final_one() -> Non
         optimizer.step()
         optimizer.zero_grad()
     equal(model, reference)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_gradients_of_the_final_body_are_let_go_as_they_come(reproducible: bool) -> None:
+    """What is held while backward goes on lies in the way of what is allocated next, and costs memory."""
+    run, model = world(), net()
+    _, loader = run.prepare(model, DataLoader(points(), 16), reproducible=reproducible)
+    held: list[bool] = []
+    for x, y in run.steps(loader, max_steps=2):
+        middle = model[0](x)
+        middle.register_hook(lambda _: held.extend(p.grad is not None for p in model[2].parameters()))
+        F.mse_loss(model[2](model[1](middle)), y).backward()
+        model.zero_grad()
+    assert len(held) >= 4, "two parameters in two steps"
+    assert not any(held)
 
 
 @pytest.mark.parametrize("complete", [True, False])
