@@ -83,6 +83,11 @@ class Floating:
     linear = True
     repeated = 0
 
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self._factor = _single(self._weight)
+        "the same: of a Python number torch makes and casts a tensor in each call, which takes longer than a small sum"
+
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The gradients' own."""
         return dtype
@@ -94,10 +99,13 @@ class Floating:
         self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
     ) -> None:
         """In place, one pass over the memory."""
-        if first:
-            torch.mul(grad, weight, out=place)
-        else:
+        if not first:
             place.add_(grad, alpha=weight)
+            return
+        if weight != self._weight:
+            self._weight, self._factor = weight, _single(weight)
+        # Half precision is multiplied by a number as it is, not by one that was rounded to it.
+        torch.mul(grad, self._factor if grad.dtype == torch.float32 else weight, out=place)
 
     def settle(self) -> None:
         """Nothing is put off."""
@@ -126,3 +134,8 @@ class Floating:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Nothing."""
+
+
+def _single(value: float) -> torch.Tensor:
+    # Here, wherever the script has new tensors made.
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

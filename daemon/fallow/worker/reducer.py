@@ -342,29 +342,26 @@ class Reducer:
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
-            if self._adding:
-                self._arrived(index, parameter)
+            if not self._adding:
+                return
+            if self.interrupted:
+                parameter.grad = None
+                return
+            bucket = self._sets[self._number].of[index]
+            if bucket.launched:
+                raise self._twice(index)
+            grad = parameter.grad
+            if grad is None:
+                return
+            parameter.grad = None
+            self._add(self._number, index, grad, self._weight)
+            if not self._fired[index]:
+                self._fired[index] = True
+                bucket.waiting -= 1
+                if not bucket.waiting and self._final:
+                    self._launch_ready()
 
         return hook
-
-    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        if self.interrupted:
-            parameter.grad = None
-            return
-        number = self._number
-        bucket = self._sets[number].of[index]
-        if bucket.launched:
-            raise self._twice(index)
-        grad = parameter.grad
-        if grad is None:
-            return
-        parameter.grad = None
-        self._add(number, index, grad, self._weight)
-        if not self._fired[index]:
-            self._fired[index] = True
-            bucket.waiting -= 1
-            if not bucket.waiting and self._final:
-                self._launch_ready()
 
     def _twice(self, index: int) -> FallowError:
         return FallowError(
@@ -375,9 +372,11 @@ class Reducer:
 
     def _fill(self, bucket: Bucket, *, zeros: bool) -> None:
         """What void bodies held of parameters without a gradient in this one goes to its place, too; else `zeros`."""
-        touched = self._touched[self._number]
+        fired, touched = self._fired, self._touched[self._number]
         for index in bucket.members:
-            grad = None if self._fired[index] else self._params[index].grad
+            if fired[index] and touched[index]:
+                continue
+            grad = self._params[index].grad
             if grad is not None:
                 self._params[index].grad = None
                 self._add(self._number, index, grad, self._weight)
@@ -393,7 +392,8 @@ class Reducer:
                     return
                 if self._next == len(buckets) - 1 and not all_of_them and not self.complete():
                     return
-                self._fill(bucket, zeros=not self._idle.stays(self._plan.phase, self.rounds, self._next))
+                stays = self._idle.stays(self._plan.phase, self.rounds, self._next)
+                self._fill(bucket, zeros=not stays)
                 self._arithmetic.settle()
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
@@ -464,7 +464,7 @@ class Reducer:
         )
         late = self._idle.count(self._plan.phase, self.rounds, self._buckets.all, control.touched)
         for bucket in late:
-            self._gather(bucket, fill=True)
+            self._fill(bucket, zeros=True)
             self._group.all_reduce(bucket.flat)
         if late:
             self._group.wait()

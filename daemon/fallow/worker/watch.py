@@ -15,7 +15,7 @@ from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.state import as_bytes, encode
 
-_version, _trains = attrgetter("_version"), attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
