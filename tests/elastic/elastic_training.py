@@ -36,7 +36,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
-from fallow.worker import buckets, exact, intake, stream, supply
+from fallow.worker import arithmetic, buckets, exact, intake, stream, supply
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
@@ -97,7 +97,8 @@ def take_for_large(gates: Path) -> None:
     vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
     vars(supply).update(_LARGE=128, send_piece=held_up(stream.send_piece, gates, "give"))
     vars(intake).update(receive_piece=held_up(stream.receive_piece, gates, "take"))
-    vars(exact).update(SMALL=64)
+    for module in (arithmetic, exact):
+        vars(module).update(SMALL=64)
 
 
 def held_up(piece: Callable[..., int], gates: Path, what: str) -> Callable[..., int]:

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+SMALL = 1 << 14
+"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
+
 
 def all_zero(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether there is nothing but zeros: one pass at the speed of memory, and few calls for many small ones."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
+from fallow.worker.arithmetic import SMALL
 
 BITS = 62
 """A place holds less than 2^BITS in steady use; the bit above it is for a gradient that arrives in two parts."""
@@ -28,8 +29,6 @@ _ATTEMPTS = 8
 _CHUNK = 1 << 17
 """Elements converted at a time: the scratch stays in the processor's second-level cache."""
 _CHUNK_CUDA = 1 << 23
-SMALL = 1 << 14
-"""Gradients of fewer elements are converted together, since calls would cost more than the work."""
 
 
 class Exact:
