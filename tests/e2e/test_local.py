@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "contrib" / "examples"
 CASES_OF_MISUSE = str(HERE / "loop_cases.py")
 GAN = str(HERE / "gan_training.py")
+SETTINGS = str(HERE / "settings_training.py")
 TINY = str(HERE / "local_training.py")
 PROBE = str(HERE / "example_probe.py")
 GPT = ["--steps", "90", "--global-batch", "32"]
@@ -340,6 +341,14 @@ def test_what_scripts_do_beside_the_training(box: Box, tiny: Callable[..., Any])
         for generation in generations
     ]
     same(done, tiny())
+
+
+def test_settings_between_loops_count_once_for_newcomers(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    """Its script runs lines that the received state has already: another group of parameters, a smaller rate."""
+    command = [SETTINGS, "--result", str(box.folder / "result.json")]
+    done = box.finish(box.local(*command, schedule="+1@14,-m0@24")).trained(32, 512)
+    assert done.kinds == ["start", "absorb", "release"]
+    assert done.result == plain(SETTINGS, "--pace", "0", "--result", "RESULT")
 
 
 @pytest.mark.soak

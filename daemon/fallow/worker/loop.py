@@ -65,6 +65,7 @@ class Loop:
                     self._turn.settle()
                     return  # the members are past this call
                 place.in_sync = True
+                member.catch_up.put_back(member.prepared)
                 self._open = loader
                 member.replan()  # this loader may have missed changes while another one was at work
                 while True:

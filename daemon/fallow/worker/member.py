@@ -12,6 +12,7 @@ from fallow.core.shards import Duty, duties
 from fallow.core.shares import Division
 from fallow.model import Welcome
 from fallow.worker.buffers import SharedBuffers
+from fallow.worker.catch_up import CatchUp
 from fallow.worker.checkpoint.saver import Saver
 from fallow.worker.group import Group
 from fallow.worker.ledger import Ledger
@@ -57,6 +58,7 @@ class Member:
         self.division = Division((0.0,) * self.group.size)
         "of a step's shards among the members: the same on all of them"
         self.standing = Standing()
+        self.catch_up = CatchUp()
         gate.settle = self.standing.complete
         self.loader: Source | None = None
         "of the run.steps call at work"

@@ -116,6 +116,7 @@ class Prepared:
             if hasattr(plain, "_wrapped_by_lr_sched"):
                 gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
             setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
+            setattr(thing, "add_param_group", self._unless_received(thing.add_param_group))  # noqa: B010
         elif names:
             # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
             cls = type(thing)
@@ -155,6 +156,16 @@ class Prepared:
                 acts[number] += 1
                 gate.acted = True
             return inner(*args, **kwargs)
+
+        return gated
+
+    def _unless_received(self, add: Callable[..., None]) -> Callable[..., None]:
+        gate = self._gate
+
+        def gated(*args: Any, **kwargs: Any) -> None:
+            # On the script's way to the members' place the group is there already, see `CatchUp`.
+            if gate.open or gate.in_body:
+                add(*args, **kwargs)
 
         return gated
 
@@ -332,7 +343,8 @@ def _regroup(
     del optimizer.param_groups[alike:]
     for group in wanted[alike:]:
         params = [(name, known[name]) for name in group]
-        optimizer.add_param_group({"params": params if named else [parameter for _, parameter in params]})
+        added = {"params": params if named else [parameter for _, parameter in params]}
+        type(optimizer).add_param_group(optimizer, added)  # whatever the gate says
 
 
 def _check_module(module: nn.Module) -> None:

@@ -146,6 +146,7 @@ class Turn:
         member, place = self._member, self._member.place
         newcomer = not place.joined
         member.standing.give_up()
+        member.catch_up.forget()
         if prepare.rollback:
             member.standing.value = FRESH
         done = exchange(
@@ -243,9 +244,18 @@ class Turn:
     def settle(self) -> None:
         """After the last step of a call: the script may do with the state what it likes from here on."""
         self.report_arrival()
-        while not self._member.standing.settle():
+        while not self._settled():
             self._switch(planned=False)
             self.report_arrival()
+
+    def _settled(self) -> bool:
+        """All of the state is here; False: it will not come from this generation."""
+        member = self._member
+        if not member.standing.settle():
+            return False
+        if not member.place.in_sync:
+            member.catch_up.keep(member.prepared)
+        return True
 
     def agree(self, kind: Kind, value: float, ask: Callable[[], float]) -> bool:
         """Do something together outside of bodies, however often the membership changes meanwhile.
@@ -269,7 +279,7 @@ class Turn:
             while True:
                 self.report_arrival()
                 try:
-                    if self._member.standing.settle():
+                    if self._settled():
                         if place.agreed > number:
                             return True
                         place.answer = ask()
