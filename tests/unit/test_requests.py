@@ -89,6 +89,14 @@ def test_a_node_that_would_not_pay_for_its_start_is_not_asked_for() -> None:
     assert asks(plan(state, [crowd], [], RULES, fixed())) == []
 
 
+def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded_to() -> None:
+    """Else backfill finds that it does not fit, and the node stays idle."""
+    state = cluster([node("n1")], [waiting(planned_nodes=["n1"], start_at=NOW + 1860)])
+    for resolution_s, minutes in ((0.0, 31), (1.0, 30), (60.0, 30), (61.0, 29), (600.0, 21)):
+        rules = dataclass_replace(RULES, resolution_s=resolution_s)
+        assert [a.minutes for a in asks(plan(state, [Demand("r", 1)], [], rules, fixed()))] == [minutes]
+
+
 def test_short_lived_holes_make_short_requests_worthless_and_long_lived_ones_not() -> None:
     state, known = cluster([node("n1")]), fixed()
     for _ in range(300):

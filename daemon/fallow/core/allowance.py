@@ -18,6 +18,9 @@ idle comes first. Jobs mostly end one by one; what a larger one leaves is seen w
 BACKFILL_S = 30.0
 """From one cycle of backfill to the next, unless Slurm has said: its own default."""
 
+RESOLUTION_S = 60.0
+"""Of backfill's plan, likewise."""
+
 FEW = 4
 """As many requests may wait at once however often is polled, and no more of normal priority for one run."""
 
@@ -73,6 +76,7 @@ def rules(
         min_minutes=limits.min_minutes,
         start_patience_s=3 * poll_s + 2 * (BACKFILL_S if site is None else site.backfill_interval_s),
         margin_s=margin_s,
+        resolution_s=_resolution_s(site),
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
         whole_nodes=whole_nodes(site),
@@ -97,6 +101,12 @@ def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     names = "user|assoc" if in_all else "user|assoc|user_part"
     limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
     return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)
+
+
+def _resolution_s(site: ClusterConfig | None) -> float:
+    """Of the times in backfill's plan (`bf_resolution`, https://slurm.schedmd.com/slurm.conf.html)."""
+    said = None if site is None else re.search(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
+    return float(said[1]) if said else RESOLUTION_S
 
 
 def horizon_s(poll_interval_s: float) -> float:

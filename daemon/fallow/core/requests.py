@@ -58,6 +58,8 @@ class HarvestRules:
     "a request that has not started after so long, with idle nodes for it, asks for too much time"
     margin_s: float = 20.0
     "nodes are left so long before their walltime"
+    resolution_s: float = 0.0
+    "Slurm's plan rounds times to that: a request that is as long as its hole is found not to fit"
     lead_s: float = 0.0
     "nodes are asked for again so long before their end; 0: only once they are gone"
     whole_nodes: bool = True
@@ -477,7 +479,7 @@ class Requests:
             most = min(most, floor(partition.max_time_s / 60))
         if budget_node_s is not None:
             most = min(most, floor(budget_node_s / 60))
-        longest = most if hole.length_s is None else min(most, floor(hole.length_s / 60))
+        longest = most if hole.length_s is None else min(most, _whole_minutes(hole.length_s, rules.resolution_s))
         shorter = self._known.backoff.longest(demand.asker, hole.partition, self._cluster.at)
         if shorter is not None:
             longest = min(longest, shorter)
@@ -489,7 +491,7 @@ class Requests:
             self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
         best = self._best[key]
         if best is None:
-            self._why[hole.node, hole.partition] = _not_worth(hole, shortest, longest, most)
+            self._why[hole.node, hole.partition] = _not_worth(hole, shortest, longest, most, rules.resolution_s)
             return None, None
         lengths = self._otherwise(hole, best, shortest)
         roomy = (m for m in lengths if not self._crowded(demand, m, costs) and self._pays(hole, m, costs, demand))
@@ -541,12 +543,16 @@ class Requests:
         )
 
 
-def _not_worth(hole: Hole, shortest: int, longest: int, most: int) -> str:
+def _whole_minutes(length_s: float, resolution_s: float) -> int:
+    return max(0, floor((length_s - resolution_s) / 60))
+
+
+def _not_worth(hole: Hole, shortest: int, longest: int, most: int, resolution_s: float) -> str:
     """Why no length from `shortest` to `longest` minutes is asked for; `most`: what there is time for otherwise."""
     if longest >= shortest:
         return "not worth it: holes like this one seldom last longer than a start takes"
     if most < shortest:
         return f"limited: {most} min are all that may be asked for, and at least {shortest} min are wanted"
-    if hole.length_s is not None and floor(hole.length_s / 60) <= longest:
+    if hole.length_s is not None and _whole_minutes(hole.length_s, resolution_s) <= longest:
         return f"too short: somebody else has it in {hole.length_s:.0f} s, and at least {shortest} min are asked for"
     return f"too long: requests of {shortest} min did not start there"

@@ -18,6 +18,8 @@ import random
 from collections import deque
 from typing import Literal
 
+from msgspec.structs import replace
+
 from fallow.model import ClusterConfig, ClusterState
 from fallow.sim.configured import config
 from fallow.sim.pool_state import ENDED, Ending, Owner, PoolJob, PoolState
@@ -146,7 +148,9 @@ class PoolSim:
         return self._view.poll(self.now)
 
     def config(self) -> ClusterConfig:
-        return config(self.site)
+        if not self._ideal:
+            return config(self.site)
+        return config(replace(self.site, scheduler=replace(self.site.scheduler, bf_resolution_s=0.0)))
 
     def idle_nodes(self) -> int:
         return self._state.hole.bit_count()
