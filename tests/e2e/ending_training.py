@@ -107,12 +107,13 @@ def main() -> None:
     told.append(run.mean(0.25 * (1 + run.rank)))
     for (x,) in run.steps(loader):
         loss = model(x).square().mean()
+        final = run.final_shard  # before the backward in which the others learn that w2 is gone
         if args.harm == "last" and run.step == 9 and WORKER == "w2":
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if args.harm == "last" and run.step == 9 and run.final_shard:
+        if args.harm == "last" and run.step == 9 and final:
             break
         mean = run.mean(loss)  # something has acted by now
         if run.final_shard:
