@@ -74,7 +74,7 @@ def rules(
         partition_nodes=limits.partition_nodes,
         max_minutes=limits.max_minutes,
         min_minutes=limits.min_minutes,
-        start_patience_s=3 * poll_s + 2 * (BACKFILL_S if site is None else site.backfill_interval_s),
+        start_patience_s=3 * poll_s + 2 * _backfill_s(site),
         margin_s=margin_s,
         resolution_s=_resolution_s(site),
         # Two polls may pass before a wish is a job, and then it has to start.
@@ -90,7 +90,7 @@ def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> i
     One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth
     of the submissions through where polls come every 5 s.
     """
-    waits_s = interval_s + (BACKFILL_S if site is None else site.backfill_interval_s)
+    waits_s = interval_s + _backfill_s(site)
     most = limits.max_pending or max(FEW, round(limits.submits_per_min * waits_s / 60.0))
     return most if site is None else min(most, pending_allowed(site))
 
@@ -101,6 +101,10 @@ def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     names = "user|assoc" if in_all else "user|assoc|user_part"
     limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
     return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)
+
+
+def _backfill_s(site: ClusterConfig | None) -> float:
+    return BACKFILL_S if site is None else site.backfill_interval_s
 
 
 def _resolution_s(site: ClusterConfig | None) -> float:

@@ -133,8 +133,9 @@ def exchange(
     total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    modes = modes_fingerprint(prepared.modes.export())
-    views = _views(group, _view(group, standing, position, total, modes, pace, part, doubtful=doubtful))
+    modes = prepared.modes.export()
+    known = modes_fingerprint(modes)
+    views = _views(group, _view(group, standing, position, total, known, pace, part, doubtful=doubtful))
     agreed = time.monotonic()
     told = [Told(*view[-len(Told._fields) :]) for view in views]
     complete, answer = conclude(told)
@@ -168,7 +169,7 @@ def exchange(
             tree = export_state(prepared, position)
             # Where they differ, bodies begin by switching them: this is what the receivers' do, too.
             agree = len({views[rank].modes for rank in donors}) == 1
-            tree["modes"] = prepared.modes.export() if agree else None
+            tree["modes"] = modes if agree else None
             standing.supply = Supply(group, prepared, tree, pieces, whole=whole)
             standing.supply.wait_early()
         else:
