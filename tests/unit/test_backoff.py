@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fallow.core.allocations import Allocation
 from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, scope_of
 from fallow.core.experience import Experience
+from fallow.core.learner import Learner
 from fallow.core.planner import plan
 from fallow.core.requests import Ask, Demand, HarvestRules, Known
 from fallow.core.timing import Timing
@@ -15,7 +17,7 @@ from fallow.files import Paths
 from fallow.head.book import Book
 from fallow.head.learning import Learning
 from fallow.head.turn import Turn
-from fallow.model import ClusterState, NodeInfo, PartitionInfo
+from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 from fallow.slurm import parse
 
 NOW = 1_000_000.0
@@ -87,3 +89,43 @@ def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(book: Book) -> N
     later = back + LONGEST_S / 2
     learning.polled(Turn(book, 0.0, later), ClusterState(at=later, nodes=[], jobs=[], partitions=[]), HarvestRules())
     assert backoff.until(BIO, "p") == back + LONGEST_S, "it does not move on with the clock"
+
+
+def test_what_is_left_alone_is_named() -> None:
+    backoff = Backoff()
+    assert not backoff.words(BIO, "p", NOW)
+    backoff.strike("PartitionDown", BIO, "p", 30, NOW)
+    assert backoff.words(BIO, "p", NOW) == "nothing is asked for in p for 60 s"
+    backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 10.0)
+    for partition in ("p", "q"):
+        words = backoff.words(BIO, partition, NOW + 10.0)
+        assert words == "nothing is asked for by account bio, QOS by default for 60 s"
+    assert not backoff.words(CHEM, "q", NOW)
+
+
+def test_a_job_of_ours_that_ends_leaves_room_under_the_accounts_limit() -> None:
+    """At MaxSubmitJobs a node waited for the whole back-off, though the job before it had ended."""
+    state = ClusterState(at=NOW, nodes=[], jobs=[], partitions=[])
+    held = Allocation(
+        token="t1", run="r", kind=AllocationKind.HARVEST, public_key="", partition="p", state=AllocationState.RUNNING
+    )
+    held.start_at = NOW - 100.0
+    waits = Allocation(
+        token="t2", run="r", kind=AllocationKind.HARVEST, public_key="", partition="p", state=AllocationState.PENDING
+    )
+    learner = Learner()
+    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW)
+    backoff = learner.known.backoff
+    for _ in range(3):
+        backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, backoff.owner_until(BIO) or NOW)
+    assert backoff.owner_until(BIO) == NOW + 60.0 + 120.0 + 240.0
+    # A request that is taken back while it waits leaves none: it is why we know of the limit.
+    waits.state = AllocationState.ENDED
+    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 5.0)
+    assert backoff.owner_until(BIO) > NOW + 5.0
+    held.state = AllocationState.ENDED
+    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 10.0)
+    assert backoff.owner_until(BIO) <= NOW + 10.0
+    learner.take_in(state, [(held, BIO), (waits, BIO)], HarvestRules(), NOW + 15.0)
+    backoff.strike("AssocMaxSubmitJobLimit", BIO, "p", 30, NOW + 15.0)
+    assert backoff.owner_until(BIO) == NOW + 15.0 + 480.0, "what was counted before still counts"

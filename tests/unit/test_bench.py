@@ -104,6 +104,12 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         check_names(["pause", "puase"])
 
 
+def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["bench", "--help"]) == 0
+    first = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert first >= {*BENCHES, "harvest"}
+
+
 def test_a_checkpoints_hold_up_is_what_its_block_took_longer_than_those_beside_it() -> None:
     at, finished = 0.0, []
     for step in range(9 * checkpoint.BLOCK):

@@ -10,6 +10,8 @@ import click
 from fallow.cli.common import Finite, json_option, print_json
 from fallow.model import Exit, FallowError
 
+_TORCHLESS = frozenset({"planner", "head"})
+
 
 @click.command(short_help="Measure, side by side with peers.")
 @click.option("--members", default="4", show_default=True, metavar="N,...", help="Worlds to measure.")
@@ -43,11 +45,12 @@ def bench(
     checkpoint    training with durable checkpoints, against training without
     shares        members of unequal speed
     planner       one plan of the harvester, for large clusters
+    head          a generation of a thousand members under one head
     torchrun      absorb, release and kill under torchrun's elastic agent
     torchft       join and kill under torchft, where it is installed
     harvest       by itself: idle nodes used and others' jobs delayed, with and without Fallow, on private Slurms
     """
-    if set(names) != {"planner"} and importlib.util.find_spec("torch") is None:
+    if (not names or not _TORCHLESS.issuperset(names)) and importlib.util.find_spec("torch") is None:
         raise FallowError("fallow bench trains; run: pip install 'fallow[torch]'", Exit.UNAVAILABLE)
     if "harvest" in names:
         if len(names) > 1:

@@ -82,6 +82,9 @@ class Asker:
             spec.harvest_account or ordered.account or given.get("account", ""), ordered.qos or given.get("qos", "")
         )
 
+    def __str__(self) -> str:
+        return f"account {self.account or 'by default'}, QOS {self.qos or 'by default'}"
+
 
 @dataclass(slots=True)
 class _Strikes:
@@ -132,6 +135,11 @@ class Backoff:
         self._alone.pop(_key(Scope.OWNER, asker, partition), None)
         self._alone.pop(_key(Scope.PARTITION, asker, partition), None)
 
+    def eased(self, asker: Asker, now: float) -> None:
+        """A limit of this account or QOS may have room: try once. Its strikes so far still count."""
+        if strikes := self._alone.get(_key(Scope.OWNER, asker, "")):
+            strikes.until = min(strikes.until, now)
+
     def forget(self, asker: Asker) -> None:
         """Somebody says that it is all right now: leave nothing alone for the sake of this account and QOS."""
         for key in [key for key in self._alone if key[1:] == (asker.account, asker.qos)]:
@@ -166,6 +174,15 @@ class Backoff:
         """Unix time before which nothing is asked for in this name anywhere; 0: now."""
         strikes = self._alone.get(_key(Scope.OWNER, asker, ""))
         return strikes.until if strikes else 0.0
+
+    def words(self, asker: Asker, partition: str, now: float) -> str:
+        """What is left alone there, and for how long; empty: nothing."""
+        until, owner_until = self.until(asker, partition), self.owner_until(asker)
+        if until <= now:
+            return ""
+        # A limit of the account binds in every partition; naming one would send people to look there.
+        where = f"by {asker}" if owner_until == until else f"in {partition}"
+        return f"nothing is asked for {where} for {until - now:.0f} s"
 
     def longest(self, asker: Asker, partition: str, now: float) -> int | None:
         """Ask for no more minutes than that there; None: no bound is known."""

@@ -24,6 +24,8 @@ class Learner:
         "tokens whose start has been taken note of; None: no poll has been seen yet"
         self._trained: set[str] = set()
         "tokens whose first step has been taken note of"
+        self._holders: dict[str, Asker] = {}
+        "token that held a node in the last poll -> in whose name"
         self._ours: dict[str, float] = {}
         "node that we have as a whole -> since when, in the last poll"
         self._partitions: list[str] = []
@@ -49,6 +51,7 @@ class Learner:
         self._ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
         self._partitions = [p.partition for p in harvestable(cluster, rules)]
         self.seen_again(cluster)
+        self._ease(harvest, now)
         if self._begun is None:
             # Those that began before this head did have been taken note of by the one before.
             self._begun = {a.token for a, _ in harvest if a.start_at is not None}
@@ -63,6 +66,13 @@ class Learner:
         """Take in what a poll says of holes alone, one that shows nothing else than the last one did."""
         for partition, spell in self.known.watch.look(cluster, self._ours, self._partitions):
             self.known.experience.remember(partition, spell)
+
+    def _ease(self, harvest: Sequence[Asked], now: float) -> None:
+        """Where a job of ours has ended, a limit of its account or QOS has room for one again."""
+        before = self._holders
+        self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.live}
+        for asker in {who for token, who in before.items() if token not in self._holders}:
+            self.known.backoff.eased(asker, now)
 
     def _follow(self, begun: set[str], allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""
@@ -97,8 +107,8 @@ class Learner:
         backoff = self.known.backoff
         before = backoff.until(asker, partition)
         backoff.strike(reason, asker, partition, minutes, now)
-        if (until := backoff.until(asker, partition)) > before:
-            return f"Slurm says {reason}: nothing is asked for in {partition} for {until - now:.0f} s"
+        if backoff.until(asker, partition) > before:
+            return f"Slurm says {reason}: {backoff.words(asker, partition, now)}"
         return ""
 
 

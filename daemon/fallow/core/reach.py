@@ -86,9 +86,8 @@ class Reach:
     def unsuited(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> str:
         """Why they cannot; empty: they can."""
         if partition not in self.partitions(sort):
-            until = self._backoff.until(sort[2], partition)
-            if until > self._at:
-                return f"left alone: nothing is asked for in {partition} for {until - self._at:.0f} s"
+            if words := self._backoff.words(sort[2], partition, self._at):
+                return f"left alone: {words}"
             return f"not open: no run may use {partition}"
         known = self._nodes.get(node)
         if known is None or not sort[0].suits(known, part):

@@ -119,12 +119,11 @@ class Harvest:
         allocation = run.record.allocations.get(token)
         if allocation is None:
             return False
-        until = self._learning.known.backoff.until(run.asks_as(allocation), allocation.partition)
+        alone = self._learning.known.backoff.words(run.asks_as(allocation), allocation.partition, turn.now)
         harvest = allocation.kind is AllocationKind.HARVEST and not allocation.pinned
-        if allocation.queued and harvest and until > turn.now:
-            reason = f"nothing is asked for in {allocation.partition} for {until - turn.now:.0f} s"
-            turn.record(run, "withdraw", f"{token}, not submitted yet: {reason}")
-            turn.cancel(run, allocation, reason)
+        if allocation.queued and harvest and alone:
+            turn.record(run, "withdraw", f"{token}, not submitted yet: {alone}")
+            turn.cancel(run, allocation, alone)
         if not send(allocation, turn.now):
             return False
         turn.dirty.add(run.id)

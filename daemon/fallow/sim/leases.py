@@ -88,9 +88,9 @@ class Leases:
         allocation = self._book.allocations.get(token)
         if allocation is None:
             return False
-        until = self._learner.known.backoff.until(ASKER, allocation.partition)
-        if allocation.queued and not allocation.pinned and until > at:
-            self.cancel(allocation, f"nothing is asked for in {allocation.partition} for {until - at:.0f} s", at)
+        alone = self._learner.known.backoff.words(ASKER, allocation.partition, at)
+        if allocation.queued and not allocation.pinned and alone:
+            self.cancel(allocation, alone, at)
         return send(allocation, at)
 
     def _submit(self, token: str, at: float) -> None:
