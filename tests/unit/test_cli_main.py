@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,24 @@ def test_importing_the_command_line_is_cheap() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "zmq", "redis", "rich", "asyncio", "structlog", "numpy", "textual", "ClusterShell"}
     assert not heavy & set(loaded)
+
+
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_command_line_is_loaded_shows_no_traceback(handler: str, code: int) -> None:
+    script = f"""
+import os, signal, sys
+from fallow.__main__ import main
+signal.signal(signal.SIGINT, signal.{handler})
+class PressedNow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fallow.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, PressedNow())
+sys.argv = ["fallow", "--version"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
