@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from fallow.core.preemption import as_for_us
-from fallow.core.requests import HarvestRules, harvestable
+from fallow.core.rules import HarvestRules, harvestable
 from fallow.core.waiting import WANTING, others_waiting
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient

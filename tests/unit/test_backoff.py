@@ -11,7 +11,8 @@ from fallow.core.backoff import LONGEST_S, SHORTER_S, Asker, Backoff, Scope, sco
 from fallow.core.experience import Experience
 from fallow.core.learner import Learner
 from fallow.core.planner import plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book

@@ -13,7 +13,8 @@ from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import plan
-from fallow.core.requests import Ask, HarvestRules
+from fallow.core.requests import Ask
+from fallow.core.rules import HarvestRules
 from fallow.core.schedule import Action
 from fallow.model import ChangeKind, FallowError, GenerationReport, Parts
 

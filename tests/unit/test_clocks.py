@@ -13,7 +13,7 @@ from fallow.config import Checkpoint, Membership
 from fallow.core.holes import Hole
 from fallow.core.neighbour import Standing
 from fallow.core.planner import withdraw
-from fallow.core.requests import HarvestRules
+from fallow.core.rules import HarvestRules
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book

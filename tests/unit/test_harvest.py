@@ -14,7 +14,8 @@ from fallow.core import events as ev
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.asking import Asking, ordered

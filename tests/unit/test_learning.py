@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.core.requests import HarvestRules
+from fallow.core.rules import HarvestRules
 from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book

@@ -11,7 +11,8 @@ from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan, withdraw
-from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.model import (
     AllocationKind,
     AllocationState,

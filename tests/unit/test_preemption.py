@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fallow.core import checks
 from fallow.core.preemption import as_for_us
-from fallow.core.requests import HarvestRules, harvestable
+from fallow.core.rules import HarvestRules, harvestable
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.slurm import parse
 from fallow.slurm.cli import CliClient

@@ -20,7 +20,8 @@ from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.survival import Spell
 from fallow.core.unstarted import Unstarted
 from fallow.core.worth import Worth, as_many_as

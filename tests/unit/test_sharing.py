@@ -13,7 +13,8 @@ from fallow.core.gain import Curve, fit
 from fallow.core.kinds import Kind
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.worth import Worth
 from fallow.model import AllocationKind, AllocationState, ClusterState, NodeInfo, PartitionInfo
 

@@ -15,7 +15,7 @@ from fallow.core.allowance import Limits
 from fallow.core.neighbour import Standing
 from fallow.core.neighbourhood import LEAVE_S
 from fallow.core.polling import WATCHFUL_S
-from fallow.core.requests import HarvestRules, Known
+from fallow.core.rules import HarvestRules, Known
 from fallow.model import (
     AllocationKind,
     AllocationState,

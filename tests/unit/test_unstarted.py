@@ -10,7 +10,8 @@ from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
 from fallow.core.kinds import Kind
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.unstarted import FIRST_S, LONGEST_S, Declined, Unstarted
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 

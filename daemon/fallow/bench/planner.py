@@ -17,7 +17,7 @@ from fallow.bench.rows import Progress, Row, Settings, ours
 from fallow.core.allocations import Allocation
 from fallow.core.gain import Curve, fit, with_losses
 from fallow.core.planner import plan
-from fallow.core.requests import Demand, HarvestRules
+from fallow.core.rules import Demand, HarvestRules
 from fallow.core.worth import Worth
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, NodeInfo, PartitionInfo
 

@@ -121,7 +121,7 @@ async def _own_view(client: CliClient, plan: Submission) -> Prospect:
     from fallow.config import load_config
     from fallow.core.courtesy import at_first_sight
     from fallow.core.preemption import as_for_us
-    from fallow.core.requests import Known
+    from fallow.core.rules import Known
     from fallow.head.asking import Asking, ordered
     from fallow.head.prospect import look
     from fallow.slurm.state import own_groups

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fallow.core.experience import Experience
-from fallow.core.requests import HarvestRules
 from fallow.core.room import whole_nodes
+from fallow.core.rules import HarvestRules
 from fallow.model import ClusterConfig
 
 AHEAD = 2

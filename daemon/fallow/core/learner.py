@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Scope, scope_of
 from fallow.core.planner import Withdraw
-from fallow.core.requests import HarvestRules, Known, harvestable
+from fallow.core.rules import HarvestRules, Known, harvestable
 from fallow.core.unstarted import Sort
 from fallow.model import AllocationState, ClusterState
 

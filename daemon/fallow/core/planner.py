@@ -16,17 +16,8 @@ from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
-from fallow.core.requests import (
-    Ask,
-    Demand,
-    HarvestRules,
-    Known,
-    Requests,
-    harvestable,
-    holes_of,
-    may_take,
-    not_harvested,
-)
+from fallow.core.requests import Ask, Requests
+from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of, may_take, not_harvested
 from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S, Sort

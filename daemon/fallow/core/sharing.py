@@ -12,7 +12,8 @@ from fallow.core.allocations import Allocation
 from fallow.core.flow import Flow
 from fallow.core.holes import Hole, Part
 from fallow.core.reach import Reach
-from fallow.core.requests import Ask, Demand, HarvestRules, Requests, may_take
+from fallow.core.requests import Ask, Requests
+from fallow.core.rules import Demand, HarvestRules, may_take
 from fallow.core.targets import Party, Place, Targets, targets
 from fallow.core.unstarted import Sort
 from fallow.core.worth import Worth, as_many_as, changes

@@ -13,7 +13,8 @@ from fallow.core.backoff import Asker
 from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask, HarvestRules, Known
+from fallow.core.requests import Ask
+from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand

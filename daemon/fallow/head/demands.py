@@ -7,7 +7,7 @@ from statistics import median
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
-from fallow.core.requests import Demand
+from fallow.core.rules import Demand
 from fallow.head.book import Run
 from fallow.head.spending import left_s
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus

@@ -14,7 +14,7 @@ from fallow.core.kinds import may_use
 from fallow.core.neighbour import Standing
 from fallow.core.polling import longest_interval_s
 from fallow.core.preemption import as_for_us
-from fallow.core.requests import harvestable
+from fallow.core.rules import harvestable
 from fallow.head import accounts, orphans, submissions
 from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run

@@ -10,7 +10,7 @@ import msgspec
 from fallow.core.backoff import Asker, LeftAlone, Scope, scope_of
 from fallow.core.experience import Experience
 from fallow.core.learner import Learner
-from fallow.core.requests import HarvestRules
+from fallow.core.rules import HarvestRules
 from fallow.core.unstarted import Declined
 from fallow.head.book import Run
 from fallow.head.turn import Turn

@@ -9,7 +9,8 @@ from dataclasses import replace
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
-from fallow.core.requests import Ask, Demand, HarvestRules, Known, harvestable, holes_of
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of
 from fallow.head.demands import kind_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
 

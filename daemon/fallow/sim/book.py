@@ -12,7 +12,8 @@ from fallow.core import valuing
 from fallow.core.allocations import LIVE, Allocation
 from fallow.core.gain import Curve, pooled
 from fallow.core.kinds import Kind
-from fallow.core.requests import Ask, Demand
+from fallow.core.requests import Ask
+from fallow.core.rules import Demand
 from fallow.core.valuing import ALIKE, Facts, measured
 from fallow.core.worth import Gain
 from fallow.model import AllocationKind, AllocationState, NodeInfo

@@ -20,7 +20,8 @@ from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.neighbourhood import Manners, Neighbourhood
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.preemption import as_for_us
-from fallow.core.requests import Ask, HarvestRules
+from fallow.core.requests import Ask
+from fallow.core.rules import HarvestRules
 from fallow.core.sharing import stay_s
 from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo

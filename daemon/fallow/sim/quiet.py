@@ -14,7 +14,7 @@ from math import inf
 from fallow.core.allocations import Allocation
 from fallow.core.neighbour import Standing
 from fallow.core.planner import NOTICE_S
-from fallow.core.requests import HarvestRules, Known
+from fallow.core.rules import HarvestRules, Known
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0

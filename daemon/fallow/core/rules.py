@@ -1,0 +1,133 @@
+"""What may be asked for, for whom, and what is known besides the poll. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker, Backoff
+from fallow.core.experience import Experience, HoleWatch
+from fallow.core.holes import Hole, find_holes
+from fallow.core.kinds import Kind, open_to
+from fallow.core.unstarted import Sort, Unstarted
+from fallow.core.worth import Worth
+from fallow.model import ClusterState, PartitionInfo
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestRules:
+    """What the owner of the head (or the site) allows."""
+
+    partitions: tuple[str, ...] = ()
+    "may be harvested; empty: every partition whose jobs can be preempted"
+    allow_without_preemption: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    "partition -> why it must not be harvested whatever the configuration says"
+    groups: frozenset[str] | None = None
+    "of the owner, for partitions that are open to some groups only; None: not known"
+    max_pending: int = 4
+    "requests that may wait at once; those that have for long count in their own partition only"
+    max_waiting: int = 1 << 30
+    "requests that may wait in all"
+    max_nodes: int | None = None
+    partition_nodes: Mapping[str, int] = field(default_factory=dict)
+    "at most so many nodes held or asked for in a partition"
+    max_minutes: int = 120
+    min_minutes: int = 2
+    pending_patience_s: float = 600.0
+    "a request that Slurm did not start for this long is withdrawn"
+    start_patience_s: float = 90.0
+    "a request that has not started after so long, with idle nodes for it, asks for too much time"
+    margin_s: float = 20.0
+    "nodes are left so long before their walltime"
+    resolution_s: float = 0.0
+    "Slurm's plan rounds times to that: a request that is as long as its hole is found not to fit"
+    lead_s: float = 0.0
+    "nodes are asked for again so long before their end; 0: only once they are gone"
+    whole_nodes: bool = True
+    "the site does not share nodes between jobs"
+    ahead: int = 0
+    """So many requests may wait for nodes that others still have: Slurm starts them in the moment a node is idle.
+    Never where nothing preempts: we might have the node a moment before somebody else comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one run could use."""
+
+    run: str
+    nodes: int
+    "more nodes than it holds or has asked for"
+    partitions: tuple[str, ...] = ()
+    min_minutes: int = 2
+    barred: frozenset[str] = frozenset()
+    "nodes that it does without"
+    budget_node_s: float | None = None
+    "what may still be reserved; None: no budget"
+    kind: Kind = field(default_factory=Kind)
+    asker: Asker = field(default_factory=Asker)
+    members: int = 0
+    "nodes that train now"
+    pause_s: float = 0.5
+    "for so long all of them stall when one comes or goes"
+    renew: bool = True
+    "ask again for nodes whose time is nearly over"
+    worth: Worth | None = None
+    "of nodes to it; None: twice as many are worth twice as much"
+
+    @property
+    def sort(self) -> Sort:
+        return self.kind, self.partitions, self.asker
+
+
+@dataclass
+class Known:
+    """What is known besides the poll."""
+
+    experience: Experience = field(default_factory=Experience)
+    watch: HoleWatch = field(default_factory=HoleWatch)
+    backoff: Backoff = field(default_factory=Backoff)
+    unstarted: Unstarted = field(default_factory=Unstarted)
+
+
+def holes_of(cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, known: Known) -> list[Hole]:
+    """Where there is anything to be asked for; `allocations`: our own, whose planned starts bound nothing."""
+    return find_holes(
+        cluster,
+        harvestable(cluster, rules),
+        ours={a.token for a in allocations},
+        age_s=lambda node: known.watch.age_s(node, cluster.at),
+        whole_nodes=rules.whole_nodes,
+    )
+
+
+def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
+    """Partitions that may be harvested: lowest priority tier first, since those are the kindest to others."""
+    allowed = [partition for partition in cluster.partitions if not not_harvested(partition, rules)]
+    return sorted(allowed, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
+
+
+def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
+    """Why nothing may be asked for in a partition, in words; empty: it may be harvested."""
+    if not partition.up:
+        return "the partition is down"
+    if not open_to(partition, rules.groups):
+        return "the partition is open to other groups only"
+    if rules.partitions and partition.partition not in rules.partitions:
+        return "the configuration does not name the partition"
+    if why := rules.refused.get(partition.partition):
+        return why
+    if not partition.preempts and not rules.allow_without_preemption:
+        return "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
+    return ""
+
+
+def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:
+    """Is a pending request short enough for a hole of this length? Slurm starts nothing that runs into what is planned.
+
+    One that was made for the hole did fit a moment ago.
+    """
+    ago_s = min(at - allocation.requested_at, rules.start_patience_s)
+    least_s = 60.0 * (allocation.least_minutes or allocation.minutes or 0) - ago_s
+    return length_s is None or length_s >= least_s
