@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
@@ -16,6 +17,10 @@ __all__ = ["make_testbed", "pyslurm_installed", "slurm_installed", "testbed"]
 
 # Background jobs of a shell have SIGINT ignored, and their children inherit that: tests of Ctrl-C would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long something takes says nothing about it here: the machine may be busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -140,6 +140,7 @@ class Ending:
             the process has to have, None: the one that the script wants.
         failed: called with (code, message, traceback, signature) when it has ended by another exception.
         at_once: called last; True if the process has to end without the interpreter's own teardown.
+        advice: called with such an exception; what its traceback should say besides, empty: nothing.
     """
 
     def __init__(
@@ -147,10 +148,12 @@ class Ending:
         finished: Callable[[], int | None],
         failed: Callable[[int, str, str, str], None],
         at_once: Callable[[], bool],
+        advice: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
         self._finished = finished
         self._failed = failed
         self._at_once = at_once
+        self._advice = advice
         self._owner = os.getpid()
         self._outermost = _outermost_code()
         self.code: int | None = None
@@ -162,6 +165,7 @@ class Ending:
         atexit.register(self._at_exit)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._advise(error)
         if isinstance(error, FallowError):
             print(f"fallow: {error.message}", file=sys.stderr)  # noqa: T201
         else:
@@ -181,7 +185,12 @@ class Ending:
         """The script may have put a hook of its own in the place of ours."""
         error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
         if self.code is None and error is not None and trace is not None and trace.tb_frame.f_code is self._outermost:
+            self._advise(error)
             self._tell(error, trace)
+
+    def _advise(self, error: BaseException) -> None:
+        if advice := self._advice(error):
+            error.add_note(advice)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:

@@ -374,6 +374,12 @@ class Run:
         )
         session.deliver(failed, _DELIVERY_S)
 
+    def _advice(self, error: BaseException) -> str:
+        missing = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
+        if not missing or not self._gate.in_body or self.final_shard:
+            return ""
+        return "In this body parameters have no gradient yet (.grad is None): look at them under `if run.final_shard:`"
+
     def _ends_at_once(self) -> bool:
         """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
         if self._session is not None:
@@ -434,7 +440,7 @@ def attach(session: Session) -> Run:
 
 
 def _install_ending(run: Run) -> None:
-    process.Ending(run._finished, run._failed, run._ends_at_once).install()
+    process.Ending(run._finished, run._failed, run._ends_at_once, run._advice).install()
 
 
 __all__ = ["Released", "Run", "init"]
