@@ -82,7 +82,7 @@ for (inputs,) in run.steps(data):
 None.norm()
 """)
     for word, line in (("always", 14), ("other", 16), ("last", 19)):
-        done = subprocess.run([sys.executable, script, word], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, script, word], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 1
         assert f"line {line}," in done.stderr
         assert ("look at them under `if run.final_shard:`" in done.stderr) == (word != "last"), done.stderr

@@ -376,9 +376,12 @@ class Run:
 
     def _advice(self, error: BaseException) -> str:
         missing = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
-        if not missing or not self._gate.in_body or self.final_shard:
+        if not missing or not self._loop.step.left_void:
             return ""
-        return "In this body parameters have no gradient yet (.grad is None): look at them under `if run.final_shard:`"
+        return (
+            "If that is a gradient: in a body that is not the step's last one on this member parameters have none "
+            "(.grad is None); look at them under `if run.final_shard:`"
+        )
 
     def _ends_at_once(self) -> bool:
         """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""

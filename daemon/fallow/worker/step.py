@@ -35,6 +35,8 @@ class Step:
         self._on_batch = on_batch
         self.final_shard = False
         self.rehearsing = False
+        self.left_void = False
+        "the script has left the loop in a body without gradients"
         self.shards = 1
         "shards in a full step"
         self.shard = 0
@@ -55,6 +57,7 @@ class Step:
 
     def begin_call(self) -> None:
         """A run.steps call begins."""
+        self.left_void = False
         self._examples.clear()
         self._batches.clear()
         self._fed = None
@@ -163,6 +166,7 @@ class Step:
             yield batch
         except GeneratorExit:
             # The user's `break`; or an exception of the body, and then there may be backwards that were not made.
+            self.left_void = not self.final_shard or reducer.interrupted
             told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
             if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
@@ -230,6 +234,9 @@ class Step:
             self.rehearsing = True
             try:
                 yield batch
+            except GeneratorExit:
+                self.left_void = True
+                raise
             finally:
                 self.rehearsing = False
                 gate.in_body = False
