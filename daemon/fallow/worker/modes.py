@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from torch import nn
 
 from fallow.worker.state import plain_name
 
 _FROZEN, _RESTING = "frozen ", "resting "
+_learns, _works = attrgetter("requires_grad"), attrgetter("training")
+
+Flags = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Which parameters learn, and which modules do not rest."""
 
 
 class Modes:
@@ -28,9 +33,12 @@ class Modes:
         self._modules = modules
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._parts: list[tuple[str, nn.Module]] = []
-        self._before: list[bool] = []
+        self._weights: list[nn.Parameter] = []
+        self._submodules: list[nn.Module] = []
+        "the same without names"
+        self._before: Flags = (), ()
         "when the body at work began"
-        self._seen: list[bool] | None = None
+        self._seen: Flags | None = None
         "in its last backward; None: there was none"
 
     def look(self) -> None:
@@ -41,6 +49,8 @@ class Modes:
                 self._parameters.append((plain_name(f"model.{number}.{name}"), parameter))
             for name, part in module.named_modules():
                 self._parts.append((plain_name(f"model.{number}.{name}"), part))
+        self._weights = [parameter for _, parameter in self._parameters]
+        self._submodules = [part for _, part in self._parts]
 
     # ----------------------------------------------------------------------------------------------- in a body
 
@@ -59,21 +69,20 @@ class Modes:
         """
         if self._seen is None:
             return
-        both = zip(self._before, self._seen, strict=True)
-        for (_, parameter), (before, seen) in zip(self._parameters, both, strict=False):
+        for parameter, before, seen in zip(self._weights, self._before[0], self._seen[0], strict=True):
             if before == seen:
-                _set_frozen(parameter, before)
-        for (_, part), (before, seen) in zip(self._parts, both, strict=True):
+                _set_frozen(parameter, not before)
+        for part, before, seen in zip(self._submodules, self._before[1], self._seen[1], strict=True):
             if before == seen:
-                _set_resting(part, before)
+                _set_resting(part, not before)
 
     def frozen(self) -> int:
-        """32 bits that are the same where the same parameters are frozen."""
-        return hash(tuple([parameter.requires_grad for _, parameter in self._parameters])) & 0xFFFFFFFF
+        """32 bits that are the same where the same parameters were frozen in the last backward."""
+        assert self._seen is not None
+        return hash(self._seen[0]) & 0xFFFFFFFF
 
-    def _flags(self) -> list[bool]:
-        flags = [not parameter.requires_grad for _, parameter in self._parameters]
-        return [*flags, *[not part.training for _, part in self._parts]]
+    def _flags(self) -> Flags:
+        return tuple(map(_learns, self._weights)), tuple(map(_works, self._submodules))
 
     # --------------------------------------------------------------------------------------------- to and from others
 

@@ -32,7 +32,8 @@ class Watch:
         self._weights: list[nn.Parameter] = []
         "the same without names"
         self._frozen: list[nn.Parameter] = []
-        self._owned: set[int] = set()
+        self._alone: list[tuple[int, str, nn.Parameter]] = []
+        "trainable ones, with their numbers, that no prepared optimizer holds"
         self._hooks: list[Any] = []
         self._sizes: list[tuple[str, torch.Size, torch.dtype]] = []
         "of the buffers, when the call began"
@@ -87,7 +88,8 @@ class Watch:
                 "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
                 Exit.DATA,
             )
-        self._owned = {id(parameter) for parameter in held}
+        owned = {id(parameter) for parameter in held}
+        self._alone = [(at, name, p) for at, (name, p) in enumerate(self._trainable) if id(p) not in owned]
 
     def _check_schedulers(self) -> None:
         prepared = self._prepared
@@ -132,7 +134,7 @@ class Watch:
     def begin_step(self) -> None:
         """Remember the weights that no prepared optimizer may change."""
         self._rates_before = None
-        self._before_step = [p._version for _, p in self._trainable if id(p) not in self._owned]
+        self._before_step = [parameter._version for _, _, parameter in self._alone]
 
     def end_step(self, touched: Callable[[], list[bool]]) -> None:
         """Refuse an optimizer that was not prepared: it has changed weights from their gradients.
@@ -140,8 +142,7 @@ class Watch:
         Args:
             touched: gives, by parameter, whether it received a gradient in this step.
         """
-        alone = [(at, n, p) for at, (n, p) in enumerate(self._trainable) if id(p) not in self._owned]
-        for (at, name, parameter), version in zip(alone, self._before_step, strict=True):
+        for (at, name, parameter), version in zip(self._alone, self._before_step, strict=True):
             if parameter._version != version and touched()[at]:
                 raise FallowError(
                     f"{name} was trained, but no prepared optimizer holds it: the state of its optimizer would not "
