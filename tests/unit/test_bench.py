@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.bench import checkpoint, pause, planner, recovery, steplog
+from fallow.bench import checkpoint, pause, planner, recovery, steady, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
@@ -58,6 +58,15 @@ def test_a_step_log_is_read_back_without_its_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "w0.steps"
     path.write_bytes(path.read_bytes() + b"2 1")
     assert [(one.process, one.step, one.generation) for one in steplog.read(tmp_path)] == [("w0", 0, 1), ("w0", 1, 1)]
+
+
+def test_arms_are_compared_round_by_round() -> None:
+    """What slows a round down for all says nothing of them, nor what hits one of them now and then."""
+    theirs = [1.0 + number % 7 for number in range(100)]
+    found = steady.ratio(theirs, [1.25 * step for step in theirs])
+    assert [found.value, found.low, found.high] == pytest.approx([0.8, 0.8, 0.8])
+    hit = [1.25 * step * (9.0 if number % 20 == 0 else 1.0) for number, step in enumerate(theirs)]
+    assert steady.ratio(theirs, hit).value == pytest.approx(0.8)
 
 
 def test_a_plan_of_a_made_up_cluster_is_a_plan() -> None:

@@ -14,8 +14,8 @@ from fallow.bench import rows, steady
 from fallow.bench.rows import Peer, Progress, Row, Settings
 from fallow.bench.steady import Figures
 
-ROUNDS = 30
-"""Of paired blocks in one run."""
+ROUNDS = 100
+"""Turns of each arm in one run."""
 
 TURNS = 2
 
@@ -34,7 +34,7 @@ def measure(members: int, params: int, shards: int, rounds: int) -> tuple[list[F
     exact: list[Figures] = []
     for _ in range(TURNS):
         for kind, into in ((False, fast), (True, exact)):
-            into.append(steady.measure("gpt", params, members, shards, rounds=rounds, reproducible=kind))
+            into.append(steady.measure("gpt", params, members, shards, rounds=rounds, trainings=1, reproducible=kind))
     return fast, exact
 
 

@@ -2,21 +2,22 @@
 
 `run(settings, progress)` returns rows whose `ours` and `peer` are seconds per step, and whose `ratio` is peer / ours:
 0.99 means 99 % of DDP's throughput. `measure` does one world and one model. The peer has the same shards under
-`no_sync`, the same bucket views and the same compile mode. The ratio is that of the lower quartiles of all steps: other
-load on the machine only ever adds to a step, and moves the median several times as much. The note tells the ratio's
-confidence interval, the same ratio in CPU time, and the A/A spread, the ratio of two DDP arms: 1 but for noise.
+`no_sync`, the same bucket views and the same compile mode. Both take turns of two steps (`steady_member`), in several
+trainings one after the other, since where a training's memory lies moves all its steps. The ratio is the mean over the
+rounds (geometric, without the outer tenths: other load on the machine lengthens single turns several times). The note
+tells its 95 % confidence interval, the same ratio in CPU time, and the A/A spread, the ratio of two DDP arms: 1 but for
+noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from pathlib import Path
 
 import msgspec
 
@@ -25,22 +26,32 @@ from fallow.bench.session import folder
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunStatus
 
-BLOCK = 5
-"""Measured steps in a block: short, so that both arms see the same noise."""
-_ROUNDS = 120
+ROUNDS = 500
+TRAININGS = 4
+"""That share the rounds."""
 _RESAMPLES = 1000
+_CUT = 10
+"""One in so many rounds is left out at each end."""
 
 
-class Block(msgspec.Struct, frozen=True):
-    """As `steady_member.Block`; that module needs torch."""
+class Series(msgspec.Struct, frozen=True):
+    """As `steady_member.Series`; that module needs torch."""
 
     arm: str
     wall: list[list[float]]
     cpu: list[list[float]]
 
+    def seconds(self) -> list[float]:
+        """Of each turn, on the member that took longest."""
+        return [max(ranks) for ranks in zip(*self.wall, strict=True)]
+
+    def cpu_seconds(self) -> list[float]:
+        """Of each turn, on all members together."""
+        return [sum(ranks) for ranks in zip(*self.cpu, strict=True)]
+
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the lower quartiles of two arms' steps, with its 95 % confidence interval (bootstrap over rounds)."""
+    """Of two arms' steps, with its 95 % confidence interval (bootstrap over rounds)."""
 
     value: float
     low: float
@@ -56,7 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     compiled: bool
     ours_s: list[float]
-    "seconds of each step"
+    "seconds per step, of each turn"
     peer_s: list[float]
     wall: Ratio
     "DDP / ours"
@@ -72,7 +83,7 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
         for shards, compiled in ((1, False), (4, False), (1, True)):
             words = f"{shards} shards each{', compiled' if compiled else ''}"
             progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
-            yield row(measure("gpt", params, members, shards, rounds=settings.n or _ROUNDS, compiled=compiled))
+            yield row(measure("gpt", params, members, shards, rounds=settings.n or ROUNDS, compiled=compiled))
 
 
 def measure(
@@ -81,8 +92,8 @@ def measure(
     members: int,
     shards: int,
     *,
-    rounds: int = _ROUNDS,
-    block: int = BLOCK,
+    rounds: int = ROUNDS,
+    trainings: int = TRAININGS,
     compiled: bool = False,
     reproducible: bool = False,
 ) -> Figures:
@@ -93,42 +104,35 @@ def measure(
         params: about so many parameters.
         members: worlds of at least 2; one worker each, all on this machine.
         shards: of a step, on each member.
-        rounds: pairs of blocks.
-        block: measured steps in a block.
+        rounds: turns of each arm, in all trainings together.
+        trainings: one after the other, each in new processes.
         compiled: both with torch.compile.
         reproducible: ours with `prepare(reproducible=True)`.
 
     Raises:
         FallowError: the training did not finish.
     """
-    with folder() as scratch:
-        out = scratch / "blocks.json"
-        command = [sys.executable, "-m", "fallow.bench.steady_member", "--out", str(out)]
-        command += ["--model", model, "--params", str(params), "--members", str(members), "--shards", str(shards)]
-        command += ["--rounds", str(rounds), "--block", str(block), *(["--compile"] if compiled else [])]
-        command += ["--reproducible"] if reproducible else []
-        driver = Driver(scratch, command, members, output=sys.stderr.fileno())
-        report = asyncio.run(driver.train())
-        if report.status is not RunStatus.FINISHED or not out.exists():
-            raise FallowError(
-                f"the measured training is {report.status}: {report.message or 'no reason known'}", Exit.SOFTWARE
-            )
-        blocks = _read(out)
-    mine, peer, again = ([b for b in blocks if b.arm == arm] for arm in ("ours", "ddp", "ddp again"))
-    wall, wall_peer, wall_again = ([_wall(b) for b in some] for some in (mine, peer, again))
-    cpu, cpu_peer, cpu_again = ([_cpu(b) for b in some] for some in (mine, peer, again))
+    command = [sys.executable, "-m", "fallow.bench.steady_member", "--model", model, "--params", str(params)]
+    command += ["--members", str(members), "--shards", str(shards), "--rounds", str(-(-rounds // trainings))]
+    command += [*(["--compile"] if compiled else []), *(["--reproducible"] if reproducible else [])]
+    arms: dict[str, list[Series]] = {"ours": [], "ddp": [], "ddp again": []}
+    for _ in range(trainings):
+        for series in _train(command, members):
+            arms[series.arm].append(series)
+    wall = [[turn for series in some for turn in series.seconds()] for some in arms.values()]
+    cpu = [[turn for series in some for turn in series.cpu_seconds()] for some in arms.values()]
     return Figures(
         model=model,
         params=params,
         members=members,
         shards=shards,
         compiled=compiled,
-        ours_s=list(chain(*wall)),
-        peer_s=list(chain(*wall_peer, *wall_again)),
-        wall=_ratio([a + b for a, b in zip(wall_peer, wall_again, strict=True)], wall),
-        cpu=_ratio([a + b for a, b in zip(cpu_peer, cpu_again, strict=True)], cpu),
-        aa_wall=_ratio(wall_peer, wall_again),
-        aa_cpu=_ratio(cpu_peer, cpu_again),
+        ours_s=wall[0],
+        peer_s=wall[1] + wall[2],
+        wall=ratio(_mean(wall[1], wall[2]), wall[0]),
+        cpu=ratio(_mean(cpu[1], cpu[2]), cpu[0]),
+        aa_wall=ratio(wall[1], wall[2]),
+        aa_cpu=ratio(cpu[1], cpu[2]),
     )
 
 
@@ -151,31 +155,37 @@ def row(figures: Figures) -> Row:
     )
 
 
-def _read(path: Path) -> list[Block]:
-    return msgspec.json.decode(path.read_bytes(), type=list[Block])
+def _train(command: Sequence[str], members: int) -> list[Series]:
+    with folder() as scratch:
+        out = scratch / "series.json"
+        driver = Driver(scratch, [*command, "--out", str(out)], members, output=sys.stderr.fileno())
+        report = asyncio.run(driver.train())
+        if report.status is not RunStatus.FINISHED or not out.exists():
+            raise FallowError(
+                f"the measured training is {report.status}: {report.message or 'no reason known'}", Exit.SOFTWARE
+            )
+        return msgspec.json.decode(out.read_bytes(), type=list[Series])
 
 
-def _wall(block: Block) -> list[float]:
-    """Of each step, on the member that took longest."""
-    return [max(ranks) for ranks in zip(*block.wall, strict=True)]
+def _mean(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [(a + b) / 2 for a, b in zip(first, second, strict=True)]
 
 
-def _cpu(block: Block) -> list[float]:
-    """Of each step, on all members together."""
-    return [sum(ranks) for ranks in zip(*block.cpu, strict=True)]
-
-
-def _ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Ratio:
-    """Steps by round; a round of one belongs to the same round of the other."""
-
-    def of(rounds: Sequence[int]) -> float:
-        over, under = (statistics.quantiles([s for r in rounds for s in some[r]], n=4)[0] for some in (above, below))
-        return over / under
-
+def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """How much longer the steps of one arm take than another's, turn by turn of the same round."""
+    rounds = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     dice = random.Random(0)
-    every = range(len(above))
-    drawn = sorted(of(dice.choices(every, k=len(every))) for _ in range(_RESAMPLES))
-    return Ratio(value=of(every), low=drawn[int(0.025 * _RESAMPLES)], high=drawn[int(0.975 * _RESAMPLES)])
+    drawn = sorted(_middle(dice.choices(rounds, k=len(rounds))) for _ in range(_RESAMPLES))
+    value, low, high = (
+        math.exp(at) for at in (_middle(rounds), drawn[int(0.025 * _RESAMPLES)], drawn[int(0.975 * _RESAMPLES)])
+    )
+    return Ratio(value=value, low=low, high=high)
+
+
+def _middle(rounds: Sequence[float]) -> float:
+    """Mean without the outer ones."""
+    cut = len(rounds) // _CUT
+    return statistics.fmean(sorted(rounds)[cut : len(rounds) - cut])
 
 
 def _text(ratio: Ratio) -> str:
@@ -189,8 +199,7 @@ def main() -> int:
     parser.add_argument("--params", type=int, default=10_000_000)
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--shards", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--block", type=int, default=BLOCK)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     say: Callable[[str], int] = sys.stdout.write
@@ -200,7 +209,6 @@ def main() -> int:
         args.members,
         args.shards,
         rounds=args.rounds,
-        block=args.block,
         compiled=args.compile,
     )
     say(msgspec.json.format(msgspec.json.encode(row(figures))).decode() + "\n")

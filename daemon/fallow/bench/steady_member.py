@@ -1,8 +1,9 @@
 """The script that `fallow.bench.steady` starts on each member: our loop and DDP's, in turn, in the same processes.
 
 Three arms train equal models on equal shards: ours, DDP, and DDP once more, whose difference tells how much of a
-difference means nothing. An arm runs a block of a few steps while the others rest; the order of the arms rotates. The
-first step of each block is not counted: what happens between blocks would weigh on it.
+difference means nothing. In a round each has its turn of a few steps while the others rest, in an order drawn anew:
+what a machine's other load does to a step lasts seconds, and so meets all three. The first step of each turn is not
+counted, since each turn is a loop of its own: ours would take a backward of DDP's in its body for one of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -33,11 +35,16 @@ _MLP_IN = 256
 
 
 _SAMPLES = 1 << 13
-"""Of a pass, which each block begins anew: its order must not take longer to draw than the block."""
+"""Of a pass, which each turn begins anew: its order must not take longer to draw than the turn."""
+
+TURN = 2
+"""Counted steps."""
+WARM = 5
+"""Steps of each arm before the first round: buckets laid out, moments allocated, code compiled."""
 
 
-class Block(msgspec.Struct, frozen=True):
-    """One block of one arm: seconds, by rank and step. CPU time is that of all threads of the member's process."""
+class Series(msgspec.Struct, frozen=True):
+    """The turns of one arm: seconds per step, by rank and round. CPU time is that of all threads of a member."""
 
     arm: str
     wall: list[list[float]]
@@ -77,22 +84,33 @@ class Arm:
 
     def __init__(self, name: str, steps: Callable[[int], Iterator[None]]) -> None:
         self.name = name
-        self.steps = steps
+        self._steps = steps
+        self._wall: list[float] = []
+        self._cpu: list[float] = []
 
-    def block(self, steps: int) -> list[tuple[float, float]]:
-        """Seconds and CPU seconds of each of `steps` steps after the first."""
-        running = self.steps(steps + 1)
+    def warm(self) -> None:
+        """Train without noting it."""
+        for _ in self._steps(WARM):
+            pass
+
+    def turn(self) -> None:
+        """One turn, its seconds noted."""
+        running = self._steps(1 + TURN)
         next(running)
-        taken = []
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+        for _ in range(TURN):
             next(running)
-            now, used = time.perf_counter(), time.process_time()
-            taken.append((now - wall, used - cpu))
-            wall, cpu = now, used
-        for _ in running:
+        self._wall.append((time.perf_counter() - wall) / TURN)
+        self._cpu.append((time.process_time() - cpu) / TURN)
+        if list(running):
             raise AssertionError("one step too many")
-        return taken
+
+    def series(self, members: int) -> Series:
+        """The noted turns of all members; a collective."""
+        mine = torch.tensor([self._wall, self._cpu], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(members)]
+        dist.all_gather(every, mine)
+        return Series(self.name, [one[0].tolist() for one in every], [one[1].tolist() for one in every])
 
 
 def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -103,14 +121,13 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def main() -> None:
-    """Train and write the blocks' figures, as JSON, on the main member."""
+    """Train and write each arm's `Series`, as JSON, on the main member."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("gpt", "mlp"), required=True)
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument("--members", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True, help="of a step, on each member")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--block", type=int, required=True, help="measured steps in a block")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="file for the figures; its folder is shared")
@@ -118,26 +135,21 @@ def main() -> None:
     model, data, loss_of = model_and_data(args.model, args.params)
     run = fallow.init()
     arms = [Arm(ARMS[0], _ours(run, copy.deepcopy(model), data, loss_of, args))]
-    for _ in arms[0].steps(2):
-        pass
+    arms[0].warm()
     store = FileStore(str(args.out.with_suffix(".store")), args.members)
     dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
     arms += [Arm(name, _ddp(run, copy.deepcopy(model), data, loss_of, args)) for name in ARMS[1:]]
-    for arm in arms:
-        arm.block(3)
-    blocks: list[Block] = []
-    for number in range(args.rounds):
-        turn = number % len(arms)
-        for arm in arms[turn:] + arms[:turn]:
+    for arm in arms[1:]:
+        arm.warm()
+    dice = random.Random(0)
+    for _ in range(args.rounds):
+        for arm in dice.sample(arms, len(arms)):
             dist.barrier()
-            mine = torch.tensor(arm.block(args.block), dtype=torch.float64)
-            every = [torch.empty_like(mine) for _ in range(args.members)]
-            dist.all_gather(every, mine)
-            wall, cpu = ([row[:, column].tolist() for row in every] for column in (0, 1))
-            blocks.append(Block(arm.name, wall, cpu))
+            arm.turn()
+    found = [arm.series(args.members) for arm in arms]
     if run.is_main:
         partial = args.out.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(blocks))
+        partial.write_bytes(msgspec.json.encode(found))
         os.replace(partial, args.out)
     dist.destroy_process_group()
 
@@ -173,8 +185,7 @@ def _ddp(
     net = torch.compile(wrapped) if args.compile else wrapped
     optimizer = workload.optimizer(wrapped)
     sampler: Any = DistributedSampler(data, args.members, run.rank, shuffle=False)
-    loader = DataLoader(data, BATCH, sampler=sampler)
-    batches = _endless(loader)
+    batches = _endless(DataLoader(data, BATCH, sampler=sampler))
     last = args.shards - 1
 
     def steps(count: int) -> Iterator[None]:
