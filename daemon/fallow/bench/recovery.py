@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fallow.bench import rows, session
+from fallow.bench import rows, session, steplog
 from fallow.bench.rows import Progress, Row, Settings
 from fallow.bench.steplog import Finished
 from fallow.core.schedule import Action, Item, parse_schedule
@@ -32,7 +32,8 @@ def measure(members: int, params: int, kills: int) -> Row:
     killed = [at for item, at in done.happened if item.action is Action.KILL]
     times = recoveries(finished, killed)
     discarded = done.report.steps_discarded
-    note = f"max {max(times):.3f}; steps done again: {discarded} in {len(killed)} kills; samples lost, repeated: 0, 0"
+    note = f"max {max(times):.3f}, a step usually {steplog.usual_gap(finished):.3f}; "
+    note += f"steps done again: {discarded} in {len(killed)} kills; samples lost, repeated: 0, 0"
     return Row(name="recovery", members=members, params=params, unit="s", ours=rows.ours(times), note=note)
 
 
