@@ -392,6 +392,31 @@ def test_no_more_are_preempted_than_are_needed_and_the_smallest_first() -> None:
     assert starts(sim, "user") == [100.7]
 
 
+@pytest.mark.parametrize(("grace_s", "at"), [(10.0, [105.0, 119.7]), (0.0, [104.7, 105.0])])
+def test_two_jobs_that_come_at_once_and_one_of_ours_that_takes_its_time(grace_s: float, at: list[float]) -> None:
+    """As on a real Slurm: one in its grace is preempted for both; nodes of one that is ending are freed for nobody."""
+    jobs = [job(name, 99.5, 1, 60 * MIN, partition="normal") for name in ("one", "two")]
+    sim = SlurmSim(site(2, partitions=tiers(2, grace_s), preempt=True), jobs, 0, begin=0.0)
+    sim.clock.full_phase_s = 59.0
+    for node in ("n2", "n1"):
+        sim.submit(wanted(600, partition="scavenge", node=node, token=f"fallow-r-{node}-x"))
+    sim.advance(50.0)
+    sim.clock.cycle_end = 0.0  # backfill looks at whole seconds
+    leave: dict[str, float] = {}
+    while sim.next_at() < 200.0:
+        for notice in of(Notice, sim.advance(min([sim.next_at(), *leave.values()]))):
+            leave[notice.job_id] = max(sim.now, 104.5)
+        for job_id in [job_id for job_id, by in leave.items() if by <= sim.now]:
+            sim.left(job_id)
+            leave[job_id] = 1000.0
+    # At 99.7 s the main pass has the older job, on n2, leave for the first. At 100 s backfill plans the first for n1,
+    # the lowest, and has the older job leave for the second, too: that frees nothing more, and the second preempts
+    # again when KillWait and MessageTimeout (15 s) are over and a full pass comes, at 119 s. Without grace the older
+    # job is ending at 100 s, so the first is planned for its node, and the second has the other one leave; both are
+    # killed after 4.5 s.
+    assert [round(start, 1) for start in starts(sim, "one", "two")] == at
+
+
 def test_a_job_whose_freed_node_went_to_another_preempts_again_when_it_may() -> None:
     """Nothing else changes until then: the look at the queue must come by itself."""
     jobs = [job("one", 99.5, 1, 60 * MIN, partition="normal"), job("two", 99.5, 2, 60 * MIN, partition="normal")]

@@ -14,7 +14,7 @@ from fallow.sim.slurm.jobs import Component, Het, Job
 from fallow.sim.slurm.lives import Lives
 from fallow.sim.slurm.mainpass import RESOURCES, set_reason
 from fallow.sim.slurm.preempt import victims
-from fallow.sim.slurm.select import Timelines, has, nodes_now
+from fallow.sim.slurm.select import ENDING_S, Timelines, has, nodes_now
 from fallow.sim.slurm.space import Space
 from fallow.sim.types import Scheduler
 
@@ -152,13 +152,13 @@ class Cycle:
         found = self._plan(job, max(not_before, self._now), limit_s)
         if found is None:
             return
-        at, nodes = found
+        at, nodes, avail = found
         if job.het is not None:
             set_reason(job, job.reason or RESOURCES)
             job.het.starts[job.job_id] = min(at, job.het.starts.get(job.job_id, inf))
             if self._scheduler.bf_hetjob_immediate and self._start_het(job.het):
                 return
-        elif at <= self._now and self._start(job, nodes, limit_s):
+        elif at <= self._now and self._start(job, avail, limit_s):
             return
         # A job that could start now keeps its nodes from now on: those that it preempts are still there.
         job.planned_at, job.info = max(at, self._now), None
@@ -168,8 +168,8 @@ class Cycle:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def _plan(self, job: Job, start: float, limit_s: float) -> tuple[float, int] | None:
-        """When it could start, and where; None: not within reach of the map."""
+    def _plan(self, job: Job, start: float, limit_s: float) -> tuple[float, int, int] | None:
+        """When it could start, where, and which nodes nobody else has then; None: not within reach of the map."""
         cluster, space, now = self._cluster, self._space, self._now
         candidates = cluster.usable & job.partition.mask & ~job.excluded & has(cluster, job.gpus)
         if candidates.bit_count() < job.nodes or job.required & ~candidates:
@@ -196,10 +196,10 @@ class Cycle:
                 continue
             at, nodes = found
             if at > space.end:
-                return None if at == inf else found
+                return None if at == inf else (at, nodes, avail)
             taken = at > now and space.overlaps(nodes, *space.slot(at, limit_s))
             if not taken and not (at > start and nodes & cluster.blocked(at, at + limit_s)[0]):
-                return at, nodes
+                return at, nodes, avail
             start = at if at > start else at + self._scheduler.bf_resolution_s
         return None
 
@@ -209,16 +209,24 @@ class Cycle:
             if nodes:
                 return self._now, nodes
         tier = job.partition.tier if self._preempting and self._cluster.yielding & avail else 0
+        if tier and start <= self._now and self._cluster.ending & avail:
+            # A job that is ending has its node no more as far as it is seen here, so nobody else is preempted.
+            soon = self._timelines.of(job, 0).earliest(job, avail, self._now + ENDING_S, self._now + ENDING_S)
+            if soon is not None:
+                return soon
         return self._timelines.of(job, tier).earliest(job, avail, start, until)
 
     # -- starting -----------------------------------------------------------------------------------------------
 
-    def _start(self, job: Job, nodes: int, limit_s: float) -> bool:
-        """Start it, or have those ended that are in its way (then it does not start yet)."""
-        now = nodes_now(self._cluster, job, nodes)
+    def _start(self, job: Job, avail: int, limit_s: float) -> bool:
+        """Start it, or have those ended that are in its way (then it does not start yet).
+
+        Who that is does not follow from where it was planned: `_start_job` gives `select_nodes` all that is available.
+        """
+        now = nodes_now(self._cluster, job, avail)
         if not now:
             if self._preempting and self._lives.may_preempt(job):
-                gone = victims(self._cluster, job, nodes, self._scheduler.preempt_youngest_first)
+                gone = victims(self._cluster, job, avail, self._scheduler.preempt_youngest_first)
                 if gone:
                     self._lives.preempt(job, gone)
                     self._timelines.forget()

@@ -97,7 +97,6 @@ class Job:
     end_at: float = 0.0
     granted_s: float = 0.0
     preempt_at: float | None = None
-    preemptor: Job | None = None
     tried_at: float = -inf
     "when it last had others preempted"
     alive: bool = False

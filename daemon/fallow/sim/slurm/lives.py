@@ -35,6 +35,7 @@ class Lives:
 
     Args:
         changed: called with nodes that jobs could use now, or could not any more.
+        due: called when the jobs of a component must be looked at now.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Lives:
         agenda: Agenda,
         clock: Clock,
         changed: Callable[[int], None],
+        due: Callable[[Component], None],
     ) -> None:
         self._scheduler = scheduler
         self._cluster = cluster
@@ -52,6 +54,7 @@ class Lives:
         self._agenda = agenda
         self._clock = clock
         self._changed = changed
+        self._due = due
         self._kill_wait_s = max(scheduler.kill_wait_s, LEAST_KILL_WAIT_S)
         self.told: list[Happening] = []
         self.jobs: dict[str, Job] = {}
@@ -60,8 +63,6 @@ class Lives:
         "job of others -> its last start and its end; infinity while it runs"
         self.nodes: dict[str, int] = {}
         "the same -> its nodes then"
-        self.warned: list[Job] = []
-        "jobs in the grace of a preemption"
         self._over: deque[tuple[float, Job]] = deque()
 
     @property
@@ -130,55 +131,35 @@ class Lives:
         return self.now >= by.tried_at + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
 
     def preempt(self, by: Job, victims: Sequence[Job]) -> None:
-        """These make room for that one."""
+        """These make room for that one, or it waits for those that do so for another before it tries again."""
         for job in victims:
             if job.preempt_at is not None:
+                if job.end_at <= self.now:
+                    self._kill_preempted(job)
                 continue
-            job.preempt_at, job.preemptor = self.now, by
+            job.preempt_at = self.now
             grace_s = job.partition.info.grace_s
             if grace_s <= 0.0:
                 self._kill_preempted(job)
                 continue
             self._change(job, "RUNNING")
             job.end_at = min(job.end_at, self.now + grace_s)
-            self.warned.append(job)
             notice = Notice(at=self.now + GRACE_NOTICE_S, job_id=job.job_id, kill_at=job.end_at + self._kill_wait_s)
             self._agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
             self._await_end(job, self._clock.sweep(job.end_at), self._kill_preempted)
-        self._tried(by)
-
-    def retry(self, by: Job) -> None:
-        """The preemptor is tried again: the grace of its victims may be over."""
-        if by.state == "PENDING" and self.may_preempt(by) and self._victims(by):
-            for job in self._victims(by):
-                if job.end_at <= self.now:
-                    self._kill_preempted(job)
-            self._tried(by)
-
-    def retries(self, component: Component) -> None:
-        """A pass tries all of a component again."""
-        for by in {job.preemptor.serial: job.preemptor for job in self.warned if job.preemptor is not None}.values():
-            if by.partition.component is component:
-                self.retry(by)
-
-    def _tried(self, by: Job) -> None:
         by.tried_at = self.now
         again = self.now + self._scheduler.kill_wait_s + self._scheduler.message_timeout_s
         self._agenda.at(again, PASS, partial(self._may_again, by))
 
     def _may_again(self, by: Job) -> None:
+        """Nothing else need have changed since it last tried: a pass must come by itself."""
         if by.state == "PENDING":
             at = min(self._clock.full_pass(self.now), self._clock.cycle(self.now))
             self._agenda.at(at, PASS, partial(self._try_again, by))
 
     def _try_again(self, by: Job) -> None:
-        """Somebody else may have got what was freed for it, and nothing else need have changed since."""
         if by.state == "PENDING" and self.may_preempt(by):
-            self.retry(by)
-            self._changed(by.partition.mask)
-
-    def _victims(self, by: Job) -> list[Job]:
-        return [job for job in self.warned if job.preemptor is by]
+            self._due(by.partition.component)
 
     def _kill_preempted(self, job: Job) -> None:
         if job.preempt_at == self.now:
@@ -208,8 +189,6 @@ class Lives:
             job.end_at = self.now
         self._change(job, "COMPLETING")
         job.alive, job.final = False, final
-        if job in self.warned:
-            self.warned.remove(job)
         self._cluster.end(job)
         self._tell(Ended(at=self.now, job_id=job.job_id, state=final), job)
         if not job.ours:
@@ -234,7 +213,7 @@ class Lives:
 
     def _requeue(self, job: Job) -> None:
         self._change(job, "PENDING")
-        job.final, job.mask, job.preempt_at, job.preemptor = "", 0, None, None
+        job.final, job.mask, job.preempt_at = "", 0, None
         job.reason, job.eligible_at = "BeginTime", self.now + REQUEUE_S
         self._queue.add(job)
         self._agenda.at(job.eligible_at, SUBMIT, partial(self._changed, job.partition.mask), job)

@@ -31,7 +31,6 @@ class MainPass:
         are; one that named its nodes keeps these alone.
         """
         cluster, lives = self._cluster, self._lives
-        lives.retries(component)
         component.dirty = component.cut = False
         avail = cluster.usable & component.mask
         for other in component.above:

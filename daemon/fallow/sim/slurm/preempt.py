@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from fallow.sim.slurm.cluster import Cluster, places
 from fallow.sim.slurm.jobs import Job
-from fallow.sim.slurm.select import has, nodes_now, preemptable
+from fallow.sim.slurm.select import has, preemptable
 
 
-def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> list[Job] | None:
-    """Running jobs that must go so that the job can start on some of `allowed`.
+def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> list[Job]:
+    """Running jobs that must go so that the job can start on some of `allowed`; none: it would not start even so.
 
-    Empty: it only has to wait for those that are on their way out. None: it would not start even without them.
+    As in Slurm, one that was told to go for somebody else, and runs still, is taken like any other (`_run_now` of
+    select/cons_tres), and nodes with a job that is ending do not count (`cg_node_bitmap`, `_pick_best_nodes`).
     """
-    wanted = allowed & has(cluster, job.gpus)
+    wanted = allowed & has(cluster, job.gpus) & ~cluster.ending
     if job.required.bit_count() >= job.nodes:
         wanted &= job.required
-    free = nodes_now(cluster, job, wanted)
-    if free:
-        return []
-    going = {other for place in places(wanted) for other in cluster.jobs[place] if _leaves(other)}
+    going: set[Job] = set()
     room = _room(cluster, job, wanted, going)
     chosen: list[Job] = []
     for victim in _in_order(cluster, job, wanted, youngest_first):
@@ -36,16 +34,12 @@ def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> l
         for each in group:
             room |= _room(cluster, job, wanted & each.mask, going)
     if not _enough(job, room):
-        return None
+        return []
     for victim in list(chosen) if len(chosen) > 1 else ():
         if victim.het is None and _enough(job, _room(cluster, job, wanted, going - {victim})):
             going.discard(victim)
             chosen.remove(victim)
     return chosen
-
-
-def _leaves(job: Job) -> bool:
-    return job.state == "COMPLETING" or job.preempt_at is not None
 
 
 def _enough(job: Job, room: int) -> bool:

@@ -28,7 +28,7 @@ class Rounds:
         self._agenda = agenda
         self._clock = clock
         self._preempting = preempting
-        self.lives = Lives(scheduler, cluster, queue, agenda, clock, self.changed)
+        self.lives = Lives(scheduler, cluster, queue, agenda, clock, self.changed, self.due)
         self._main = MainPass(cluster, self.lives, preempting, scheduler.preempt_youngest_first)
         self._pass_at = inf
         self._full_at = inf
@@ -54,6 +54,12 @@ class Rounds:
             if component.mask & nodes:
                 component.dirty = component.stale = True
         self._pass_by(self._agenda.now + self._scheduler.pass_s)
+        self._cycle_soon()
+
+    def due(self, component: Component) -> None:
+        """A job of it may preempt again, and a pass or a cycle is due."""
+        component.dirty = component.stale = True
+        self._pass_by(self._agenda.now)
         self._cycle_soon()
 
     def submitted(self, component: Component) -> None:

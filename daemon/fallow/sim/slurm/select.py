@@ -15,6 +15,9 @@ from fallow.sim.slurm.jobs import Component, Job
 WHOLE = -1
 
 WINDOW_S = 30.0
+ENDING_S = 1.0
+"A job that is ending is taken to leave its nodes after that."
+
 LAST_S = 1e12
 "Later than any time; jobs without a limit end after it."
 
@@ -146,7 +149,7 @@ class Timelines:
 
     def _end(self, job: Job) -> float:
         if job.state != "RUNNING":
-            return self._now + 1.0  # the epilog is about to end
+            return self._now + ENDING_S
         return job.end_at if job.end_at > self._now else self._now + self._late_s
 
     def _staying(self, place: int, tier: int) -> list[Job]:
