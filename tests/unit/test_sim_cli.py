@@ -66,6 +66,7 @@ def test_people_get_a_table_and_its_foot(trace: Path, capsys: pytest.CaptureFixt
     assert lines[0].split()[:2] == ["POLICY", "IDEAL"]
     assert lines[1].split()[0] == "ours"
     assert lines[2].startswith("made-up.swf: ")
+    assert lines[3].startswith("holes without us: ")
 
 
 def test_help_has_the_command_that_makes_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +193,7 @@ def test_the_same_seed_gives_the_same_bytes(trace: Path, tmp_path: Path) -> None
         files.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert outputs[0] == outputs[1]
     assert list(files[0]) == [
-        *("delay.png", "delay.svg", "index.html", "map.png", "map.svg", "report.json"),
+        *("delay.png", "delay.svg", "holes.png", "holes.svg", "index.html", "map.png", "map.svg", "report.json"),
         *("utilisation.png", "utilisation.svg"),
     ]
     for name, data in files[0].items():

@@ -13,6 +13,7 @@ import pytest
 
 from fallow.model import ClusterConfig, ClusterState, DelayedJobs, PartitionInfo, Score, SimReport, TraceRead
 from fallow.sim import page, plots
+from fallow.sim.hole_lengths import HoleLengths
 from fallow.sim.report import COLUMNS, Played, foot, report, rows, trace_read
 from fallow.sim.series import (
     Cell,
@@ -237,6 +238,8 @@ def plays(stopped: bool = False) -> list[Played]:
     return found if stopped else found[:3]
 
 
+HOLES = HoleLengths(ended=(60.0, 120.0, 600.0, 1200.0), cut=(300.0, 7200.0))
+
 TRACE = TraceRead(
     name="<b>toy</b>", jobs=12, bad_lines={"too short": 2}, examples=["line 3: </script>"], assumed=["8 GPUs per node"]
 )
@@ -263,17 +266,20 @@ def test_a_table_row_has_a_cell_per_column() -> None:
 
 
 def test_the_foot_tells_what_was_skipped_assumed_and_stopped() -> None:
-    assert foot(report(plays(stopped=True), TRACE, 7, "latency slurm")) == [
+    assert foot(report(plays(stopped=True), TRACE, 7, "latency slurm"), HOLES) == [
         "<b>toy</b>: 10 hours, 12 records, 5.6 idle nodes on average; latency slurm; seed 7",
+        "holes without us: 6, p50 10 minutes, p90 not known; of the idle time 98.1% in those over 2 minutes, "
+        "88.6% in those over 10 minutes, 75.9% in those over 1 hour",
         "skipped lines: 2 too short",
         "  line 3: </script>",
         "note: 8 GPUs per node",
         "milp:120: stopped after 2.5 hours",
         "milp:120: limited",
     ]
-    assert foot(report(plays(stopped=True)[3:], TRACE, 7, ""))[-1] == "stopped before the end of the trace"
-    turned = foot(report(plays(stopped=True)[:1:-1], TRACE, 7, ""))
-    assert turned[4:] == ["milp:120: stopped after 2.5 hours", "milp:120: limited"], "the others side by side were not"
+    assert foot(report(plays(stopped=True)[3:], TRACE, 7, ""), HOLES)[-1] == "stopped before the end of the trace"
+    turned = foot(report(plays(stopped=True)[:1:-1], TRACE, 7, ""), HoleLengths(ended=(), cut=()))
+    assert turned[1] == "holes: none, no node was idle"
+    assert turned[5:] == ["milp:120: stopped after 2.5 hours", "milp:120: limited"], "the others side by side were not"
 
 
 def test_reasons_of_bad_lines_have_one_order() -> None:
@@ -293,23 +299,23 @@ def test_shares_add_up_to_all_nodes() -> None:
 @pytest.fixture(scope="module")
 def drawn() -> list[plots.Plot]:
     pytest.importorskip("matplotlib")
-    return plots.plots(plays(), "summit")
+    return plots.plots(plays(), "summit", HOLES)
 
 
 def test_plots_are_pictures_and_always_the_same(drawn: list[plots.Plot]) -> None:
-    assert [plot.name for plot in drawn] == ["utilisation", "map", "cost", "delay"]
+    assert [plot.name for plot in drawn] == ["holes", "utilisation", "map", "cost", "delay"]
     for plot in drawn:
         assert plot.png.startswith(b"\x89PNG")
         assert b"<svg" in plot.svg[:1000]
         assert b"tEXt" not in plot.png
         assert b"dc:date" not in plot.svg
-    assert plots.plots(plays(), "summit") == drawn
+    assert plots.plots(plays(), "summit", HOLES) == drawn
 
 
 def test_what_was_not_recorded_is_not_drawn() -> None:
     pytest.importorskip("matplotlib")
     unseen = [msgspec.structs.replace(each, series=None) for each in plays()]
-    assert [plot.name for plot in plots.plots(unseen, "earth")] == ["cost"]
+    assert [plot.name for plot in plots.plots(unseen, "earth", HoleLengths(ended=(), cut=()))] == ["cost"]
 
 
 class _Outside(HTMLParser):
@@ -335,10 +341,10 @@ class _Outside(HTMLParser):
 
 def test_the_page_asks_nobody_for_anything_and_takes_no_words_for_markup(drawn: list[plots.Plot]) -> None:
     found = report(plays(), TRACE, 0, "latency none")
-    html = page.page(found, drawn).decode()
+    html = page.page(found, drawn, HOLES).decode()
     outside = _Outside()
     outside.feed(html)
-    assert len(outside.fetched) == 4
+    assert len(outside.fetched) == 5
     assert all(each.startswith("data:image/") for each in outside.fetched)
     assert [script["type"] for script in outside.scripts] == ["application/json"]
     assert "b" in outside.tags, "the ratio"
@@ -347,4 +353,4 @@ def test_the_page_asks_nobody_for_anything_and_takes_no_words_for_markup(drawn: 
     assert "98.0%" in outside.text
     (embedded,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', html, re.DOTALL)
     assert msgspec.json.decode(embedded, type=SimReport) == found
-    assert page.page(found, drawn).decode() == html
+    assert page.page(found, drawn, HOLES).decode() == html

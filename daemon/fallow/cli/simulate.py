@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fallow.model import SimReport
+    from fallow.sim.hole_lengths import HoleLengths
     from fallow.sim.plots import Plot
     from fallow.sim.report import Played
     from fallow.sim.simulate import Setup
@@ -135,18 +136,18 @@ def simulate(
     if out is not None:
         _make(out)
     played = _play(setup, names, jobs)
-    found = simulation.report_of(setup, played)
+    found, holes = simulation.report_of(setup, played), simulation.holes_of(setup)
     code = Exit.TEMPFAIL if found.stopped else Exit.OK
     if out is not None:
         try:
-            _write(out, found, played)
+            _write(out, found, played, holes)
         except FallowError as error:  # what was found in hours is shown all the same
             say(str(error))
             code = error.code
     if as_json:
         print_json(found)
     else:
-        _show(found)
+        _show(found, holes)
     return code
 
 
@@ -220,16 +221,16 @@ def _make(folder: Path) -> None:
         raise FallowError(f"--out {folder}: cannot be written ({error.strerror})", Exit.CANTCREAT) from error
 
 
-def _write(folder: Path, found: SimReport, played: Sequence[Played]) -> None:
+def _write(folder: Path, found: SimReport, played: Sequence[Played], holes: HoleLengths) -> None:
     import msgspec
 
     from fallow.sim.page import page
     from fallow.sim.plots import plots
 
-    drawn: list[Plot] = plots(played, found.trace.name)
+    drawn: list[Plot] = plots(played, found.trace.name, holes)
     files = {f"{plot.name}.{kind}": data for plot in drawn for kind, data in (("svg", plot.svg), ("png", plot.png))}
     files[REPORT] = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
-    files[PAGE] = page(found, drawn)
+    files[PAGE] = page(found, drawn, holes)
     for name, data in files.items():
         try:
             (folder / name).write_bytes(data)
@@ -238,13 +239,13 @@ def _write(folder: Path, found: SimReport, played: Sequence[Played]) -> None:
     say(f"see {folder / PAGE}")
 
 
-def _show(found: SimReport) -> None:
+def _show(found: SimReport, holes: HoleLengths) -> None:
     from fallow.cli.tables import show_table
     from fallow.sim.report import COLUMNS, foot, rows
     from fallow.text import clean
 
     show_table(COLUMNS, rows(found))
-    for line in foot(found):
+    for line in foot(found, holes):
         click.echo(clean(line, 512))
 
 

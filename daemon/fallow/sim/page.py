@@ -10,6 +10,7 @@ from string import Template
 import msgspec
 
 from fallow.model import SimReport
+from fallow.sim.hole_lengths import HoleLengths
 from fallow.sim.plots import Plot
 from fallow.sim.report import COLUMNS, days, foot, rows
 
@@ -77,7 +78,7 @@ _WORDS = (
 )
 
 
-def page(found: SimReport, plots: Sequence[Plot]) -> bytes:
+def page(found: SimReport, plots: Sequence[Plot], holes: HoleLengths) -> bytes:
     """The page in UTF-8. Nothing in it names a user, a path or a time of this machine."""
     title = f"{found.trace.name}: what its idle nodes could have trained"
     return _PAGE.substitute(
@@ -88,7 +89,7 @@ def page(found: SimReport, plots: Sequence[Plot]) -> bytes:
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows(found)
         ),
         figures="\n".join(_figure(plot) for plot in plots),
-        foot="\n".join(f"<li>{escape(line.strip())}</li>" for line in foot(found)),
+        foot="\n".join(f"<li>{escape(line.strip())}</li>" for line in foot(found, holes)),
         words=escape(_WORDS),
         json=msgspec.json.format(msgspec.json.encode(found)).decode().replace("<", "\\u003c"),
     ).encode()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fallow.model import Exit, FallowError, Struct
+from fallow.sim.hole_lengths import HoleLengths
+from fallow.sim.plot_holes import draw as draw_holes
 from fallow.sim.report import Played
 from fallow.sim.series import Cell, NodeMap, Series, shares
 
@@ -87,15 +89,26 @@ def available() -> None:
         ) from None
 
 
-def plots(played: Sequence[Played], trace: str) -> list[Plot]:
+def plots(played: Sequence[Played], trace: str, holes: HoleLengths) -> list[Plot]:
     """All that the plays give.
 
     Args:
         played: in the order asked for; the first is the one whose nodes are shown over time.
         trace: its name; beside `summit`, published results are shown.
+        holes: of the cluster if nobody harvests.
     """
     first, known = played[0], PUBLISHED if trace == "summit" else {}
     found = []
+    if len(holes):
+        found.append(
+            _plot(
+                "holes",
+                "How long nodes stay idle while nobody harvests them: where the idle time is, and how many holes last."
+                + (" Holes that had not ended at the end count as far as they were seen." if holes.cut else ""),
+                lambda figure: draw_holes(figure, holes),
+                (10.5, 4.2),
+            )
+        )
     if first.series is not None:
         found.append(
             _plot(

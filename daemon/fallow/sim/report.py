@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fallow.model import PolicyScore, Score, SimReport, Struct, TraceRead
+from fallow.sim.hole_lengths import HoleLengths
 from fallow.sim.series import Series
 from fallow.sim.types import Problems
 
@@ -89,13 +90,18 @@ def rows(found: SimReport) -> list[list[str]]:
     ]
 
 
-def foot(found: SimReport) -> list[str]:
+LONG_S = (120.0, 600.0, 3600.0)
+"""Of holes longer than this a report tells which share of the idle time is in them."""
+
+
+def foot(found: SimReport, holes: HoleLengths) -> list[str]:
     """What must be known to read the table, in lines."""
     trace = found.trace
     idle_nodes = found.idle_node_s / found.seconds if found.seconds else 0.0
     lines = [
         f"{trace.name}: {days(found.seconds)}, {trace.jobs} records, {idle_nodes:.1f} idle nodes on average; "
-        f"{found.arm}; seed {found.seed}"
+        f"{found.arm}; seed {found.seed}",
+        told(holes),
     ]
     if trace.bad_lines:
         reasons = ", ".join(f"{count} {reason}" for reason, count in trace.bad_lines.items())
@@ -112,10 +118,20 @@ def foot(found: SimReport) -> list[str]:
     return lines
 
 
+def told(holes: HoleLengths) -> str:
+    """How long holes last, in a line."""
+    if not len(holes):
+        return "holes: none, no node was idle"
+    p50, p90 = (holes.quantile(q) for q in (0.5, 0.9))
+    half, most = ("not known" if each is None else days(each) for each in (p50, p90))
+    shares = ", ".join(f"{holes.idle_longer(each):.1%} in those over {days(each)}" for each in LONG_S)
+    return f"holes without us: {len(holes)}, p50 {half}, p90 {most}; of the idle time {shares}"
+
+
 def days(seconds: float) -> str:
-    """`2.5 days`, `1 hour`, `90 s`."""
-    for unit_s, unit in ((86400, "day"), (3600, "hour")):
-        if seconds >= unit_s:
+    """`2.5 days`, `1 hour`, `10 minutes`, `90 s`."""
+    for least_s, unit_s, unit in ((86400, 86400, "day"), (3600, 3600, "hour"), (120, 60, "minute")):
+        if seconds >= least_s:
             number = f"{seconds / unit_s:.3g}"
             return f"{number} {unit}" + ("" if number == "1" else "s")
     return f"{seconds:.0f} s"

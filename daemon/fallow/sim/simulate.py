@@ -14,6 +14,8 @@ import msgspec
 from fallow.model import Exit, FallowError, SimReport, Struct
 from fallow.sim import curves, policies
 from fallow.sim.costs import IN_PLACE, measured, restart
+from fallow.sim.hole_lengths import HoleLengths
+from fallow.sim.hole_watch import Watch
 from fallow.sim.meter import Tally
 from fallow.sim.play import play
 from fallow.sim.pool import PoolSim
@@ -152,7 +154,7 @@ def play_policy(setup: Setup, name: str, first: bool, progress: Callable[[float,
     if isinstance(inner, SlurmSim) and ground.jobs is not None:
         cycle_s = source.site.scheduler.bf_interval_s
         jobs, stays = list(ground.jobs.jobs()), holdings.stays(until)
-        found = held_up(source.site, jobs, inner.ran, inner.nodes, _without_us(setup), stays, until, cycle_s)
+        found = held_up(source.site, jobs, inner.ran, inner.nodes, _without_us(setup).ran, stays, until, cycle_s)
         for job_id, seconds in found.waited.items():
             meter.waited(job_id, seconds)
         if found.earlier or found.later:
@@ -180,9 +182,21 @@ def report_of(setup: Setup, played: Sequence[Played]) -> SimReport:
     """What came of it."""
     ground = _ground(setup)
     trace = trace_read(_shown(setup.trace), ground.source.problems)
-    if ground.jobs is not None and (told := apart(ground.jobs.jobs(), _without_us(setup))):
+    if ground.jobs is not None and (told := apart(ground.jobs.jobs(), _without_us(setup).ran)):
         trace = msgspec.structs.replace(trace, assumed=[*trace.assumed, told])
     return report(played, trace, setup.seed, _arm(setup, ground))
+
+
+def holes_of(setup: Setup) -> HoleLengths:
+    """How long the cluster's holes last if nobody harvests: as the trace has them, or as the simulated Slurm makes them
+    of its jobs."""
+    holes = _ground(setup).holes
+    if holes is None:
+        return _without_us(setup).holes
+    watch = Watch(holes.begin)
+    for at, joined, left in holes.changes():
+        watch.changed(at, joined, left)
+    return watch.until(holes.end)
 
 
 def _arm(setup: Setup, ground: Ground) -> str:
@@ -240,14 +254,26 @@ def _ground(setup: Setup) -> Ground:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class WithoutUs:
+    """The same cluster if nobody harvests."""
+
+    ran: Ran
+    "when others' jobs run"
+    holes: HoleLengths
+
+
 @lru_cache(maxsize=1)
-def _without_us(setup: Setup) -> Ran:
-    """When others' jobs run if nobody harvests."""
+def _without_us(setup: Setup) -> WithoutUs:
     source = _ground(setup).jobs
     assert source is not None
     engine = SlurmSim(source.site, source.jobs(), setup.seed, source.begin)
+    watch = Watch(source.begin)
+    while (at := engine.next_at()) <= source.end:
+        engine.advance(at)
+        watch.seen(at, engine.idle_mask())
     engine.advance(source.end)
-    return engine.ran
+    return WithoutUs(engine.ran, watch.until(source.end))
 
 
 def _costs(setup: Setup) -> Costs:
