@@ -244,7 +244,7 @@ class ToyRuns:
         self._take(run, nodes, at)
         return at + LEAVE_S if waits else at
 
-    def lost(self, run: str, nodes: Collection[str], at: float) -> None:
+    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None:
         self.unannounced += sum(node in self._nodes for node in nodes)
         self._take(run, nodes, at)
 

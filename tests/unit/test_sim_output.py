@@ -119,7 +119,7 @@ class _Runs:
     def release(self, run: str, nodes: Collection[str], at: float) -> float:
         return at
 
-    def lost(self, run: str, nodes: Collection[str], at: float) -> None: ...
+    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None: ...
 
     def members(self, run: str) -> int:
         return 1

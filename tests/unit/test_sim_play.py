@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.model import DelayedJobs, FallowError
+from fallow.model import DelayedJobs, FallowError, PartitionInfo
 from fallow.sim.costs import IN_PLACE
+from fallow.sim.meter import Tally
+from fallow.sim.play import play
 from fallow.sim.policies import ALL, make
-from fallow.sim.types import Costs, Happening, Options, Pool, Waited
+from fallow.sim.slurm import SlurmSim
+from fallow.sim.types import (
+    Costs,
+    Happening,
+    Kind,
+    Options,
+    Outage,
+    Pool,
+    RunPlan,
+    SimNode,
+    Site,
+    Waited,
+)
 from fallow.sim.work import Work
 from sim_toy import FREE, Hole, ToyEngine, costing, linear, played, runs_of
 
 DAY_S = 86400.0
 TWO = [[(0.0, 1000.0)], [(400.0, 1000.0)]]
+
+
+class Noted(Tally):
+    """Keeps the changes."""
+
+    def __init__(self, plans: Sequence[RunPlan], nodes: int, begin: float) -> None:
+        super().__init__(plans, nodes, begin)
+        self.changes: list[tuple[float, Kind]] = []
+
+    def change(self, at: float, kind: Kind, nodes: int) -> None:
+        self.changes.append((at, kind))
+        super().change(at, kind, nodes)
 
 
 def ratio(policy: str, holes: list[list[Hole]], costs: Costs = FREE, **more: object) -> float:
@@ -40,6 +67,26 @@ def test_loss_is_one_change_of_all_that_went() -> None:
     score, _ = played("greedy", holes, linear(), costing(0, 40), until=900)
     assert score.ideal_ratio == pytest.approx((3 * 500 + 360) / 1900)
     assert score.unannounced_per_day == pytest.approx(DAY_S / 900)
+
+
+@pytest.mark.parametrize("policy", ["ours", "greedy"])
+@pytest.mark.parametrize("back_at", [1900.0, 1e9], ids=["cut off", "dead"])
+def test_a_node_that_dies_is_lost_at_once_not_when_slurm_says_so(policy: str, back_at: float) -> None:
+    """The run has one of two nodes. Slurm says after 300 s that it is DOWN, or never; the other is taken by then."""
+    nodes = tuple(SimNode(node=name, partitions=("p",)) for name in ("n1", "n2"))
+    partition = PartitionInfo(partition="p", nodes=["n1", "n2"])
+    outage = Outage(node="n1", begin=1800.0, end=back_at)
+    engine = SlurmSim(Site(name="s", nodes=nodes, partitions=(partition,), outages=(outage,)), [], 0, begin=0.0)
+    plans = linear(most=1)
+    meter = Noted(plans, 2, 0.0)
+    runs = Work(plans, FREE, 0, meter, 0.0)
+    head = make(policy, engine, runs, plans, Options(seed=0, latency="slurm", plans="hidden", poll_s=30, costs=FREE))
+    play(engine, head, runs, meter, 3000.0)
+    first, lost, again = meter.changes[:3]
+    assert first[1] == "absorb"
+    assert lost == (1800.0, "eject")
+    assert again[1] == "absorb"
+    assert 1800.0 < again[0] <= 1860.0
 
 
 @pytest.mark.parametrize(("ahead", "growths"), [(120, 0), (300, 0), (600, 1)])

@@ -21,6 +21,7 @@ from fallow.sim.types import (
     Outage,
     Pool,
     Scheduler,
+    Silent,
     SimJob,
     SimNode,
     Site,
@@ -31,6 +32,7 @@ from fallow.slurm.client import SubmitRejected
 
 MIN = 60.0
 MANY = 1_000_000.0
+NODES = ("n1", "n2", "n3")
 
 
 def scheduler(**more: Any) -> Scheduler:
@@ -493,7 +495,7 @@ def test_cancelling() -> None:
 def test_a_dead_node() -> None:
     sim = SlurmSim(site(2, outages=[Outage(node="n1", begin=500, end=2000)]), [], 0, begin=0.0)
     mine = sim.submit(wanted(600))
-    sim.advance(600.0)
+    assert of(Silent, sim.advance(600.0)) == [Silent(at=500.0, job_id=mine)]
     [node, _] = sim.poll().nodes
     assert (node.state, node.flags) == ("ALLOCATED", ["NOT_RESPONDING"])
     other = sim.submit(wanted(600, token="fallow-r-h2-x"))
@@ -501,6 +503,62 @@ def test_a_dead_node() -> None:
     assert [(s.job_id, s.nodes) for s in of(Started, told)] == [(other, ("n2",))]
     assert of(Ended, told) == [Ended(at=800.0, job_id=mine, state="NODE_FAIL")]
     assert [(p.at, p.idle) for p in of(Pool, told)] == [(2000.0, 2)]
+
+
+@pytest.mark.parametrize(("timeout_s", "down_at"), [(300.0, 350.0), (15.0, 65.0), (0.0, None)])
+def test_slurm_takes_a_silent_node_for_down_after_its_timeout(timeout_s: float, down_at: float | None) -> None:
+    dead = Outage(node="n1", begin=50, end=MANY)
+    sim = SlurmSim(site(1, outages=[dead], slurmd_timeout_s=timeout_s), [], 0, begin=0.0)
+    sim.submit(wanted(600))
+    ended = of(Ended, sim.advance(10_000.0))
+    assert [(e.at, e.state) for e in ended] == ([] if down_at is None else [(down_at, "NODE_FAIL")])
+
+
+def test_what_ends_on_a_silent_node_is_heard_when_it_is_back_or_never() -> None:
+    """Each node has a job of 100 s from 0.2 s on: two fall silent before it is over, and one of them is dead."""
+    outages = [Outage(node="n1", begin=50, end=150), Outage(node="n2", begin=50, end=2000)]
+    jobs = [job(name, 0, 1, 10 * MIN, runs_s=100, nodelist=(node,)) for name, node in zip("abc", NODES, strict=True)]
+    sim = SlurmSim(site(3, outages=outages), jobs, 0)
+    sim.advance(5000.0)
+    assert sim.ran == {"a": (0.2, 150.0), "b": (0.2, 350.0), "c": (0.2, 100.2)}
+
+
+def test_a_job_over_two_nodes_ends_when_both_say_so() -> None:
+    outages = [Outage(node="n1", begin=50, end=150), Outage(node="n2", begin=90, end=200)]
+    sim = SlurmSim(site(2, outages=outages), [job("a", 0, 2, 10 * MIN, runs_s=100)], 0)
+    sim.advance(5000.0)
+    assert sim.ran == {"a": (0.2, 200.0)}
+
+
+def test_who_lost_a_node_starts_again_elsewhere() -> None:
+    outage = Outage(node="n1", begin=50, end=2000)
+    sim = SlurmSim(site(2, outages=[outage]), [job("a", 0, 1, 10 * MIN, runs_s=100, requeue=True)], 0)
+    sim.advance(5000.0)
+    [(start, end)] = sim.ran.values()
+    assert 350 + 121 <= start < 350 + 121 + 31, "credentials have to expire first"
+    assert end == start + 100
+    assert sim.nodes == {"a": 0b10}
+
+
+@pytest.mark.parametrize(("back_at", "ended_at"), [(2000, 800.0), (700, 700.0), (603, 605.0)])
+def test_who_is_told_to_end_on_a_silent_node_keeps_it_until_that_is_heard(back_at: float, ended_at: float) -> None:
+    sim = SlurmSim(site(1, outages=[Outage(node="n1", begin=500, end=back_at)]), [], 0, begin=0.0)
+    mine = sim.submit(wanted(600))
+    sim.advance(600.0)
+    sim.cancel(mine)
+    told = sim.advance(602.0)
+    assert [j.state for j in sim.poll().jobs] == ["COMPLETING"]
+    told += sim.advance(3000.0)
+    assert of(Ended, told) == [Ended(at=ended_at, job_id=mine, state="CANCELLED")]
+
+
+def test_a_limit_passes_on_a_silent_node() -> None:
+    sim = SlurmSim(site(1, outages=[Outage(node="n1", begin=50, end=2000)]), [job("a", 0, 1, 2 * MIN)], 0)
+    sim.clock.sweep_phase_s = 0.0
+    sim.advance(160.0)
+    assert [(j.state, j.end_at) for j in sim.poll().jobs] == [("COMPLETING", 150.0)]
+    sim.advance(5000.0)
+    assert sim.ran == {"a": (0.2, 350.0)}
 
 
 def test_whether_somebody_polls_changes_nothing() -> None:

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from fallow.model import PartitionInfo, ReservationInfo
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.slurm.cluster import places
-from fallow.sim.types import Ended, JobPart, Notice, Outage, Pool, Scheduler, SimJob, SimNode, Site, Started, Wanted
+from fallow.sim.types import (
+    Ended,
+    JobPart,
+    Notice,
+    Outage,
+    Pool,
+    Scheduler,
+    Silent,
+    SimJob,
+    SimNode,
+    Site,
+    Started,
+    Wanted,
+)
 
 GPUS = 4
 SWEEP_S = 30.0
@@ -221,6 +234,6 @@ def check_told(told: list[Any], ours: list[str]) -> None:
     assert all(a != b for a, b in pairwise(pools))
     for job_id in ours:
         mine = [each for each in told if not isinstance(each, Pool) and each.job_id == job_id]
-        kinds = [type(each) for each in mine if not isinstance(each, Notice)]
+        kinds = [type(each) for each in mine if not isinstance(each, Notice | Silent)]
         assert kinds in ([Started, Ended], [Ended])
         assert isinstance(mine[-1], Ended)

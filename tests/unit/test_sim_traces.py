@@ -211,6 +211,8 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     assert site.scheduler.version == (25, 11)
     assert (site.scheduler.bf_interval_s, site.scheduler.bf_max_job_test) == (1.0, 200)
     assert (site.scheduler.bf_window_s, site.scheduler.bf_hetjob_immediate) == (86400.0, True)
+    assert (site.scheduler.kill_wait_s, site.scheduler.message_timeout_s) == (5.0, 10.0)
+    assert site.scheduler.slurmd_timeout_s == 15.0
     assert site.preempt_type == "preempt/partition_prio"
     # the jobs of other partitions are left out
     text = SACCT.read_text().replace("|gpu|", "|normal|")

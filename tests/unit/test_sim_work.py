@@ -83,6 +83,19 @@ def test_change_within_a_change_begins_it_anew() -> None:
     assert meter.sizes[1:] == [(100, 2, 118), (110, 3, 128)]
 
 
+def test_until_a_silent_node_is_missed_the_others_wait_for_it() -> None:
+    runs, meter = work(costing(0, 2))
+    join(runs, 0, "a", "b", "c", "d")
+    runs.advance(0)
+    runs.lost("r0", ["a"], 100, 15.0)
+    runs.lost("r0", ["b"], 100)
+    runs.advance(100)
+    assert meter.sizes[-1] == (100, 2, 117)
+    runs.lost("r0", ["c"], 200)
+    runs.advance(200)
+    assert meter.sizes[-1] == (200, 1, 202), "that was another time"
+
+
 def test_release() -> None:
     runs, meter = work(costing(0, 0.5, 10))
     join(runs, 0, "a", "b", "c")

@@ -171,6 +171,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     kill_wait_s: float = 30.0
     backfill_interval_s: float = 30.0
     message_timeout_s: float = 10.0
+    slurmd_timeout_s: float = 300.0
+    "a node that is silent for so long is DOWN; 0: never"
     private_data: list[str] = []
     priority_type: str = ""
     scheduler_parameters: str = ""

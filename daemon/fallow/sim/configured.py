@@ -18,6 +18,7 @@ def config(site: Site) -> ClusterConfig:
         kill_wait_s=s.kill_wait_s,
         backfill_interval_s=s.bf_interval_s,
         message_timeout_s=s.message_timeout_s,
+        slurmd_timeout_s=s.slurmd_timeout_s,
         priority_type="priority/basic",
         scheduler_parameters=s.words,
         select_type="select/cons_tres" if shared else "select/linear",

@@ -14,11 +14,15 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.core.timing import Timing
 from fallow.model import Exit, FallowError
 from fallow.sim.types import Costs
 
 IN_PLACE = Costs(absorb=(0.084, 0.124), release=(0.064, 0.088), eject=(0.416, 0.749), start=(10.0, 20.0))
 """The start is a script's imports and rehearsal; it depends on the script."""
+
+SILENT_S = Timing().lease_s
+"""Until a head takes a node for lost that has died or is cut off; its run waits for it."""
 
 P95 = 1.6448536269514722
 """The normal distribution's 95th percentile, in standard deviations."""

@@ -29,7 +29,20 @@ from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
 from fallow.sim.quiet import same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
-from fallow.sim.types import Active, Ended, Engine, Happening, Measured, Notice, Options, Pool, RunPlan, Runs, Started
+from fallow.sim.types import (
+    Active,
+    Ended,
+    Engine,
+    Happening,
+    Measured,
+    Notice,
+    Options,
+    Pool,
+    RunPlan,
+    Runs,
+    Silent,
+    Started,
+)
 from fallow.slurm.paced import BUSY, CONFIG_S, Bucket
 
 ANSWER_S, SBATCH_S = 0.2, 0.1
@@ -135,7 +148,7 @@ class VirtualHead:
     def told(self, happening: Happening | Active | Measured) -> None:
         self._now = happening.at
         match happening:
-            case Started() | Notice() | Ended() | Active():
+            case Started() | Notice() | Silent() | Ended() | Active():
                 if self._leases.told(happening):
                     self._plan_again()
             case Measured():

@@ -14,8 +14,9 @@ from fallow.core.neighbourhood import END_S, LEAVE_S
 from fallow.core.requests import Ask
 from fallow.model import AllocationState, JobInfo
 from fallow.sim.book import Book
+from fallow.sim.costs import SILENT_S
 from fallow.sim.requests_queue import RequestsQueue
-from fallow.sim.types import Active, Ended, Engine, Notice, Runs, Started, Wanted
+from fallow.sim.types import Active, Ended, Engine, Notice, Runs, Silent, Started, Wanted
 from fallow.slurm.client import SubmitRejected
 
 ASKER = Asker()
@@ -122,7 +123,7 @@ class Leases:
 
     # -- what its node says -----------------------------------------------------------------------------------------
 
-    def told(self, news: Started | Notice | Ended | Active) -> bool:
+    def told(self, news: Started | Notice | Silent | Ended | Active) -> bool:
         """Take in what our jobs' agents notice. Did a run begin to train?"""
         allocation, at = self._book.of_job(news.job_id), news.at
         if allocation is None or not allocation.live:
@@ -138,6 +139,8 @@ class Leases:
             case Notice() if allocation.agents:
                 walltime = allocation.end_at is not None and at >= allocation.end_at
                 self.release(allocation, "walltime" if walltime else "warned by Slurm", at)
+            case Silent() if allocation.agents:
+                self._lost(allocation, "its node is silent", at, SILENT_S)
             case Ended() if allocation.agents:
                 self._lost(allocation, news.state, at)
         return False
@@ -186,8 +189,8 @@ class Leases:
             self._called()
             self._engine.cancel(allocation.job_id)
 
-    def _lost(self, allocation: Allocation, reason: str, at: float) -> None:
-        self._runs.lost(allocation.run, list(allocation.agents), at)
+    def _lost(self, allocation: Allocation, reason: str, at: float, silent_s: float = 0.0) -> None:
+        self._runs.lost(allocation.run, list(allocation.agents), at, silent_s)
         self._book.changed(allocation.run, self._runs.members(allocation.run))
         self._over(allocation, reason)
 

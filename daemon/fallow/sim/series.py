@@ -9,7 +9,20 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 from fallow.model import ClusterConfig, ClusterState, Score, Struct
-from fallow.sim.types import Active, Ended, Engine, Happening, Kind, Measured, Meter, Runs, Site, Started, Wanted
+from fallow.sim.types import (
+    Active,
+    Ended,
+    Engine,
+    Happening,
+    Kind,
+    Measured,
+    Meter,
+    Runs,
+    Silent,
+    Site,
+    Started,
+    Wanted,
+)
 
 WIDTHS_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
 BINS = 800
@@ -170,7 +183,7 @@ class Recorder:
         if isinstance(happening, Started):
             self._jobs[happening.job_id] = happening.nodes
             self._ours.change(happening.at, len(happening.nodes))
-        elif isinstance(happening, Ended):
+        elif isinstance(happening, Ended | Silent):
             self._active.discard(happening.job_id)
             self._ours.change(happening.at, -len(self._jobs.pop(happening.job_id, ())))
 
@@ -271,8 +284,8 @@ class WatchedRuns:
     def release(self, run: str, nodes: Collection[str], at: float) -> float:
         return self._inner.release(run, nodes, at)
 
-    def lost(self, run: str, nodes: Collection[str], at: float) -> None:
-        self._inner.lost(run, nodes, at)
+    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None:
+        self._inner.lost(run, nodes, at, silent_s)
 
     def members(self, run: str) -> int:
         return self._inner.members(run)

@@ -197,6 +197,13 @@ class Notice(Struct, frozen=True, kw_only=True):
     kill_at: float
 
 
+class Silent(Struct, frozen=True, kw_only=True):
+    """The job's node is dead or cut off. Slurm says so only later, by `Ended`, if the node does not come back."""
+
+    at: float
+    job_id: str
+
+
 class Ended(Struct, frozen=True, kw_only=True):
     at: float
     job_id: str
@@ -219,8 +226,8 @@ class Waited(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-Happening = Started | Notice | Ended | Pool | Waited
-"""What an engine tells: of our jobs (Started, Notice, Ended), of the idle nodes, and of those who waited for us."""
+Happening = Started | Notice | Silent | Ended | Pool | Waited
+"""What an engine tells: of our jobs (Started, Notice, Silent, Ended), the idle nodes, and those who waited for us."""
 
 
 class Active(Struct, frozen=True, kw_only=True):
@@ -363,8 +370,12 @@ class Runs(Protocol):
         """Planned leave; when the nodes have left."""
         ...
 
-    def lost(self, run: str, nodes: Collection[str], at: float) -> None:
-        """They are gone, unannounced."""
+    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None:
+        """They are gone, unannounced.
+
+        Args:
+            silent_s: until that is noticed, and nobody gets on until then.
+        """
         ...
 
     def members(self, run: str) -> int: ...

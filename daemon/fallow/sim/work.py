@@ -45,6 +45,8 @@ class _Run:
     left: dict[Kind, int] = field(default_factory=dict)
     "nodes that went since then"
     changes: dict[Kind, int] = field(default_factory=lambda: {"absorb": 0, "release": 0, "eject": 0})
+    silent_s: float = 0.0
+    "for so long it stood still before it was noticed that some of these were gone"
     stalled_until: float = -inf
     stretch: tuple[float, float] | None = None
     "of undisturbed training that has not been told: begin, and when it is to be told"
@@ -86,8 +88,10 @@ class Work:
             return at
         return at + min(QUICK_S, self._drawn(each, "release"))
 
-    def lost(self, run: str, nodes: Collection[str], at: float) -> None:
-        self._take(self._runs[run], nodes, "eject", at)
+    def lost(self, run: str, nodes: Collection[str], at: float, silent_s: float = 0.0) -> None:
+        each = self._runs[run]
+        if self._take(each, nodes, "eject", at):
+            each.silent_s = max(each.silent_s, silent_s)
 
     def members(self, run: str) -> int:
         return len(self._runs[run].members)
@@ -141,6 +145,8 @@ class Work:
             # The first ones stall nobody.
             stalls = kind != "absorb" or run.speed[min(run.was, len(run.speed) - 1)] > 0
             cost_s = self._drawn(run, kind) if stalls else 0.0
+            if kind == "eject":
+                cost_s, run.silent_s = cost_s + run.silent_s, 0.0
             run.changes[kind] += 1
             run.stalled_until = max(run.stalled_until, at + cost_s)
             self._meter.change(at, kind, nodes)

@@ -15,6 +15,7 @@ from math import inf
 from typing import Literal
 
 from fallow.model import ClusterState
+from fallow.sim.costs import SILENT_S
 from fallow.sim.policies.standing import Counts, Crew, Shared, Sharing, Standing
 from fallow.sim.types import (
     Active,
@@ -27,6 +28,7 @@ from fallow.sim.types import (
     Pool,
     RunPlan,
     Runs,
+    Silent,
     Site,
     Started,
     Wanted,
@@ -145,6 +147,8 @@ class Pilots:
         elif isinstance(happening, Notice):
             if happening.kill_at > happening.at:
                 self._leave(happening.job_id, happening.at)
+        elif isinstance(happening, Silent):
+            self._silent(happening)
         elif isinstance(happening, Ended):
             self._ended(happening)
         if self._at_once and isinstance(happening, Ended | Pool):
@@ -169,6 +173,16 @@ class Pilots:
             left_at = self._runs.release(job.run, [job.node], at)
             self._took(job, at)
         self._add(left_at, "left", job_id)
+
+    def _silent(self, silent: Silent) -> None:
+        """Nobody will work there any more, whether its node comes back or not."""
+        job = self._jobs[silent.job_id]
+        if job.run:
+            self._runs.lost(job.run, [job.node], silent.at, SILENT_S)
+            self._took(job, silent.at)
+        job.leaving = True
+        self.calls += 1
+        self._engine.cancel(silent.job_id)
 
     def _ended(self, ended: Ended) -> None:
         job = self._jobs.pop(ended.job_id, None)

@@ -101,6 +101,8 @@ class Job:
     "when it last had others preempted"
     alive: bool = False
     "its processes are there"
+    unheard: str = ""
+    "how it has ended, which a node of its that is silent could not say yet"
     planned: int = 0
     planned_at: float | None = None
     stamp: int = 0

@@ -14,7 +14,7 @@ from math import inf
 from fallow.sim.slurm.clock import END, NODE, PASS, SUBMIT, TELL, Agenda, Clock
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Component, Job, Queue
-from fallow.sim.types import Ended, Happening, Notice, Outage, Scheduler, Started
+from fallow.sim.types import Ended, Happening, Notice, Outage, Scheduler, Silent, Started
 
 GRACE_NOTICE_S = 0.17
 NOGRACE_NOTICE_S = 0.28
@@ -98,7 +98,7 @@ class Lives:
         own = job.start_at + job.runs_s
         if own <= at:
             if own < inf:
-                self._agenda.at(own, END, partial(self._gone, job, "COMPLETED"), job)
+                self._agenda.at(own, END, partial(self._ended, job, "COMPLETED"), job)
         else:
             self._agenda.at(at, END, partial(then, job), job)
 
@@ -119,12 +119,12 @@ class Lives:
 
     def left(self, job: Job) -> None:
         """Its processes have ended by themselves."""
-        if not job.alive or job.mask & ~self._cluster.usable:
+        if not job.alive:
             return
         final = job.final or "COMPLETED"
         if job.preempt_at is not None and job.state == "RUNNING" and self._scheduler.version >= PREEMPTED_ANYWAY:
             final = "PREEMPTED"
-        self._gone(job, final)
+        self._ended(job, final)
 
     def may_preempt(self, by: Job) -> bool:
         """A job that has had others preempted waits until that should be over before it does so again."""
@@ -172,7 +172,7 @@ class Lives:
 
     def _terminate(self, job: Job, final: str, notice_s: float | None, kill_s: float) -> None:
         """SIGTERM, and SIGKILL later. Others' jobs end at once. Args: notice_s: None: they got one before."""
-        if not job.ours:
+        if not job.ours and not self._is_silent(job):
             self._gone(job, final)
             return
         self._change(job, "COMPLETING")
@@ -181,14 +181,24 @@ class Lives:
         if notice_s is not None:
             notice = Notice(at=self.now + notice_s, job_id=job.job_id, kill_at=self.now + kill_s)
             self._agenda.at(notice.at, TELL, partial(self._tell, notice, job), job)
-        self._agenda.at(self.now + kill_s, END, partial(self._gone, job, final), job)
+        self._agenda.at(self.now + kill_s, END, partial(self._ended, job, final), job)
+
+    def _ended(self, job: Job, final: str) -> None:
+        """Its processes have ended, or have been sent SIGKILL. Who is silent says so later, or is set DOWN before."""
+        if self._is_silent(job):
+            job.unheard = final
+        else:
+            self._gone(job, final)
+
+    def _is_silent(self, job: Job) -> bool:
+        return bool(job.mask & ~self._cluster.answering)
 
     def _gone(self, job: Job, final: str) -> None:
         """No process of it is left; its nodes are cleaned up."""
         if job.state == "RUNNING":
             job.end_at = self.now
         self._change(job, "COMPLETING")
-        job.alive, job.final = False, final
+        job.alive, job.final, job.unheard = False, final, ""
         self._cluster.end(job)
         self._tell(Ended(at=self.now, job_id=job.job_id, state=final), job)
         if not job.ours:
@@ -232,12 +242,12 @@ class Lives:
     # -- nodes --------------------------------------------------------------------------------------------------
 
     def plan_outage(self, outage: Outage) -> None:
-        """Have a node fail and come back."""
+        """Have a node fail and come back. Slurm takes a silent node for DOWN after SlurmdTimeout; 0: never."""
         place = self._cluster.index[outage.node]
         if outage.end <= self.now:
             return
         self._agenda.at(max(outage.begin, self.now), NODE, partial(self._silent, place))
-        down_at = outage.begin + self._scheduler.slurmd_timeout_s
+        down_at = outage.begin + (self._scheduler.slurmd_timeout_s or inf)
         if down_at < outage.end:
             self._agenda.at(max(down_at, self.now), NODE, partial(self._down, place))
         if outage.end < inf:
@@ -246,6 +256,9 @@ class Lives:
     def _silent(self, place: int) -> None:
         self._cluster.answering &= ~(1 << place)
         self._node_changed(place)
+        for job in self._cluster.jobs[place]:
+            if job.alive:
+                self._tell(Silent(at=self.now, job_id=job.job_id), job)
 
     def _down(self, place: int) -> None:
         self._cluster.down |= 1 << place
@@ -253,12 +266,15 @@ class Lives:
         for job in list(self._cluster.jobs[place]):
             for part in [job] if job.het is None else job.het.parts:
                 if part.alive:
-                    self._gone(part, "NODE_FAIL")
+                    self._gone(part, part.final or "NODE_FAIL")
 
     def _back(self, place: int) -> None:
         self._cluster.answering |= 1 << place
         self._cluster.down &= ~(1 << place)
         self._node_changed(place)
+        for job in list(self._cluster.jobs[place]):
+            if job.unheard and not self._is_silent(job):
+                self._gone(job, job.unheard)
 
     def _node_changed(self, place: int) -> None:
         self._cluster.touched |= 1 << place

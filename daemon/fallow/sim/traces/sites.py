@@ -135,7 +135,11 @@ def from_folder(folder: Path) -> Site:
         ),
         partitions=tuple(p for p in kept if p.nodes),
         scheduler=Scheduler.of(
-            config.scheduler_parameters, kill_wait_s=config.kill_wait_s, **_version(config.slurm_version)
+            config.scheduler_parameters,
+            kill_wait_s=config.kill_wait_s,
+            message_timeout_s=config.message_timeout_s,
+            slurmd_timeout_s=config.slurmd_timeout_s,
+            **_version(config.slurm_version),
         ),
         preempt_type=config.preempt_type,
         preempt_mode=config.preempt_mode,
