@@ -17,7 +17,7 @@ PARTITIONS = ("p", "q")
 
 def worth(crew: Crew, run: str, held: list[int], nodes: tuple[int, ...], ahead: float, up: float, down: float) -> float:
     """What a run's part of a solution is worth; below 0 if it may not be."""
-    least, most = crew.plans[run].min_nodes, crew.plans[run].max_nodes
+    least, most = crew.plans[run].least, crew.plans[run].most
     gains, loses = (any(sign * (n - c) > 0 for n, c in zip(nodes, held, strict=True)) for sign in (1, -1))
     barred = any(n and run not in crew.users[kind] for kind, n in enumerate(nodes))
     if barred or (gains and loses) or not (sum(nodes) == 0 or least <= sum(nodes) <= most):
@@ -46,9 +46,11 @@ def test_against_all_solutions(data: st.DataObject) -> None:
     for n in range(number):
         steps = data.draw(st.lists(st.integers(0, 10), min_size=3, max_size=3))
         rate = ((1, 1.0), *((k + 2, 1.0 + sum(steps[: k + 1]) / 10) for k in range(3)))
-        least = data.draw(st.integers(1, 2))
+        least, base = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 1))
         limited = ("p",) if two_kinds and data.draw(st.booleans()) else ()
-        plans.append(RunPlan(run=f"r{n}", min_nodes=least, max_nodes=4, rate=rate, shards=8, partitions=limited))
+        plans.append(
+            RunPlan(run=f"r{n}", min_nodes=least, max_nodes=4, rate=rate, shards=8, partitions=limited, base=base)
+        )
     crew = Crew(plans, PARTITIONS if two_kinds else ("p",))
     held = {}
     for plan in plans:

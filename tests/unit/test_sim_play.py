@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fallow.model import DelayedJobs, FallowError, PartitionInfo
 from fallow.sim.costs import IN_PLACE
@@ -60,6 +61,24 @@ def test_restarts_stall_the_whole_run() -> None:
     assert ratio("greedy", TWO, costing(18, 12)) == pytest.approx(1564 / 1600)
     assert ratio("greedy/18-12", TWO) == pytest.approx(1564 / 1600)
     assert ratio("greedy", TWO, costing(0.25, 0.25)) == pytest.approx(1599.5 / 1600)
+
+
+@pytest.mark.parametrize("policy", ["ours", "greedy", "gated:600", "milp:600"])
+def test_what_a_run_does_with_its_own_nodes_is_not_won_but_lost_while_it_stands_still(policy: str) -> None:
+    """Two nodes of its own, a third one for 1000 s, and a standstill of all for the first 18 s."""
+    [plan] = linear(most=3)
+    own = [replace(plan, base=2)]
+    score, _ = played(policy, [[(0, 1000)], [(0, 1000)]], own, costing(18))
+    assert score.harvested_node_s == 1000, "three are all that it can use"
+    assert score.idle_node_s == 2000
+    assert score.ideal_ratio == pytest.approx((982 - 2 * 18) / 1000)
+
+
+def test_runs_with_more_nodes_of_their_own_get_fewer_idle_ones() -> None:
+    one, other = linear(2, most=8)
+    score, meter = played("greedy", [[(0, 1000)]] * 4, [replace(one, base=2), other], until=900)
+    assert score.ideal_ratio == pytest.approx(1)
+    assert [meter._runs[name].nodes for name in ("r0", "r1")] == [1, 3]
 
 
 def test_loss_is_one_change_of_all_that_went() -> None:

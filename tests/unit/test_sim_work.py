@@ -10,6 +10,7 @@ from statistics import mean, stdev
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fallow.model import FallowError, Score
 from fallow.sim.costs import IN_PLACE, P95, drawn, measured, restart
@@ -211,13 +212,46 @@ def test_runs_from_words() -> None:
             plans(words)
 
 
+def test_runs_with_nodes_of_their_own() -> None:
+    [one, other] = plans("1x8,base=2:bftrainer:VGG16;1x4-8,base=2:bftrainer:VGG16")
+    rate = curve_of("bftrainer:VGG16")
+    assert [(p.base, p.least, p.most, p.min_nodes, p.max_nodes) for p in (one, other)] == [
+        (2, 1, 6, 1, 8),
+        (2, 2, 6, 4, 8),
+    ]
+    assert speeds(one) == tuple(rate_of(rate, n) for n in range(2, 9))
+    assert speeds(other)[:3] == (0.0, 0.0, rate_of(rate, 4))
+    for words in ("1x8,base=8", "1x8,base=", "1x8,base=-1", "1x8,base=two", "1x8,floor=2", "1x0-3", "1x8base=2"):
+        with pytest.raises(FallowError, match="base=NODES"):
+            plans(f"{words}:bftrainer:VGG16")
+
+
+def test_a_run_with_a_base_is_measured_from_the_begin_on_and_with_all_of_its_nodes() -> None:
+    [plan] = linear()
+    runs, meter = work(costing(18, 12), replace(plan, base=2))
+    told = runs.advance(400)
+    assert told[0] == Measured(at=48.0, run="r0", members=2, step_s=8.0, lasted_s=24.0)
+    join(runs, 400, "a")
+    assert [each.members for each in runs.advance(900) if isinstance(each, Measured)][-1] == 3
+    assert meter.sizes == [(400, 1, 418)], "the others stand still for the first one, too"
+    assert runs.members("r0") == 1
+
+
 @given(
     curves=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3),
+    bases=st.lists(st.integers(0, 2), min_size=3, max_size=3),
     nodes=st.integers(0, 14),
 )
-def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: int) -> None:
+def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], bases: list[int], nodes: int) -> None:
     some = [
-        RunPlan(run=f"r{n}", min_nodes=1, max_nodes=len(curve), rate=tuple(enumerate(map(float, curve), 1)), shards=8)
+        RunPlan(
+            run=f"r{n}",
+            min_nodes=1,
+            max_nodes=len(curve),
+            rate=tuple(enumerate(map(float, curve), 1)),
+            shards=8,
+            base=min(bases[n], len(curve) - 1),
+        )
         for n, curve in enumerate(curves)
     ]
     known = [speeds(plan) for plan in some]
@@ -226,7 +260,7 @@ def test_the_ideal_is_the_fairest_of_all_ways(curves: list[list[int]], nodes: in
         ways = [way for way in product(*(range(len(speed)) for speed in known)) if sum(way) <= n]
         worth = {way: sum(log1p(speed[m]) for speed, m in zip(known, way, strict=True)) for way in ways}
         fairest = [way for way in ways if worth[way] >= max(worth.values()) - 1e-9]
-        works = [sum(speed[m] for speed, m in zip(known, way, strict=True)) for way in fairest]
+        works = [sum(speed[m] - speed[0] for speed, m in zip(known, way, strict=True)) for way in fairest]
         assert any(abs(work - other) < 1e-9 for other in works)
 
 

@@ -58,8 +58,9 @@ Ctrl-C ends it with what is known so far (exit code 75).
 @click.option(
     "--runs",
     metavar="NxMAX:CURVE;...",
-    help="Runs of MAX nodes at most, and how fast they are: "
-    "bftrainer:MODEL, adaptdl:MODEL, head:FILE (of `status --json`). Default: 10x64:bftrainer:ShuffleNet.",
+    help="Runs of MAX nodes at most (or MIN-MAX), and how fast they are: bftrainer:MODEL, adaptdl:MODEL, head:FILE (of "
+    "`status --json`). NxMAX,base=K:CURVE: K of them are each run's own, outside of the trace; what counts is how much "
+    "more it does with idle ones. Default: 10x64:bftrainer:ShuffleNet.",
 )
 @click.option(
     "--costs",

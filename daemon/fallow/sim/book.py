@@ -31,7 +31,7 @@ NEWS = 0.05
 
 @dataclass
 class Run:
-    """A run without a base job, whose script is known to work."""
+    """A run whose script is known to work; its base job, if it has one, is outside of the cluster."""
 
     plan: RunPlan
     curve: Curve = field(default_factory=Curve)
@@ -40,9 +40,12 @@ class Run:
     "by token; those that are over too, as long as polls show them"
     number: int = 0
     "of allocations so far"
-    trained: bool = False
+    trained: bool = field(init=False)
     changed: bool = False
     "its members have changed while it trained, so it knows what that costs"
+
+    def __post_init__(self) -> None:
+        self.trained = self.plan.base > 0
 
     def live(self) -> list[Allocation]:
         return [a for a in self.allocations.values() if a.state in LIVE]
@@ -121,14 +124,15 @@ class Book:
     def trains(self, allocation: Allocation) -> bool:
         """Its node takes part in the training. Did the run begin to train with it?"""
         run = self._runs[allocation.run]
-        others = any(a.active_at is not None and a is not allocation for a in run.live())
+        others = run.plan.base > 0 or any(a.active_at is not None and a is not allocation for a in run.live())
         self._news = self._news or not run.trained or (others and not run.changed)
         run.trained, run.changed = True, run.changed or others
         return not others
 
     def changed(self, run: str, members: int) -> None:
-        """Members have left. Args: members: that are there still."""
-        self._runs[run].changed = self._runs[run].changed or members > 0
+        """Members have left. Args: members: idle nodes that are there still."""
+        each = self._runs[run]
+        each.changed = each.changed or each.plan.base + members > 0
 
     def measured(self, stretch: Measured) -> bool:
         """Take in a measurement. Does it say something new?"""
@@ -157,7 +161,7 @@ class Book:
 
         Args:
             name: of the run.
-            members: nodes that train now.
+            members: idle nodes that train now.
             nodes: of the last poll.
         """
         run = self._runs[name]
@@ -167,10 +171,10 @@ class Book:
         homes = (nodes[node] for a in live if a.active_at is not None for node in a.agents if node in nodes)
         return Demand(
             run=name,
-            nodes=min(run.plan.max_nodes, run.plan.shards) - staying,
+            nodes=min(run.plan.max_nodes, run.plan.shards) - run.plan.base - staying,
             partitions=run.plan.partitions,
             kind=Kind(arch=next((node.arch for node in homes if node.arch), "")),
-            members=members,
+            members=run.plan.base + members,
             pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
         )
 
@@ -199,6 +203,7 @@ class Book:
             shards=plan.shards,
             min_nodes=plan.min_nodes,
             max_nodes=plan.max_nodes,
+            base=plan.base,
             going=run.trained,
             pause_s=self.longest_pause_s(plan.run),
             weight=plan.weight,

@@ -13,6 +13,7 @@ Sources:
 from __future__ import annotations
 
 import csv
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ Rate = tuple[tuple[int, float], ...]
 
 DEFAULT = "10x64:bftrainer:ShuffleNet"
 """What BFTrainer was tried with."""
+
+_SIZE = re.compile(r"(\d{1,9})x(?:(\d{1,9})-)?(\d{1,9})(?:,base=(\d{1,9}))?")
 
 _NODES = (1, 2, 4, 8, 16, 32, 64)
 BFTRAINER = {
@@ -59,8 +62,9 @@ MEASURED = 600.0
 
 
 def speeds(plan: RunPlan) -> tuple[float, ...]:
-    """Work per second on 0, 1, ... `max_nodes` nodes; nothing below `min_nodes`."""
-    return tuple(0.0 if n < plan.min_nodes else rate_of(plan.rate, n) for n in range(plan.max_nodes + 1))
+    """Work per second on 0, 1, ... `plan.most` idle nodes beside its own; nothing below `min_nodes` in all."""
+    in_all = range(plan.base, plan.max_nodes + 1)
+    return tuple(0.0 if n < plan.min_nodes else rate_of(plan.rate, n) for n in in_all)
 
 
 def rate_of(rate: Rate, nodes: int) -> float:
@@ -74,10 +78,11 @@ def rate_of(rate: Rate, nodes: int) -> float:
 
 
 def plans(text: str, adaptdl: Path | None = None) -> list[RunPlan]:
-    """Runs from words: `COUNTxMAX:CURVE` or `COUNTxMIN-MAX:CURVE`, several with `;` between them.
+    """Runs from words: `COUNTxMAX:CURVE` or `COUNTxMIN-MAX,base=K:CURVE`, several with `;` between them.
 
     Args:
-        text: for example `10x64:bftrainer:ShuffleNet;2x2-16:adaptdl:bert`.
+        text: for example `10x64:bftrainer:ShuffleNet;2x2-16,base=4:adaptdl:bert`: two of 2 to 16 nodes, 4 of them
+            their own.
         adaptdl: the file behind the curves of that name.
 
     Raises:
@@ -86,25 +91,37 @@ def plans(text: str, adaptdl: Path | None = None) -> list[RunPlan]:
     found: list[RunPlan] = []
     for part in text.split(";"):
         size, _, curve = part.strip().partition(":")
-        count, _, span = size.partition("x")
-        low, _, high = span.rpartition("-")
-        try:
-            number, least, most = int(count), int(low or 1), int(high)
-        except ValueError:
-            number = least = most = 0
-        if not (number >= 1 and 1 <= least <= most and curve):
+        number, least, most, base = _size(size)
+        if not (number >= 1 and 1 <= least <= most and base < most and curve):
             raise FallowError(
-                f"runs {part.strip()!r}: wanted COUNTxNODES:CURVE or COUNTxMIN-MAX:CURVE, for example {DEFAULT}",
+                f"runs {part.strip()!r}: wanted COUNTxNODES:CURVE, COUNTxMIN-MAX:CURVE, or with a base of fewer than "
+                f"MAX nodes COUNTxMIN-MAX,base=NODES:CURVE; for example {DEFAULT}",
                 Exit.USAGE,
             )
         if len(found) + number > MOST_RUNS:
             raise FallowError(f"runs {text!r}: more than {MOST_RUNS:,} runs", Exit.USAGE)
         rate = curve_of(curve, adaptdl)
         found += [
-            RunPlan(run=f"r{len(found) + k + 1}", min_nodes=least, max_nodes=most, rate=rate, shards=SHARDS * most)
+            RunPlan(
+                run=f"r{len(found) + k + 1}",
+                min_nodes=least,
+                max_nodes=most,
+                rate=rate,
+                shards=SHARDS * most,
+                base=base,
+            )
             for k in range(number)
         ]
     return found
+
+
+def _size(words: str) -> tuple[int, int, int, int]:
+    """Number of runs, least and most nodes of each, and its own ones; zeros: it makes no sense."""
+    match = _SIZE.fullmatch(words)
+    if match is None:
+        return 0, 0, 0, 0
+    count, low, high, own = match.groups()
+    return int(count), int(low or 1), int(high), int(own or 0)
 
 
 def curve_of(name: str, adaptdl: Path | None = None) -> Rate:

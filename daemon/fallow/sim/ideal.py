@@ -10,7 +10,7 @@ from fallow.sim.types import RunPlan
 
 
 def fair_work(plans: Sequence[RunPlan], nodes: int) -> list[float]:
-    """Work per second of 0, 1, ... `nodes` nodes, shared out among the runs in the best way each time.
+    """Work per second that 0, 1, ... `nodes` nodes add, shared out among the runs in the best way each time.
 
     The best way is the planner's own (`fallow.core.worth`): it makes the sum of weight x log(1 + speed) greatest. For
     runs alike whose curves bend down that is the equal split, as in published scores, and no other way does more work.
@@ -24,12 +24,12 @@ def fair_work(plans: Sequence[RunPlan], nodes: int) -> list[float]:
     for plan in plans:
         speed = speeds(plan)
         worth = [plan.weight * log1p(v) for v in speed]
-        size = min(nodes, len(best) - 1 + plan.max_nodes)
+        size = min(nodes, len(best) - 1 + plan.most)
         more = size + 1 - len(best)
         before, done = best + [best[-1]] * more, work + [work[-1]] * more
         best, work = [], []
         for n in range(size + 1):
-            value, m = max((before[n - m] + worth[m], m) for m in range(min(n, plan.max_nodes) + 1))
+            value, m = max((before[n - m] + worth[m], m) for m in range(min(n, plan.most) + 1))
             best.append(value)
-            work.append(done[n - m] + speed[m])
+            work.append(done[n - m] + speed[m] - speed[0])
     return work

@@ -113,4 +113,6 @@ class Tally:
             trained_s = self._at - max(run.since, run.stalled_until)
             if trained_s > 0:
                 self._work += part * run.speed[min(run.nodes, len(run.speed) - 1)] * trained_s
+            # What it does with its own nodes alone is not won, and lost while it stands still.
+            self._work -= part * run.speed[0] * lasted_s
             run.since = self._at

@@ -290,12 +290,25 @@ class RunPlan(Struct, frozen=True, kw_only=True):
     run: str
     min_nodes: int
     max_nodes: int
+    "in all, those of its own included"
     rate: tuple[tuple[int, float], ...]
     "(nodes, work per second), ascending; linear in between, constant beyond; on one node it is 1"
     shards: int
     partitions: tuple[str, ...] = ()
     "empty: all"
     weight: float = 1.0
+    base: int = 0
+    "nodes of its own, which are there the whole time; none of the cluster that is played"
+
+    @property
+    def least(self) -> int:
+        """With fewer idle nodes it gets on no faster than without any."""
+        return max(1, self.min_nodes - self.base)
+
+    @property
+    def most(self) -> int:
+        """So many idle nodes it could use."""
+        return self.max_nodes - self.base
 
 
 class Costs(Struct, frozen=True, kw_only=True):

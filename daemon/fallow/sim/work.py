@@ -41,7 +41,7 @@ class _Run:
     coming: dict[str, tuple[float, str]] = field(default_factory=dict)
     "node -> (ready at, job)"
     was: int = 0
-    "members after the last change"
+    "members after the last change, its own nodes not counted; so everywhere here"
     left: dict[Kind, int] = field(default_factory=dict)
     "nodes that went since then"
     changes: dict[Kind, int] = field(default_factory=lambda: {"absorb": 0, "release": 0, "eject": 0})
@@ -73,6 +73,8 @@ class Work:
         "(at, order, run, what: a first step, the number of a stretch, or None: a change)"
         self._starts: dict[str, int] = {}
         "node -> how often it has started up"
+        for run in self._runs.values():
+            self._measure(run, at)
 
     def join(self, run: str, node: str, job_id: str, at: float) -> None:
         """The node's job started at `at`: it starts up from then on and is absorbed then, now at the earliest."""
@@ -156,11 +158,15 @@ class Work:
         first_at = max(at, run.stalled_until)
         for job_id in ready.values():
             self._push(first_at, run.plan.run, Active(at=first_at, job_id=job_id))
+        self._measure(run, first_at)
+        return told
+
+    def _measure(self, run: _Run, first_at: float) -> None:
+        """It trains from then on."""
         step_s = self._step_s(run)
         if not isinf(step_s):
             run.stretch_number += 1
             self._measure_from(run, first_at + WARM * step_s, LONG_ENOUGH_S)
-        return told
 
     def _step_s(self, run: _Run) -> float:
         speed = run.speed[min(run.was, len(run.speed) - 1)]
@@ -190,4 +196,6 @@ class Work:
         return [self._measured(run, at, lasted_s)] if enough else []
 
     def _measured(self, run: _Run, at: float, lasted_s: float) -> Measured:
-        return Measured(at=at, run=run.plan.run, members=run.was, step_s=self._step_s(run), lasted_s=lasted_s)
+        return Measured(
+            at=at, run=run.plan.run, members=run.plan.base + run.was, step_s=self._step_s(run), lasted_s=lasted_s
+        )

@@ -31,8 +31,7 @@ class Hold:
         later = (
             self._free_at[run]
             for run, held in standing.held.items()
-            if self._free_at[run] > standing.at
-            and sum(held) + sum(given.get(run, ())) < self._crew.plans[run].max_nodes
+            if self._free_at[run] > standing.at and sum(held) + sum(given.get(run, ())) < self._crew.plans[run].most
         )
         return Shared(give=given, again_at=min(later, default=inf))
 

@@ -10,7 +10,7 @@ from fallow.sim.policies.standing import Counts, Crew, Shared, Standing
 
 def equal_split(crew: Crew, standing: Standing, runs: Collection[str]) -> dict[str, Counts]:
     """Spare nodes to those of these runs that have the fewest, one by one; kinds that few may use first."""
-    total = {run: sum(held) for run, held in standing.held.items()}
+    total = {run: crew.plans[run].base + sum(held) for run, held in standing.held.items()}
     given: dict[str, Counts] = {}
     for kind in sorted(range(crew.kinds), key=lambda k: (len(crew.users[k]), k)):
         smallest = [

@@ -84,7 +84,7 @@ class Milp:
     def _add_run(self, program: _Program, run: str, held: Counts) -> dict[int, int]:
         """Its columns and rows; returns kind -> the column with its nodes of that kind."""
         plan, points = self._crew.plans[run], self._curves[run]
-        have, most = sum(held), plan.max_nodes
+        have, most = sum(held), plan.most
         stall = self._crew.speed(run, have)
         up = program.column(-stall * self._up_s)
         down = program.column(-stall * self._down_s)
@@ -102,9 +102,9 @@ class Milp:
             lower=0.0,
             upper=0.0,
         )
-        if plan.min_nodes > 1:
+        if plan.least > 1:
             on = program.column(0.0)
-            program.row([*nodes, (on, -float(plan.min_nodes))], lower=0.0)
+            program.row([*nodes, (on, -float(plan.least))], lower=0.0)
             program.row([*nodes, (on, -float(most))], upper=0.0)
         if not _concave(points):
             # Only neighbours on the curve may be mixed (SOS2).
@@ -166,8 +166,8 @@ class _Program:
 def _points(crew: Crew, run: str) -> list[tuple[int, float]]:
     """Corners of the curve, from nothing to the most nodes."""
     plan = crew.plans[run]
-    inner = {nodes for nodes, _ in plan.rate if plan.min_nodes < nodes < plan.max_nodes}
-    return [(nodes, crew.speed(run, nodes)) for nodes in sorted({0, plan.min_nodes, *inner, plan.max_nodes})]
+    inner = {nodes - plan.base for nodes, _ in plan.rate if plan.least < nodes - plan.base < plan.most}
+    return [(nodes, crew.speed(run, nodes)) for nodes in sorted({0, plan.least, *inner, plan.most})]
 
 
 def _concave(points: Sequence[tuple[int, float]]) -> bool:

@@ -39,13 +39,13 @@ class Crew:
         return len(self.users)
 
     def speed(self, run: str, nodes: int) -> float:
-        """Work per second."""
+        """Work per second with so many idle nodes beside its own."""
         known = self.speeds[run]
         return known[min(nodes, len(known) - 1)]
 
     def room(self, held: Mapping[str, Counts], kind: int) -> int:
         """Nodes of this kind that the runs could use beyond those that they have."""
-        return sum(max(0, self.plans[run].max_nodes - sum(held[run])) for run in self.users[kind])
+        return sum(max(0, self.plans[run].most - sum(held[run])) for run in self.users[kind])
 
 
 @dataclass(frozen=True, slots=True)
