@@ -45,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Apportioned:
-    nodes: list[int]
+    nodes: Sequence[int]
     "of each claim"
     value: float
     bound: float
@@ -60,6 +60,12 @@ def apportion(claims: Sequence[Claim], supply: Sequence[int], cap: int | None = 
         supply: nodes of each kind.
         cap: nodes in all; None: no cap.
     """
+    return _apportioned(tuple(claims), tuple(supply), cap)
+
+
+@lru_cache(maxsize=256)
+def _apportioned(claims: tuple[Claim, ...], supply: tuple[int, ...], cap: int | None) -> Apportioned:
+    """Kept, for between two polls little changes that bears on it."""
     problem = _Problem(claims, supply, cap)
     least = sum(claim.values[0] for claim in claims)
     whole = problem.relax([(0, len(claim.sizes) - 1) for claim in claims])

@@ -17,27 +17,24 @@ _TOKEN = re.compile(r"[^\s&|(),\[\]*]+|[&|(),]")
 _COUNT = re.compile(r"\*\d+")
 
 
-def alternatives(text: str) -> list[Wanted]:
+@functools.lru_cache(maxsize=256)
+def alternatives(text: str) -> tuple[Wanted, ...]:
     """What the nodes of a job must have: all of them the same one of these. One, unless there are square brackets.
 
     Words that cannot be read ask for nothing.
     """
     found = _BRACKETS.search(text)
     if found is None:
-        return [_wanted(text)]
+        return (_wanted(text),)
     # [a*2&b*4] gives so many nodes of each: any of them has one of the two.
     options = [found[1]] if _COUNT.search(found[1]) else found[1].split("|")
-    return [w for option in options for w in alternatives(f"{text[: found.start()]}({option}){text[found.end() :]}")]
+    rest = (f"{text[: found.start()]}({option}){text[found.end() :]}" for option in options)
+    return tuple(wanted for each in rest for wanted in alternatives(each))
 
 
 def suits(features: Iterable[str], constraint: str) -> bool:
     """Will a node with these features do for a job of one node?"""
-    return not constraint or any(wanted(frozenset(features)) for wanted in _alternatives(constraint))
-
-
-@functools.lru_cache(maxsize=256)
-def _alternatives(text: str) -> tuple[Wanted, ...]:
-    return tuple(alternatives(text))
+    return not constraint or any(wanted(frozenset(features)) for wanted in alternatives(constraint))
 
 
 def _wanted(text: str) -> Wanted:

@@ -116,7 +116,7 @@ class Declined:
     def _forget_sorts_that_start(self, cluster: ClusterState) -> None:
         """Jobs of these sorts can start on such nodes after all; Slurm just takes its time."""
         on_nodes = [job for job in cluster.jobs if job.state in ON_NODES]
-        for job in on_nodes:
+        for job in on_nodes if self._sorts else ():
             sort = self._sorts.get(_root(job))
             if sort is not None and job.job_id not in self._on_nodes:
                 known = self._tried.get(sort, {}).keys() | self._until.get(sort, {}).keys()
@@ -124,5 +124,6 @@ class Declined:
                     self._tried.pop(sort, None)
                     self._until.pop(sort, None)
         self._on_nodes = {job.job_id for job in on_nodes}
-        waiting = {_root(job) for job in cluster.jobs if job.state == "PENDING"}
-        self._sorts = {root: sort for root, sort in self._sorts.items() if root in waiting}
+        if self._sorts:
+            waiting = {_root(job) for job in cluster.jobs if job.state == "PENDING"}
+            self._sorts = {root: sort for root, sort in self._sorts.items() if root in waiting}

@@ -69,6 +69,9 @@ class Delays(msgspec.Struct, kw_only=True):
             delayed: job -> tokens of ours whose nodes it needs to start (`Standing.delayed`).
         """
         before, self.polled_at = self.polled_at, cluster.at
+        over = [job for job in self.jobs.values() if job.tokens and job.job_id not in delayed]
+        if not delayed and not over:
+            return []
         known = {job.job_id: job for job in cluster.jobs}
         for job_id, tokens in delayed.items():
             known_job = self.jobs.get(job_id)
@@ -76,7 +79,6 @@ class Delays(msgspec.Struct, kw_only=True):
                 known_job = self._begin(known.get(job_id), job_id, cluster.at, before)
             known_job.tokens = sorted(tokens.union(known_job.tokens))
             known_job.seen_at = cluster.at
-        over = [job for job in self.jobs.values() if job.tokens and job.job_id not in delayed]
         ends = {job.name: job.end_at for job in cluster.jobs if job.state not in ("PENDING", "RUNNING")}
         for job in over:
             # Slurm's times are whole seconds, cut off.

@@ -8,6 +8,7 @@ two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from math import inf
 from statistics import median
 
@@ -93,8 +94,7 @@ class Experience(msgspec.Struct, kw_only=True):
 
     def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
         """Survival of this partition's holes; those that are open now count as censored."""
-        known = (Spell(float(left), ended, float(entered)) for left, ended, entered in self.spells.get(partition, ()))
-        return Curve([*known, *open_now])
+        return Curve(chain(self.spells.get(partition, ()), open_now))
 
 
 def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> float:

@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from operator import mul
 
 import msgspec
@@ -191,9 +192,8 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
     sizes = sorted({n + spare for n, _ in speeds for spare in range(SPARES + 1) if n + spare <= most})
     with_nodes = [0.0] * ((sizes[-1] if sizes else 0) + 1)
     "steps per second by the number of nodes that are there"
-    for at in range(1, len(with_nodes)):
-        i = bisect_right(speeds, at, key=lambda pair: pair[0]) - 1
-        with_nodes[at] = speeds[i][1] if i >= 0 else 0.0
+    for (n, speed), (end, _) in pairwise([*speeds, (len(with_nodes), 0.0)]):
+        with_nodes[n:end] = [speed] * (end - n)
     found: list[tuple[int, float]] = []
     for n in sizes:
         weights = _lost(n, loss)
@@ -253,18 +253,18 @@ def fit(curve: Curve, shards: int, at: float) -> Fit:
 
 def _not_negative(gram: list[list[float]], right: list[float]) -> list[float]:
     """Minimum of u'Gu/2 - r'u over u >= 0, by coordinate descent; G is positive definite (3 x 3)."""
-    u = [1.0, 1.0, 1.0]
+    (aa, ab, ac), (ba, bb, bc), (ca, cb, cc) = gram
+    ra, rb, rc = right
+    a = b = c = 1.0
     for _ in range(100):
-        moved = 0.0
-        for i in range(3):
-            rest = sum(gram[i][j] * u[j] for j in range(3) if j != i)
-            best = max(0.0, (right[i] - rest) / gram[i][i])
-            moved, u[i] = max(moved, abs(best - u[i])), best
-        if moved < 1e-6:
+        was = a, b, c
+        a = max(0.0, (ra - (ab * b + ac * c)) / aa)
+        b = max(0.0, (rb - (ba * a + bc * c)) / bb)
+        c = max(0.0, (rc - (ca * a + cb * b)) / cc)
+        if max(abs(a - was[0]), abs(b - was[1]), abs(c - was[2])) < 1e-6:
             break
     # With nothing left of a shard's time there would be no reason to stop at any size.
-    u[0] = max(u[0], 1e-3)
-    return u
+    return [max(a, 1e-3), b, c]
 
 
 def _rising(values: list[float], weights: list[float]) -> list[float]:

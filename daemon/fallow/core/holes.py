@@ -62,7 +62,7 @@ class Hole:
 
 
 def is_idle(node: NodeInfo) -> bool:
-    return node.state == "IDLE" and not UNUSABLE.intersection(node.flags)
+    return node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)
 
 
 def find_holes(
@@ -121,7 +121,7 @@ def waits(job: JobInfo) -> bool:
 
 def idle_parts(node: NodeInfo) -> list[Part]:
     """GPUs of a node in use that nobody has, each type for itself, that of which most are idle first."""
-    if node.state != "MIXED" or UNUSABLE.intersection(node.flags) or node.owner:
+    if node.state != "MIXED" or not UNUSABLE.isdisjoint(node.flags) or node.owner:
         return []
     found: list[Part] = []
     for gpu_type, gpus in sorted(idle_gpus(node).items(), key=lambda item: (-item[1], item[0])):
@@ -186,7 +186,7 @@ def find_coming(
             node = known.get(name)
             if node is None or name in mine or name not in ends:
                 continue
-            if node.state in ("ALLOCATED", "MIXED") and not CLOSED.intersection(node.flags):
+            if node.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(node.flags):
                 end = planned.get(name)
                 holes.append(Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at)))
     yield from sorted(holes, key=lambda hole: (ends[hole.node], hole.node))

@@ -53,6 +53,7 @@ class Limits:
         self._at, self._partitions, self._rules, self._known = at, partitions, rules, known
         self._curves: dict[str, Curve] = {}
         self._best: dict[tuple[object, ...], int | None] = {}
+        self._known_costs: dict[tuple[str, float], Costs] = {}
         self._ends: dict[str, list[float]] = {}
         "run -> when its nodes go away, ascending"
         self._minutes = {(a.partition, a.minutes or 0) for a in pending}
@@ -139,14 +140,17 @@ class Limits:
 
     def _costs(self, partition: PartitionInfo, demand: Demand) -> Costs:
         experience, name = self._known.experience, partition.partition
-        warned = not partition.preempts or partition.grace_s >= self._rules.margin_s
-        return Costs(
-            start_s=experience.start_s(name, self._at),
-            wait_s=experience.wait_s(name, self._at),
-            margin_s=self._rules.margin_s,
-            pause_s=demand.pause_s,
-            cut_s=demand.pause_s if warned else max(2.0, 2 * demand.pause_s),
-        )
+        key = name, demand.pause_s
+        if key not in self._known_costs:
+            warned = not partition.preempts or partition.grace_s >= self._rules.margin_s
+            self._known_costs[key] = Costs(
+                start_s=experience.start_s(name, self._at),
+                wait_s=experience.wait_s(name, self._at),
+                margin_s=self._rules.margin_s,
+                pause_s=demand.pause_s,
+                cut_s=demand.pause_s if warned else max(2.0, 2 * demand.pause_s),
+            )
+        return self._known_costs[key]
 
 
 def _whole_minutes(length_s: float, resolution_s: float) -> int:

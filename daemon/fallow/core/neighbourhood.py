@@ -45,6 +45,8 @@ class Neighbourhood:
         self._declined = Declined()
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
+        self._allowed: tuple[object, ...] = ()
+        "from what `refused` and `nice` were made"
         self._awaited = False
         "somebody waits for a node there whose job is over for us, and not for Slurm"
 
@@ -80,15 +82,18 @@ class Neighbourhood:
         self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
 
-    def watches(self, live: Iterable[Allocation]) -> bool:
+    def watches(self, allocations: Iterable[Allocation]) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
         if self._awaited or not self._watchful:
             return self._awaited
-        return any(a.harvested and a.partition in self._watchful for a in live)
+        return any(a.partition in self._watchful and a.harvested and a.live for a in allocations)
 
     def _be_allowed(self, cluster: ClusterState, config: ClusterConfig | None) -> None:
         manners = self.manners
         unseen = self._visibility.look(cluster, config)
+        if self._allowed == (cluster.partitions, config, unseen, manners):
+            return
+        self._allowed = cluster.partitions, config, unseen, manners
         refused = courtesy.refusals(
             cluster, config, unseen=unseen, allow_unseen=manners.harvest_unseen, allow_unfair=manners.harvest_unfair
         )

@@ -21,7 +21,7 @@ from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of
 from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S, Sort
-from fallow.model import AllocationState, ClusterState
+from fallow.model import AllocationState, ClusterState, PartitionInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -77,9 +77,10 @@ def plan(
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
 
     taboo = _taboo(cluster, standing)
-    holes = holes_of(cluster, harvest, rules, known)
+    there = harvestable(cluster, rules)
+    holes = holes_of(cluster, there, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
-    open_now = [p for p in harvestable(cluster, rules) if p.partition not in taboo]
+    open_now = [p for p in there if p.partition not in taboo]
     reach = Reach(cluster, open_now, known.backoff, known.unstarted)
     sorts = {demand.run: demand.sort for demand in demands}
     declined = _declined(cluster, pending, holes, sorts, reach, known, standing, rules)
@@ -90,20 +91,22 @@ def plan(
         aims.update(found.nodes)
     out += [GiveBack(a.token, "the run gains nothing from it") for a in found.unused]
     old = [hole for hole in holes if known.unstarted.idle_s(hole.node, cluster.at) > rules.start_patience_s]
-    lasting = _lasting(cluster, pending, demands, rules)
+    lasting = _lasting(there, pending, demands, rules)
     withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined, lasting)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
     kept = [a for a in pending if a.token not in gone]
     live = [a for a in harvest if a.token not in gone]
-    requests = Requests(cluster, live, kept, rules, known, holes, reach, sorts)
+    requests = Requests(cluster, there, live, kept, rules, known, holes, reach, sorts)
     moves = _moves(found, sorts, requests, reach)
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
     budgets = {demand.run: demand.budget_node_s for demand in demands}
-    freed = {a.token for a in [*found.unused, *moves]}
+    freed = given.union(a.token for a in [*found.unused, *moves])
+    leaving = {a.run for a in harvest if is_leaving(a, cluster.at, rules.lead_s)}
     for demand in demands:
-        mine = [a for a in harvest if a.run == demand.run and a.token not in freed | given]
-        out += _renew(cluster, demand, mine, rules, requests, budgets)
+        if demand.run in leaving:
+            mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
+            out += _renew(cluster, demand, mine, rules, requests, budgets)
     wishes = requests_for(found, demands, requests, budgets)
     asked = Counter(wish.run for wish in wishes)
     out += wishes
@@ -111,21 +114,21 @@ def plan(
         out += [Withdraw(waits.token, "an idle node is asked for instead"), wish]
         asked[wish.run] += wish.run != waits.run
     more = requests.waiting < rules.ahead and any(demand.nodes > asked[demand.run] for demand in demands)
-    coming = _coming(cluster, allocations, rules, standing) if more else []
+    coming = _coming(cluster, there, allocations, standing) if more else []
     out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)
     if unused is not None:
-        unused.update(_closed(cluster, rules, standing, taboo))
+        unused.update(_closed(cluster, there, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
     return [wish for wish in out if isinstance(wish, Ask)] if again else out
 
 
 def _coming(
-    cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, standing: Standing
+    cluster: ClusterState, partitions: Sequence[PartitionInfo], allocations: Sequence[Allocation], standing: Standing
 ) -> list[Hole]:
     """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
     where others wait already."""
     kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
-    there = [p for p in harvestable(cluster, rules) if p.preempts]
+    there = [p for p in partitions if p.preempts]
     return list(find_coming(cluster, there, {a.token for a in allocations}, kept))
 
 
@@ -139,11 +142,15 @@ def _enough(demands: Sequence[Demand]) -> str:
 
 
 def _closed(
-    cluster: ClusterState, rules: HarvestRules, standing: Standing, taboo: Mapping[str, AbstractSet[str]]
+    cluster: ClusterState,
+    partitions: Sequence[PartitionInfo],
+    rules: HarvestRules,
+    standing: Standing,
+    taboo: Mapping[str, AbstractSet[str]],
 ) -> dict[str, str]:
     """Idle nodes that are no holes to us."""
     starts = {node: job for job, nodes in standing.offered for node in nodes}
-    kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in harvestable(cluster, rules)))
+    kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in partitions))
     closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
     out: dict[str, str] = {}
     for node in cluster.nodes:
@@ -184,10 +191,10 @@ def _moves(found: Targets, sorts: Mapping[str, Sort], requests: Requests, reach:
 
 
 def _lasting(
-    cluster: ClusterState, pending: Sequence[Allocation], demands: Sequence[Demand], rules: HarvestRules
+    partitions: Sequence[PartitionInfo], pending: Sequence[Allocation], demands: Sequence[Demand], rules: HarvestRules
 ) -> frozenset[str]:
     """Requests ahead that keep no room from anything else: to cancel them and submit the same again would be idle."""
-    there = {p.partition for p in harvestable(cluster, rules) if p.preempts} - rules.partition_nodes.keys()
+    there = {p.partition for p in partitions if p.preempts} - rules.partition_nodes.keys()
     runs = {demand.run for demand in demands if demand.renew and demand.budget_node_s is None}
     if rules.max_nodes is not None or not rules.ahead:
         return frozenset()
@@ -225,7 +232,7 @@ def withdraw(
     out: list[Withdraw] = []
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
-    closed = {node.node for node in cluster.nodes if CLOSED.intersection(node.flags)}
+    closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
     shared = {a.part.node for a in pending if a.part is not None}
     idle_there = {node.node: idle_gpus(node) for node in cluster.nodes if node.node in shared}
     for allocation in sorted(pending, key=lambda a: a.requested_at):

@@ -35,9 +35,17 @@ class Reach:
         "nodes that are declined to somebody"
         self._of_node: dict[str, list[str]] = {}
         self._known: dict[Hashable, frozenset[str]] = {}
+        self._by_id: dict[int, tuple[Sort, frozenset[str]]] = {}
+        "the same by the sort's identity, which is asked for far more often than its hash is worth; kept with it"
 
     def partitions(self, sort: Sort) -> frozenset[str]:
         """Names of the partitions in which such runs may ask."""
+        found = self._by_id.get(id(sort))
+        if found is None:
+            found = self._by_id[id(sort)] = sort, self._partitions_of(sort)
+        return found[1]
+
+    def _partitions_of(self, sort: Sort) -> frozenset[str]:
         if sort not in self._known:
             _, named, asker = sort
             self._known[sort] = frozenset(

@@ -16,9 +16,9 @@ from fallow.core.holes import CLOSED, Hole, Part, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.limits import Limits
 from fallow.core.reach import Reach
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable, may_take
+from fallow.core.rules import Demand, HarvestRules, Known, may_take
 from fallow.core.unstarted import Sort
-from fallow.model import ClusterState
+from fallow.model import ClusterState, PartitionInfo
 
 TRIES = 32
 """Nodes that are looked at for one request; they are sorted, so the ones behind are hardly any better."""
@@ -48,6 +48,7 @@ class Requests:
 
     Args:
         cluster, rules, known: as for `plan`.
+        partitions: that may be harvested.
         allocations: every live harvest allocation.
         pending: those of them that Slurm has not started and that are not withdrawn.
         holes: of the poll, best first.
@@ -58,6 +59,7 @@ class Requests:
     def __init__(
         self,
         cluster: ClusterState,
+        partitions: Sequence[PartitionInfo],
         allocations: Sequence[Allocation],
         pending: Sequence[Allocation],
         rules: HarvestRules,
@@ -67,7 +69,7 @@ class Requests:
         sorts: Mapping[str, Sort],
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
-        self._partitions = {p.partition: p for p in harvestable(cluster, rules)}
+        self._partitions = {p.partition: p for p in partitions}
         self._nodes = {node.node: node for node in cluster.nodes}
         self._reach = reach
         self._sorts = sorts
@@ -265,7 +267,7 @@ class Requests:
             return None
         (node,) = leaving.nodes
         known = self._nodes.get(node)
-        if node in self._wanted or node in demand.barred or known is None or CLOSED.intersection(known.flags):
+        if node in self._wanted or node in demand.barred or known is None or not CLOSED.isdisjoint(known.flags):
             return None
         end = planned_ends(self._cluster, {leaving.token}).get(node)
         length_s = None if end is None else max(0.0, end - leaving.end_at)

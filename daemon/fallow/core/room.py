@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fallow.core.fit import Place
-from fallow.core.holes import UNUSABLE
+from fallow.core.holes import CLOSED
 from fallow.core.waiting import is_ours
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
@@ -19,7 +19,7 @@ PLENTY = 1 << 40
 """Stands for what a client does not tell."""
 
 _GONE = frozenset(("DOWN", "ERROR", "FUTURE", "UNKNOWN"))
-_RESERVED = frozenset(("MAINT", "MAINTENANCE", "RES", "RESERVED"))
+_CLOSED_BUT_RESERVED = CLOSED - {"MAINT", "MAINTENANCE", "RES", "RESERVED"}
 ON_NODES = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
 """States of jobs that have nodes."""
 
@@ -71,9 +71,9 @@ class Room:
             staying = [job for job in jobs if job not in going]
             # Somebody whom we are not shown may be there, too.
             hidden = not jobs and node.state != "IDLE"
-            place = _left(node, going) if staying or hidden else _whole(node)
             if any(job.exclusive for job in staying):
                 continue
+            place = _left(node, going) if staying or hidden else _whole(node)
             if place is None:
                 continue
             (soon if going or "COMPLETING" in node.flags else now).append(place)
@@ -121,8 +121,8 @@ class Room:
 
 def _usable(node: NodeInfo, reservation_known: bool) -> bool:
     """Without the flag COMPLETING and those of reservations that are listed: both are looked at more closely."""
-    closer = {"COMPLETING", *(_RESERVED if reservation_known else ())}
-    return node.state not in _GONE and not (UNUSABLE - closer).intersection(node.flags)
+    closed = _CLOSED_BUT_RESERVED if reservation_known else CLOSED
+    return node.state not in _GONE and closed.isdisjoint(node.flags)
 
 
 def _gpus(node: NodeInfo) -> Mapping[str, int]:

@@ -91,11 +91,25 @@ class Known:
     unstarted: Unstarted = field(default_factory=Unstarted)
 
 
-def holes_of(cluster: ClusterState, allocations: Sequence[Allocation], rules: HarvestRules, known: Known) -> list[Hole]:
-    """Where there is anything to be asked for; `allocations`: our own, whose planned starts bound nothing."""
+def holes_of(
+    cluster: ClusterState,
+    partitions: list[PartitionInfo],
+    allocations: Sequence[Allocation],
+    rules: HarvestRules,
+    known: Known,
+) -> list[Hole]:
+    """Where there is anything to be asked for.
+
+    Args:
+        cluster: one poll.
+        partitions: that may be harvested.
+        allocations: our own, whose planned starts bound nothing.
+        rules: what is allowed.
+        known: what was learned.
+    """
     return find_holes(
         cluster,
-        harvestable(cluster, rules),
+        partitions,
         ours={a.token for a in allocations},
         age_s=lambda node: known.watch.age_s(node, cluster.at),
         whole_nodes=rules.whole_nodes,

@@ -79,7 +79,7 @@ def share_out(
         offers.elsewhere,
         at=at,
         horizon_s=stay_s(rules),
-        next_s=max(LEAST_NEXT_S, _roughly(between_s)),
+        next_s=next_s(between_s),
         cap=rules.max_nodes,
     )
 
@@ -88,9 +88,14 @@ LEAST_NEXT_S = 60.0
 """What comes next may be of no use to whom it would help most, so moves are worth something for at least so long."""
 
 
-def _roughly(seconds: float) -> float:
-    """In half octaves: what differs by less should decide nothing."""
-    return seconds if seconds in (0.0, inf) else 2.0 ** (round(2.0 * log2(seconds)) / 2.0)
+def next_s(between_s: float) -> float:
+    """For so long a moved node is worth something. In half octaves: what differs by less should decide nothing.
+
+    Args:
+        between_s: from one node that comes to the next, as a rule.
+    """
+    roughly_s = between_s if between_s in (0.0, inf) else 2.0 ** (round(2.0 * log2(between_s)) / 2.0)
+    return max(LEAST_NEXT_S, roughly_s)
 
 
 STAY_S = 600.0
@@ -149,7 +154,8 @@ class _Offers:
 
     def elsewhere(self, node: str, partition: str) -> tuple[str, ...]:
         """Partitions besides this one in which a node that we hold could be asked for."""
-        return self._take(name for name in self._reach.of_node(node) if name != partition)
+        others = [name for name in self._reach.of_node(node) if name != partition]
+        return self._take(others) if others else ()
 
     def _of_use(self, node: str, partition: str, parts: Iterable[Part | None]) -> bool:
         """Has anybody use for it there? Else it takes no room from others."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SCALE_S = 1200.0
 """The prior is a Lomax curve of shape 2. With this scale it is that of Summit's 28,367 holes a day (BFTrainer's data):
@@ -23,8 +23,7 @@ WEIGHT = 8.0
 """As many holes is the prior worth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spell:
+class Spell(NamedTuple):
     """One hole, or the part of it that was seen."""
 
     left_s: float
@@ -48,39 +47,55 @@ class Curve:
     """Survival of one kind of holes.
 
     Args:
-        spells: what was seen; those of no length say nothing.
+        spells: what was seen, with what a `Spell` has; those of no length say nothing.
         weight: what the prior is worth, in holes; 0: no prior, and beyond the last spell the curve stays as it is.
     """
 
-    def __init__(self, spells: Iterable[Spell] = (), weight: float = WEIGHT) -> None:
+    def __init__(self, spells: Iterable[tuple[float, bool, float]] = (), weight: float = WEIGHT) -> None:
         self._weight = weight
         # age -> how many ended then, left then (the ended ones too), entered then
         ages: dict[float, list[int]] = {0.0: [0, 0, 0]}
-        for spell in spells:
-            if spell.left_s > spell.entered_s:
-                row = ages.setdefault(spell.left_s, [0, 0, 0])
-                row[0] += spell.ended
+        for left_s, ended, entered_s in spells:
+            if left_s > entered_s:
+                row = ages.get(left_s)
+                if row is None:
+                    row = ages[left_s] = [0, 0, 0]
+                row[0] += ended
                 row[1] += 1
-                ages.setdefault(spell.entered_s, [0, 0, 0])[2] += 1
+                row = ages.get(entered_s)
+                if row is None:
+                    row = ages[entered_s] = [0, 0, 0]
+                row[2] += 1
         self._ages = sorted(ages)
         self._at_risk: list[int] = []
         "between this age and the next"
         self._survival: list[float] = []
         self._integral: list[float] = []
         "of the curve, from 0 to this age"
+        self._known: dict[float, tuple[float, float]] = {}
+        "what `_look` has found: to compare lengths, the same ages are asked for again and again"
         present, survival, integral, before = 0, 1.0, 0.0, 0.0
+        left_before, area_before = weight * prior(0.0), 0.0
         to_come = sum(entered for _, _, entered in ages.values())
         for age in self._ages:
-            dead, left, fresh = ages[age]
-            integral += survival * self._mean_between(before, age, present)
-            survival *= self._between(before, age, present)
-            risk = present + weight * prior(age)
+            dead, gone, fresh = ages[age]
+            # `_mean_between` and `_between`, with what the age before had already: there are hundreds in each plan.
+            left = weight * (1.0 + age / SCALE_S) ** -2
+            if weight:
+                area = SCALE_S * age / (SCALE_S + age)
+                base = left_before + present
+                integral += survival * ((weight * (area - area_before) + present * (age - before)) / base)
+                survival *= (left + present) / base
+                area_before = area
+            else:
+                integral += survival * (age - before)
+            risk = present + left
             # All that are there end although others come later: that would be the end of the curve. Few know so much.
             if dead and not (dead >= risk and to_come):
                 survival *= max(0.0, 1.0 - dead / risk)
-            present += fresh - left
+            present += fresh - gone
             to_come -= fresh
-            before = age
+            before, left_before = age, left
             self._at_risk.append(present)
             self._survival.append(survival)
             self._integral.append(integral)
@@ -100,8 +115,7 @@ class Curve:
 
     def at(self, age_s: float) -> float:
         """Share of holes that get older than that."""
-        i = bisect_right(self._ages, age_s) - 1
-        return self._survival[i] * self._between(self._ages[i], age_s, self._at_risk[i])
+        return self._look(age_s)[0]
 
     def remains(self, age_s: float, seconds: float) -> float:
         """Probability that a hole of this age lasts so many seconds more."""
@@ -110,9 +124,17 @@ class Curve:
 
     def expected(self, age_s: float, seconds: float) -> float:
         """Mean of what remains of a hole of this age, where more than `seconds` counts as `seconds`."""
-        now = self.at(age_s)
-        return (self._area(age_s + seconds) - self._area(age_s)) / now if now > 0.0 else 0.0
+        now, area = self._look(age_s)
+        return (self._look(age_s + seconds)[1] - area) / now if now > 0.0 else 0.0
 
-    def _area(self, age_s: float) -> float:
-        i = bisect_right(self._ages, age_s) - 1
-        return self._integral[i] + self._survival[i] * self._mean_between(self._ages[i], age_s, self._at_risk[i])
+    def _look(self, age_s: float) -> tuple[float, float]:
+        """The curve at that age, and its integral from 0 to there."""
+        known = self._known.get(age_s)
+        if known is None:
+            i = bisect_right(self._ages, age_s) - 1
+            start, survival, present = self._ages[i], self._survival[i], self._at_risk[i]
+            known = self._known[age_s] = (
+                survival * self._between(start, age_s, present),
+                self._integral[i] + survival * self._mean_between(start, age_s, present),
+            )
+        return known

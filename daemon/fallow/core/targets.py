@@ -153,7 +153,8 @@ class _Supply:
         elsewhere: Callable[[str, str], tuple[str, ...]],
         idle: Iterable[Place],
     ) -> None:
-        self._sorts = list(dict.fromkeys(party.sort for party in parties))
+        self._sorts = {sort: number for number, sort in enumerate(dict.fromkeys(party.sort for party in parties))}
+        "sort of runs -> its number: a sort's own hash takes its time, and each node asks for one"
         self._suits = suits
         self._fits = fits
         self._elsewhere = elsewhere
@@ -161,7 +162,8 @@ class _Supply:
         self._taken: set[Place] = set()
         "idle nodes that requests will take"
         self._kinds: dict[Hashable, int] = {}
-        self._users: list[set[Hashable]] = []
+        self._users: list[tuple[int, ...]] = []
+        "kind -> numbers of the sorts that can use it"
         self.counts: list[int] = []
         self.kind: dict[str, int] = {}
         "token -> kind of the node that it holds or waits for"
@@ -185,9 +187,9 @@ class _Supply:
 
     def add(self, place: Place) -> int:
         """Count a node; returns its kind."""
-        users = tuple(sort for sort in self._sorts if self._suits(sort, place))
-        self.places[place] = self._count(users, set(users))
-        return self.places[place]
+        users = tuple(number for sort, number in self._sorts.items() if self._suits(sort, place))
+        kind = self.places[place] = self._count(users, users)
+        return kind
 
     def hold(self, allocation: Allocation, pending: bool) -> None:
         """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
@@ -199,21 +201,22 @@ class _Supply:
             place = next((place for place in there if self._fits(allocation, place)), None)
             self._taken.update(() if place is None else (place,))
             self.ahead += place is None and allocation.ahead
-        kind = self._count(("", allocation.run), set()) if place is None else self.add(place)
+        kind = self._count(("", allocation.run), ()) if place is None else self.add(place)
         self.kind[allocation.token] = kind
         self._own.setdefault(allocation.run, []).append(kind)
 
-    def _count(self, key: Hashable, users: set[Hashable]) -> int:
-        if key not in self._kinds:
-            self._kinds[key] = len(self.counts)
+    def _count(self, key: Hashable, users: tuple[int, ...]) -> int:
+        kind = self._kinds.setdefault(key, len(self.counts))
+        if kind == len(self.counts):
             self.counts.append(0)
             self._users.append(users)
-        self.counts[self._kinds[key]] += 1
-        return self._kinds[key]
+        self.counts[kind] += 1
+        return kind
 
     def kinds_of(self, party: Party) -> list[int]:
         """Kinds that a run can use; what it holds is always among them."""
-        usable = {kind for kind, users in enumerate(self._users) if party.sort in users}
+        sort = self._sorts[party.sort]
+        usable = {kind for kind, users in enumerate(self._users) if sort in users}
         return sorted(usable.union(self._own.get(party.run, ())))
 
 

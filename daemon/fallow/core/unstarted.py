@@ -100,6 +100,6 @@ class Unstarted:
 
 def _look(node: NodeInfo) -> Look | None:
     """Changes when the node is used, or used otherwise; None: nothing of it can be had."""
-    if node.state not in ("IDLE", "MIXED") or UNUSABLE.intersection(node.flags):
+    if node.state not in ("IDLE", "MIXED") or not UNUSABLE.isdisjoint(node.flags):
         return None
     return node.state, node.cpus_used, node.memory_used_mb, node.gpus_used

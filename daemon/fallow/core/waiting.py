@@ -38,7 +38,7 @@ class Waiting:
 
 def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
     """Is it an allocation of ours: by its name, or by its comment (a user's own base job keeps its name)?"""
-    return job.name in tokens or any(word in tokens for word in job.comment.split())
+    return job.name in tokens or (job.comment != "" and any(word in tokens for word in job.comment.split()))
 
 
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:

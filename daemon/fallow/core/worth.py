@@ -128,20 +128,23 @@ def changes(
 def _changes(
     worth: Worth, held: int, low: int, high: int, horizon_s: float, stalls: bool
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    now = worth.of(worth.base + held)
+    base, known = worth.base, worth._known
+    now = worth.of(base + held)
     stall = min(1.0, worth.pause_s / horizon_s) * now if stalls else 0.0
     # Never nothing: that starts take longer than nodes stay is only known as long as some are tried.
     stays = max(0.1, 1.0 - worth.start_s / horizon_s - DOUBT)
     at_once = max(1, worth.least if not worth.going else 1)
-    sizes = {low, held, max(low, at_once - worth.base)}
-    sizes |= {nodes - worth.base for nodes, _ in worth.speeds}
+    sizes = {low, held, max(low, at_once - base)}
+    sizes.update([nodes - base for nodes, _ in worth.speeds])
     if worth.urgency > 1:
-        sizes.add(worth.urgent_nodes - worth.base)
-    chosen = sorted(x for x in sizes if low <= x <= high)
+        sizes.add(worth.urgent_nodes - base)
+    chosen = sorted([x for x in sizes if low <= x <= high])
     price = PRICE * worth.weight
     values: list[float] = []
     for x in chosen:
-        then = worth.of(worth.base + x) if x != held else now
+        then = known.get(base + x)
+        if then is None:
+            then = worth.of(base + x)
         if then == now:
             values.append(now - price * x)
         else:

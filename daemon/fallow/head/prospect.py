@@ -49,12 +49,13 @@ def look(
         kind=kind_of(spec, []),
         asker=Asker.of(spec, ordered),
     )
+    holes = holes_of(cluster, partitions, live, rules, known)
     asks = _asks(cluster, demand, live, rules, known)
     all_asks = _asks(cluster, demand, live, replace(rules, max_pending=UNBOUNDED, max_waiting=UNBOUNDED), known)
     return Prospect(
         polled_at=cluster.at,
         by_head=by_head,
-        idle_nodes=len({hole.node for hole in holes_of(cluster, live, rules, known) if hole.part is None}),
+        idle_nodes=len({hole.node for hole in holes if hole.part is None}),
         asks=[
             WouldAsk(partition=partition, minutes=minutes, nodes=nodes)
             for (partition, minutes), nodes in sorted(Counter((ask.partition, ask.minutes) for ask in asks).items())

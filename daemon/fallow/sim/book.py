@@ -15,9 +15,12 @@ from fallow.core.kinds import Kind
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand
 from fallow.core.valuing import ALIKE, Facts, measured
-from fallow.core.worth import Gain
+from fallow.core.worth import Gain, Worth
 from fallow.model import AllocationKind, AllocationState, NodeInfo
 from fallow.sim.types import Costs, Measured, RunPlan
+
+STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASING)
+"""States of allocations that are not on their way out."""
 
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
@@ -156,16 +159,17 @@ class Book:
 
     # -- what the planner asks for ----------------------------------------------------------------------------------
 
-    def demand(self, name: str, members: int, nodes: Mapping[str, NodeInfo]) -> Demand:
+    def demand(self, name: str, members: int, nodes: Mapping[str, NodeInfo], worth: Worth) -> Demand:
         """What a run could use; as `head.demands`, where nobody pauses it, bars a node or sets a budget.
 
         Args:
             name: of the run.
             members: idle nodes that train now.
             nodes: of the last poll.
+            worth: of nodes to it.
         """
         run = self._runs[name]
-        live = [a for a in run.live() if a.state is not AllocationState.RELEASING]
+        live = [a for a in run.allocations.values() if a.state in STAYING]
         replaced = {a.replaces for a in live}
         staying = sum(max(1, len(a.agents)) for a in live if a.token not in replaced)
         homes = (nodes[node] for a in live if a.active_at is not None for node in a.agents if node in nodes)
@@ -176,6 +180,7 @@ class Book:
             kind=Kind(arch=next((node.arch for node in homes if node.arch), "")),
             members=run.plan.base + members,
             pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
+            worth=worth,
         )
 
     def gains(self, at: float, start_s: float, stay_s: float, *, exact: bool) -> dict[str, Gain]:

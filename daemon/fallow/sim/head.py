@@ -177,7 +177,7 @@ class VirtualHead:
         return polling.interval_s(self._limits.poll_interval_s, self._watches())
 
     def _watches(self) -> bool:
-        return self.neighbourhood.watches(a for a in self.book.allocations.values() if a.live)
+        return self.neighbourhood.watches(self.book.allocations.values())
 
     def _poll(self) -> None:
         self._began = self._asked_at = self._now
@@ -262,10 +262,7 @@ class VirtualHead:
         start_s = known.experience.wait_s("", cluster.at) + known.experience.start_s("", cluster.at)
         gains = self.book.gains(cluster.at, start_s, stay_s(rules), exact=not self._elide)
         nodes = {node.node: node for node in cluster.nodes}
-        demands = [
-            replace(self.book.demand(run, self._runs.members(run), nodes), worth=gain.worth)
-            for run, gain in gains.items()
-        ]
+        demands = [self.book.demand(run, self._runs.members(run), nodes, gain.worth) for run, gain in gains.items()]
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             known.unstarted.look(cluster)
