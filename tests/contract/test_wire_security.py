@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -355,9 +357,21 @@ def decode(data: bytes) -> None:
     assert DECODER.decode(encode(message)) == message or message != message, "what is accepted is a message"
 
 
+def test_large_messages_are_compressed_and_bounded() -> None:
+    """A few bytes must not become many, nor anything hide behind a message."""
+    message = AgentBeat(alive=[f"fallow-run-1f2e3d-h{number}-abcdef/0" for number in range(1000)])
+    data = encode(message)
+    assert DECODER.decode(data) == DECODER.decode(memoryview(data)) == message
+    assert len(data) < len(msgspec.msgpack.encode(message)) / 4
+    bomb = zlib.compress(bytes(1 << 24), 9)
+    for damaged in (data[:-1], data + b"x", data[:40] + b"?" + data[41:], b"\xc1", b"\xc1" + bomb):
+        with pytest.raises(BadMessage):
+            DECODER.decode(damaged)
+
+
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_size_limit(extra: int) -> None:
-    empty = len(encode(AgentBeat(alive=["x" * 70_000])))
+    empty = len(msgspec.msgpack.encode(AgentBeat(alive=["x" * 70_000])))
     message = AgentBeat(alive=["x" * (70_000 + MAX_MESSAGE - empty + extra)])
     if extra > 0:
         with pytest.raises(BadMessage, match="limit"):

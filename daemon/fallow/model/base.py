@@ -7,7 +7,7 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages below; a peer that says another one is refused."""
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2

@@ -1,7 +1,12 @@
-"""Messages to bytes and back: one MessagePack struct per frame, strict and bounded."""
+"""Messages to bytes and back: one MessagePack struct per frame, strict and bounded.
+
+Large ones are compressed: all members of a generation are told the names of all, which are much alike, and each copy is
+encrypted by itself.
+"""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -9,7 +14,13 @@ import msgspec
 T = TypeVar("T")
 
 MAX_MESSAGE = 1024 * 1024
-"Bytes in one message. Enforced by ZeroMQ on the way in and here on the way out."
+"Bytes in one message, before it is compressed. Enforced by ZeroMQ on the way in and here on the way out."
+
+LARGE = 8 * 1024
+"Bytes from which on a message is compressed."
+
+_COMPRESSED = b"\xc1"
+"What a compressed one begins with: in MessagePack this byte is never used."
 
 
 class BadMessage(ValueError):
@@ -24,7 +35,7 @@ def encode(message: msgspec.Struct) -> bytes:
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
         raise BadMessage(f"{type(message).__name__} is {len(data)} bytes; the limit is {MAX_MESSAGE}")
-    return data
+    return data if len(data) < LARGE else _COMPRESSED + zlib.compress(data, 1)
 
 
 class Decoder(Generic[T]):
@@ -38,7 +49,20 @@ class Decoder(Generic[T]):
         """The message in `data`, or `BadMessage`."""
         if len(data) > MAX_MESSAGE:
             raise BadMessage(f"{len(data)} bytes; the limit is {MAX_MESSAGE}")
+        if data[:1] == _COMPRESSED:
+            data = _expanded(data[1:])
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
             raise BadMessage(str(error)[:200]) from error
+
+
+def _expanded(data: bytes | memoryview) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        expanded = stream.decompress(data, MAX_MESSAGE)
+    except zlib.error as error:
+        raise BadMessage(f"compressed, and damaged: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise BadMessage(f"compressed, and no message of at most {MAX_MESSAGE} bytes")
+    return expanded
