@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from fallow.config import Config, Harvest, Slurm
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
+from fallow.core.experience import FRESH_S
 from fallow.core.neighbour import Standing
 from fallow.core.neighbourhood import LEAVE_S
 from fallow.core.polling import WATCHFUL_S
@@ -260,10 +261,10 @@ def test_what_nobody_wants_any_more_takes_no_token() -> None:
 RULES = HarvestRules(lead_s=125.0)
 
 
-def wake(allocations: Sequence[Allocation] = (), unused: str = "", **more: object) -> float:
+def wake(allocations: Sequence[Allocation] = (), unused: str = "", known: Known | None = None, **more: object) -> float:
     cluster = ClusterState(at=BEGIN, nodes=[], jobs=[], partitions=[], **more)  # type: ignore[arg-type]
     reasons = {"n1": unused} if unused else {}
-    return wake_at(cluster, allocations, RULES, Known(), Standing(), reasons) - BEGIN
+    return wake_at(cluster, allocations, RULES, known or Known(), Standing(), reasons) - BEGIN
 
 
 def ours(state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
@@ -278,11 +279,25 @@ def test_polls_are_taken_in_again_when_the_planner_would_decide_otherwise() -> N
     assert wake([ours()]) == 175.0, "it is asked for again"
     assert wake([ours(start_at=BEGIN - 60.0)]) == 180.0, "never for more than a third of its time"
     assert wake([ours(asked_at=BEGIN)]) == 0.0, "it is on its way out"
+    late = ours(end_at=BEGIN + 50.0)
+    assert wake([late]) <= 0.0, "it is to be asked for again"
+    assert wake([late, replace(ours(), token="s", replaces="t")]) == 175.0, "it has been"
     pending = ours(AllocationState.PENDING, start_at=None, end_at=None)
     assert wake([pending]) == 80.0, "start_patience_s"
     assert wake([pending], unused="asked for: a request waits for Slurm to start it") == 0.0
     soon = ReservationInfo(reservation="m", nodes=["n1"], start_at=BEGIN + 200.0, end_at=BEGIN + 500.0)
     assert wake(reservations=[soon]) == 120.0, "nodes are left a minute and a margin before"
+
+
+def test_polls_are_taken_in_again_when_what_was_learned_changes_with_time() -> None:
+    known = Known()
+    known.experience.starts["p"] = [(BEGIN - 1000.0, 10.0), (BEGIN - 400.0, 10.0)]
+    known.experience.waits["p"] = [(BEGIN - FRESH_S + 300.0, 10.0)]
+    # From one node to the next it takes 1000 s, in half octaves 1024; from 2 ** 10.25 on more.
+    changes_s = 2.0**10.25 - 1000.0
+    assert changes_s - 1.0 <= wake(known=known) <= changes_s
+    del known.experience.starts["p"][1:]
+    assert wake(known=known) == 300.0, "a wait is fresh no more"
 
 
 def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_waits() -> None:
@@ -298,5 +313,9 @@ def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_
     assert not same(state(mine, n1=idle, n2=used), state(mine, n1=idle, n2=replace(used, flags=["DRAIN"])))
     assert not same(state(mine, n1=idle), state(replace(mine, state="COMPLETED"), n1=idle))
     assert not same(state(n1=idle), state(n1=replace(idle, state="ALLOCATED")))
+    asks = replace(mine, state="PENDING", reason="Resources")
+    assert same(state(asks, n2=used), state(replace(asks, planned_nodes=["n2"], start_at=9.0), n2=used))
+    assert not same(state(asks, n2=used), state(replace(asks, reason="QOSMaxJobsPerUserLimit"), n2=used))
+    assert same(state(replace(mine, state="COMPLETED"), n1=idle), state(n1=idle)), "Slurm has forgotten it"
     assert not same(state(waits, n2=used), state(waits, n2=more)), "it might start there"
     assert not same(state(n1=idle), state(waits, n1=idle))

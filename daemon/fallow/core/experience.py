@@ -92,6 +92,13 @@ class Experience(msgspec.Struct, kw_only=True):
                 per_s += (len(fresh) - 1) / (at - fresh[0])
         return 1.0 / per_s if per_s else inf
 
+    def fresh_until(self, at: float) -> float:
+        """Until then the same starts and waits are fresh, as long as none is added."""
+        ends = (
+            then + FRESH_S for samples in (self.starts, self.waits) for kept in samples.values() for then, _ in kept
+        )
+        return min((end for end in ends if end > at), default=inf)
+
     def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
         """Survival of this partition's holes; those that are open now count as censored."""
         return Curve(chain(self.spells.get(partition, ()), open_now))

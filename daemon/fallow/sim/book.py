@@ -190,14 +190,17 @@ class Book:
             at, start_s, stay_s: as for `valuing.gain`.
             exact: at each call; else when there is something new, or not for a while.
         """
-        valued_at, valued_s = self._valued
-        old = self._news or (self._more and at - valued_at >= VALUED_S) or abs(start_s - valued_s) > NEWS * valued_s
-        if exact or old:
+        valued_s = self._valued[1]
+        if exact or self._news or at >= self.valued_until() or abs(start_s - valued_s) > NEWS * valued_s:
             facts = [self._facts(run, at) for run in self._runs.values()]
             weights = valuing.weights(facts, {})
             self._gains = {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in facts}
             self._valued, self._news, self._more = (at, start_s), False, False
         return self._gains
+
+    def valued_until(self) -> float:
+        """Nodes are valued anew then, if nothing new is measured before; Unix time."""
+        return self._valued[0] + VALUED_S if self._more else inf
 
     def _facts(self, run: Run, at: float) -> Facts:
         plan = run.plan

@@ -205,8 +205,9 @@ class VirtualHead:
         return 0.0 if self._at_once else wait_s
 
     def _quiet(self, cluster: ClusterState) -> bool:
-        going = self._leases.touched or self._leases.queued or self._news or self._now >= self._wake_at
-        if not self._elide or going or self._shown is None:
+        going = self._leases.touched or self._leases.queued or self._news
+        late = self._now >= min(self._wake_at, self.book.valued_until())
+        if not self._elide or going or late or self._shown is None:
             return False
         return same(cluster, self._shown)
 

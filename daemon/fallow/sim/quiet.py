@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from fallow.core.allocations import Allocation
+from msgspec import structs
+
+from fallow.core.allocations import ENDED_STATES, Allocation
+from fallow.core.experience import Experience
 from fallow.core.neighbour import Standing
 from fallow.core.planner import NOTICE_S
 from fallow.core.rules import HarvestRules, Known
+from fallow.core.sharing import next_s
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0
@@ -42,8 +46,16 @@ def same(one: ClusterState, other: ClusterState) -> bool:
 
 
 def _jobs(cluster: ClusterState) -> list[JobInfo]:
-    """Ours, and those that wait."""
-    return [job for job in cluster.jobs if job.state == "PENDING" or job.name.startswith(OURS)]
+    """Ours, and those that wait; of ours that are over nothing follows from when Slurm forgets them."""
+    jobs = (job for job in cluster.jobs if job.state == "PENDING" or job.name.startswith(OURS))
+    return [_planned_for_nothing(job) for job in jobs if job.state not in ENDED_STATES]
+
+
+def _planned_for_nothing(job: JobInfo) -> JobInfo:
+    """Where and when Slurm plans to start what we wait for bounds nothing."""
+    if job.state != "PENDING" or job.start_at is None or not job.name.startswith(OURS):
+        return job
+    return structs.replace(job, planned_nodes=[], start_at=None)
 
 
 def _nodes(cluster: ClusterState) -> list[NodeInfo]:
@@ -75,15 +87,33 @@ def wake_at(
         return at
     changing = any(not why.startswith(_LASTING) for why in unused.values())
     wake = at + (CHANGING_S if changing or known.unstarted.nodes() else AT_MOST_S)
-    for allocation in live:
-        wake = min(wake, _wake_for(allocation, at, rules, idle=bool(unused)))
+    allocations = list(live)
+    replaced = {allocation.replaces for allocation in allocations}
+    for allocation in allocations:
+        # Its successor is waited for, and nothing else is decided about it.
+        if allocation.token not in replaced or allocation.asked_at is not None:
+            wake = min(wake, _wake_for(allocation, at, rules, idle=bool(unused)))
     for reservation in cluster.reservations:
         for moment in (reservation.start_at - rules.margin_s - NOTICE_S, reservation.start_at, reservation.end_at):
             if moment > at:
                 wake = min(wake, moment)
     left = known.backoff.remembered()
     ends = [until for *_, until in left.alone] + [until for *_, until in left.too_long]
-    return min([wake, *(until for until in ends if until > at)])
+    wake = min([wake, known.experience.fresh_until(at), *(until for until in ends if until > at)])
+    return wake if wake <= at else _moves_worth_more(known.experience, at, wake)
+
+
+def _moves_worth_more(experience: Experience, at: float, until: float) -> float:
+    """When moves between runs begin to be worth more, since no node comes; `until`, if it is later than that."""
+    now = next_s(experience.between_s(at))
+    if next_s(experience.between_s(until)) == now:
+        return until
+    # With the same starts fresh, it only ever rises.
+    early, late = at, until
+    while late - early > 1.0:
+        middle = (early + late) / 2
+        early, late = (middle, late) if next_s(experience.between_s(middle)) == now else (early, middle)
+    return early
 
 
 def _wake_for(allocation: Allocation, at: float, rules: HarvestRules, *, idle: bool) -> float:
