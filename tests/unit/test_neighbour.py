@@ -195,6 +195,37 @@ def test_whom_slurm_makes_room_for_by_itself() -> None:
     assert found.delayed == {"1": {"ours-n2", "ours-n3"}}, "it has to wait for the grace"
 
 
+@pytest.mark.parametrize(
+    ("job", "ago_s", "given"),
+    [
+        (waits("2", partition="normal"), 3.0, ["n2"]),
+        (waits("2", partition="normal"), 99.0, ["n2"]),
+        (waits("2", partition="normal"), 101.0, []),
+        (waits("2", partition="aside"), 3.0, []),
+    ],
+)
+def test_who_preempts_at_the_same_time_as_another_gets_a_node_from_us(
+    job: JobInfo, ago_s: float, given: list[str]
+) -> None:
+    """Both may count on the same node; the one that does not get it does not preempt again for a while."""
+    partitions = [
+        PartitionInfo(partition="normal", nodes=["n1", "n2", "n3"], priority_tier=10),
+        PartitionInfo(partition="aside", nodes=["n1", "n2"], priority_tier=10),
+        PartitionInfo(partition="p", nodes=["n1", "n2", "n3"], priority_tier=1, preempt_mode="REQUEUE"),
+    ]
+    ours = [held("n1", 300), held("n2", 200), held("n3", 100, AllocationState.RELEASING)]
+    jobs = [waits("1", partition="normal"), job]
+    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
+    seen = cluster(FOUR[:3], [*jobs, going], ours[:2], partitions=partitions)
+    found = assess(seen, ours)
+    assert given_back(found) == given
+    assert ("n2" in found.spoken_for.get("p", ())) == bool(given), "nor is it asked for again before that"
+    # Its node goes to the first job, and its job is over.
+    over = [jobs[1], runs("1", ["n3"]), msgspec.structs.replace(going, state="COMPLETED")]
+    seen = cluster(FOUR[:3], over, ours[:2], partitions=partitions)
+    assert given_back(assess(seen, ours[:2], former=["ours-n3"])) == given
+
+
 def test_where_qos_decide_slurm_makes_room_for_jobs_of_some_alone() -> None:
     names = ["n1", "n2", "n3", "n4"]
     partitions = [

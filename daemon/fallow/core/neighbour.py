@@ -1,6 +1,8 @@
 """Good neighbour: which jobs of others could start but for nodes that we hold, and what is given up for them. Pure.
 
-Where nothing preempts, and for jobs that may not preempt ours, nobody but us can give a node back. Slurm never plans a
+Where nothing preempts, and for jobs that may not preempt ours, nobody but us can give a node back. Where Slurm takes
+nodes for several jobs at once, two of them may count on the same one, and it is long until the other one preempts
+again: once it has taken one, those that wait still get theirs from us. Slurm never plans a
 waiting job onto nodes that we hold and comes late with its own answer, so what would happen without us is worked out
 here, as its backfill would: jobs in the order of their priority, each with its partition's limits, constraints,
 reservations and times; one that cannot start yet but has a planned start keeps its nodes free of jobs that would run
@@ -18,7 +20,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
-from fallow.core.waiting import Waiting, others_waiting
+from fallow.core.waiting import Waiting, is_ours, others_waiting
 from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16
@@ -29,6 +31,11 @@ ELEMENTS = 256
 
 DIVIDED = 200_000
 """Nodes that are looked at, in all, for jobs whose tasks need not be spread evenly over their nodes."""
+
+PREEMPTS_AGAIN_S = 100.0
+"""From when a job has had others preempted until it does so again, whatever became of their nodes: KillWait and
+MessageTimeout (40 s by default; `select_nodes` in Slurm's src/slurmctld/node_scheduler.c), and Slurm's next look at the
+whole queue (60 s). Tried on 22.05."""
 
 STARTS = 1000
 """Jobs (elements of arrays each) that are placed at once: twice as many as one cycle of Slurm's backfill looks at."""
@@ -145,6 +152,14 @@ class _View:
                 for node in allocation.nodes:
                     there.setdefault(node, []).append(allocation)
         self._tokens = {*former, *(a.token for a in harvest)}
+        self._taken = frozenset(
+            node
+            for job in cluster.jobs
+            if job.preempt_at is not None and cluster.at - job.preempt_at < PREEMPTS_AGAIN_S
+            if is_ours(job, self._tokens)
+            for node in job.nodes
+        )
+        "nodes that Slurm has just taken from us"
         self._room = Room(cluster, self._tokens, self._held)
         # An owner goes with the last of his jobs; where only ours are, we are the owner.
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner and not self._room.left_alone(n.node)}
@@ -312,7 +327,7 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(node for node in nodes & takers.keys() if not self._slurm_takes(name, takers[node]))
+            name: frozenset(node for node in nodes & takers.keys() if not self._left_to_slurm(name, takers[node]))
             for name, nodes in self._nodes.items()
         }
         give_back: dict[str, GiveBack] = {}
@@ -328,7 +343,7 @@ class _View:
             reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
             for wishes, allocations in ((give_back, held), (leaving, left)):
                 for allocation in allocations:
-                    if not self._slurm_takes(allocation.partition, jobs):
+                    if not self._left_to_slurm(allocation.partition, jobs):
                         wishes[allocation.token] = GiveBack(allocation.token, reason, urgent=True)
         return Standing(
             give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
@@ -342,6 +357,11 @@ class _View:
     def _token(self, job: JobInfo | None) -> str:
         words = [] if job is None else [job.name, *job.comment.split()]
         return next((word for word in words if word in self._tokens), "")
+
+    def _left_to_slurm(self, partition: str, jobs: Sequence[Waiting]) -> bool:
+        """Does Slurm take nodes from jobs of ours in this partition for all of these, and has just done so for none?"""
+        begun = any(not self._taken.isdisjoint(self._nodes.get(name, ())) for job in jobs for name in job.partitions)
+        return not begun and self._slurm_takes(partition, jobs)
 
     def _slurm_takes(self, partition: str, jobs: Sequence[Waiting]) -> bool:
         """Does Slurm take nodes from jobs of ours in this partition for all of these?
