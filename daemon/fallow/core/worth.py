@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log1p
+from math import inf, log1p
 
 from fallow.core.pacing import Schedule
 
@@ -67,7 +67,7 @@ class Worth:
         """Steps per second with so many nodes."""
         if nodes < 1 or (nodes < self.least and not self.going):
             return 0.0
-        at = bisect_right(self.speeds, nodes, key=lambda pair: pair[0]) - 1
+        at = bisect_right(self.speeds, (nodes, inf)) - 1
         return self.speeds[at][1] if at >= 0 else 0.0
 
     def of(self, nodes: int) -> float:
