@@ -110,6 +110,7 @@ class SimClient:
         self._head.catch_up()
         cluster = self._engine.poll()
         await asyncio.sleep(ANSWER_S)
+        self._head.catch_up()
         return cluster
 
     async def submit(self, request: JobRequest) -> str:
@@ -238,6 +239,9 @@ class RealHead:
     def _carry_out(self, turn: Turn) -> None:
         if turn.began:
             self.harvest.plan_again(turn)
+        if turn.taken:
+            self.harvest.neighbours.taken(turn.now)
+            self._calls.pace()
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:

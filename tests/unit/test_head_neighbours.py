@@ -87,6 +87,19 @@ def test_polls_are_close_while_we_hold_what_nobody_takes_from_us(book: Book, run
     assert neighbours.interval_s(book) == 30.0
 
 
+def test_polls_come_soon_once_slurm_has_taken_a_node_from_us(book: Book, run: Run) -> None:
+    """Who came at the same time may have counted on it, too, and preempts nobody else for a while."""
+    harvest = Harvest(CONFIG)
+    harvest.neighbours.polled(turn(book), cluster(run, False), SITE)
+    harvest.neighbours.taken(NOW + 7)
+    found = []
+    for at in (NOW + 6.9, NOW + 7, NOW + 12, NOW + 42):
+        harvest.neighbours.polled(turn(book), cluster(run, False, at), SITE)
+        found.append(harvest.next_in_s(book))
+    assert found == [5.0, 5.0, 30.0, 30.0], "one poll was under way"
+    assert harvest.interval_s(book) == 30.0, "what is asked for does not change by that"
+
+
 def test_where_slurm_would_take_no_request_none_is_made_though_it_preempts(book: Book) -> None:
     big = PartitionInfo(partition="big", nodes=["n1"], preempt_mode="REQUEUE", min_nodes=2)
     plain = PartitionInfo(partition="plain", nodes=["n1"], min_nodes=2)

@@ -26,6 +26,7 @@ from fallow.model import (
     CheckpointFailed,
     Exit,
     FromPeer,
+    Notice,
     Refused,
     RunSpec,
     Welcome,
@@ -155,3 +156,22 @@ def test_how_an_agent_ended_is_told_in_words(
     hear(turn, peer, agent(allocation, PROTOCOL))
     hear(turn, peer, AgentLeft(code=code))
     assert turn.records[-1].text == f"{allocation.token} ended: {words}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "end_at", "taken"),
+    [
+        (AllocationKind.HARVEST, 5000.0, True),
+        (AllocationKind.HARVEST, 1000.0, False),
+        (AllocationKind.BASE, 5000.0, False),
+    ],
+)
+def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
+    turn: Turn, run: Run, kind: AllocationKind, end_at: float, taken: bool
+) -> None:
+    allocation = turn.book.new_allocation(run, kind, turn.now)
+    peer = f"{allocation.public_key} n1"
+    hear(turn, peer, agent(allocation, PROTOCOL))
+    allocation.end_at = end_at
+    hear(turn, peer, Notice(signal=15))
+    assert turn.taken == taken

@@ -19,6 +19,10 @@ LEAVE_S = 3.5
 END_S = 1.5
 """From then until the job is cancelled, too."""
 
+ALERT_POLLS = 2
+"""So many polls come soon when Slurm takes a node from us: the next one shows who came at the same time, and the one
+after it who came while that node was being left; they may have counted on it, too (`core.neighbour`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manners:
@@ -41,6 +45,9 @@ class Neighbourhood:
         self.nice = manners.nice
         "to submit with"
         self.delays = Delays()
+        self.alert = 0
+        "polls that are to come soon, once"
+        self._taken_at = 0.0
         self._visibility = courtesy.Visibility()
         self._declined = Declined()
         self._watchful: frozenset[str] = frozenset()
@@ -68,6 +75,8 @@ class Neighbourhood:
         Returns:
             What others' jobs need of us, and those whose waiting for us is over.
         """
+        if cluster.at >= self._taken_at:
+            self.alert = max(0, self.alert - 1)
         self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
         self._be_allowed(cluster, config)
         standing = assess(
@@ -81,6 +90,10 @@ class Neighbourhood:
         tokens = frozenset[str]().union(*standing.delayed.values())
         self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
+
+    def taken(self, at: float) -> None:
+        """Slurm takes a node from us. Args: at: Unix time; polls before it do not count."""
+        self.alert, self._taken_at = ALERT_POLLS, at
 
     def watches(self, allocations: Iterable[Allocation]) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""

@@ -191,6 +191,9 @@ class Head:
             answers = [self._take(turn, item) for item in items]
             if turn.began:
                 self._harvest.plan_again(turn)
+            if turn.taken:
+                self._harvest.neighbours.taken(turn.now)
+                self._calls.pace()
             accounts.note(turn)
             await self._persist(turn)
             self._carry_out(turn)

@@ -12,7 +12,7 @@ from fallow.core.allocations import Allocation, send
 from fallow.core.allowance import horizon_s
 from fallow.core.kinds import may_use
 from fallow.core.neighbour import Standing
-from fallow.core.polling import longest_interval_s
+from fallow.core.polling import interval_s, longest_interval_s
 from fallow.core.preemption import as_for_us
 from fallow.core.rules import harvestable
 from fallow.head import accounts, orphans, submissions
@@ -72,6 +72,10 @@ class Harvest:
     def interval_s(self, book: Book) -> float:
         """From one poll to the next, with what we hold now."""
         return self.neighbours.interval_s(book)
+
+    def next_in_s(self, book: Book) -> float:
+        """From the last poll to the next one."""
+        return interval_s(self.interval_s(book), self.neighbours.alert > 0)
 
     def longest_interval_s(self, book: Book) -> float:
         """Between polls that get no answer: others' jobs may wait for what only we give back."""

@@ -284,6 +284,7 @@ class Peers:
         if allocation.end_at is not None and turn.now >= allocation.end_at:
             # Limits are looked at every 30 s, so this warning comes late, never early.
             why = "walltime"
+        turn.taken = turn.taken or (allocation.harvested and why != "walltime")
         if allocation.kind is AllocationKind.BASE and why != "walltime":
             # The user's own job was ended by somebody: it is not asked for again behind their back.
             run.record.base_wanted = False

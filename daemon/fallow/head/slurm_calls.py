@@ -85,9 +85,9 @@ class SlurmCalls:
             await self._wait(slurm, book, began, failures)
 
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
-        """Until the next poll is due. What is submitted in between may make that sooner."""
+        """Until the next poll is due. What is submitted or taken in between may make that sooner."""
         while True:
-            interval, longest = self._harvest.interval_s(book), self._harvest.longest_interval_s(book)
+            interval, longest = self._harvest.next_in_s(book), self._harvest.longest_interval_s(book)
             self.interval_s = poll_interval_s(interval, slurm.least_interval_s, failures, longest)
             left = began + self.interval_s - time.monotonic()
             if left <= 0:
@@ -107,6 +107,10 @@ class SlurmCalls:
             turn.record(None, "slurm", "Slurm answers again")
         self.error, self.polled_at = None, turn.at
         self._harvest.polled(turn, cluster, self.config)
+        self.pace()
+
+    def pace(self) -> None:
+        """The next poll may be due sooner than it was."""
         self._sooner.set()
 
     def submit(self, run: str, token: str) -> None:
@@ -165,7 +169,7 @@ class SlurmCalls:
 
     def take_submission(self, turn: Turn, item: Submitted) -> None:
         run = turn.book.runs[item.run]
-        self._sooner.set()
+        self.pace()
         match item.outcome:
             case str(job_id):
                 self._harvest.submitted(turn, run, item.token, job_id)

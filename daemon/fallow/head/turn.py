@@ -60,6 +60,8 @@ class Turn:
     "folders of checkpoints to delete"
     began: bool = False
     "a run began to train"
+    taken: bool = False
+    "Slurm takes a node from us"
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))

@@ -151,6 +151,10 @@ class VirtualHead:
             case Started() | Notice() | Silent() | Ended() | Active():
                 if self._leases.told(happening):
                     self._plan_again()
+                if self._leases.taken:
+                    self._leases.taken = False
+                    self.neighbourhood.taken(self._now)
+                    self._pace()
             case Measured():
                 self._news = self.book.measured(happening) or self._news
         if self._at_once and isinstance(happening, Pool | Ended):
@@ -169,7 +173,8 @@ class VirtualHead:
         if self._answer is not None:
             return
         longest = polling.longest_interval_s(self._limits.poll_interval_s, self._watches())
-        interval_s = polling.poll_interval_s(self._wanted_s(), self._answer_s / BUSY, 0, longest)
+        wanted_s = polling.interval_s(self._wanted_s(), self.neighbourhood.alert > 0)
+        interval_s = polling.poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest)
         self._poll_at = max(self._now, self._began + interval_s)
 
     def _wanted_s(self) -> float:
@@ -205,7 +210,7 @@ class VirtualHead:
         return 0.0 if self._at_once else wait_s
 
     def _quiet(self, cluster: ClusterState) -> bool:
-        going = self._leases.touched or self._leases.queued or self._news
+        going = self._leases.touched or self._leases.queued or self._news or self.neighbourhood.alert
         late = self._now >= min(self._wake_at, self.book.valued_until())
         if not self._elide or going or late or self._shown is None:
             return False

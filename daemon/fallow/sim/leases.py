@@ -53,6 +53,8 @@ class Leases:
         "to submit with"
         self.touched = False
         "something has become of one of them; whoever looks sets it back"
+        self.taken = False
+        "Slurm takes a node from us; whoever looks sets it back"
         self._shown: dict[str, JobInfo] = {}
         "running allocation -> its job as it was taken in last; the engine makes a new one for each change"
         self._engine, self._runs, self._book, self._learner = engine, runs, book, learner
@@ -138,6 +140,7 @@ class Leases:
                 return self._book.trains(allocation)
             case Notice() if allocation.agents:
                 walltime = allocation.end_at is not None and at >= allocation.end_at
+                self.taken = self.taken or not (walltime or allocation.state is AllocationState.RELEASING)
                 self.release(allocation, "walltime" if walltime else "warned by Slurm", at)
             case Silent() if allocation.agents:
                 self._lost(allocation, "its node is silent", at, SILENT_S)
