@@ -14,7 +14,7 @@ from itertools import islice
 from fallow.core.allocations import Allocation
 from fallow.core.holes import CLOSED, Hole, Part, planned_ends, waits
 from fallow.core.kinds import Kind
-from fallow.core.limits import Limits
+from fallow.core.limits import Limit, Limits
 from fallow.core.reach import Reach
 from fallow.core.rules import Demand, HarvestRules, Known, may_take
 from fallow.core.unstarted import Sort
@@ -187,9 +187,8 @@ class Requests:
             if len(tried) > TRIES:
                 self._stop = f"not looked at: {TRIES} better ones are of no use either"
                 break
-            limit = self._limits.of(hole, demand, budget_node_s)
+            limit = self._limit(hole, demand, budget_node_s)
             if limit.minutes is None:
-                self._why[hole.node, hole.partition] = limit.why
                 continue
             self._taken.add(hole.node)
             self._count(demand.run, hole.partition, limit.minutes)
@@ -205,9 +204,8 @@ class Requests:
         for hole in self._coming_for(demand, coming):
             if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
                 continue
-            limit = self._limits.of(hole, demand, budget_node_s)
+            limit = self._limit(hole, demand, budget_node_s)
             if limit.minutes is None:
-                self._why[hole.node, hole.partition] = limit.why
                 continue
             self.waiting += 1
             self._count(demand.run, hole.partition, limit.minutes)
@@ -272,12 +270,17 @@ class Requests:
         end = planned_ends(self._cluster, {leaving.token}).get(node)
         length_s = None if end is None else max(0.0, end - leaving.end_at)
         hole = Hole(node, leaving.partition, length_s, self._known.watch.age_s(node, self._cluster.at))
-        limit = self._limits.of(hole, demand, budget_node_s)
+        limit = self._limit(hole, demand, budget_node_s)
         if limit.minutes is None:
-            self._why[hole.node, hole.partition] = limit.why
             return None
         self._count(demand.run, leaving.partition, limit.minutes)
         return Ask(demand.run, leaving.partition, limit.minutes, None, node, leaving.part, (), leaving.token)
+
+    def _limit(self, hole: Hole, demand: Demand, budget_node_s: float | None) -> Limit:
+        limit = self._limits.of(hole, demand, budget_node_s)
+        if limit.minutes is None:
+            self._why[hole.node, hole.partition] = limit.why
+        return limit
 
     def _count(self, run: str, partition: str, minutes: int) -> None:
         self._fresh += 1
