@@ -179,8 +179,9 @@ class Rig:
         """Have it come back."""
         self._control = await self.head.start()
 
-    def kill_store(self) -> None:
-        """As a crash would; the head starts it again."""
+    async def kill_store(self) -> None:
+        """As a crash would; the head starts it again, and has done so with one that was killed before."""
+        await until(lambda: alive(store_pid(self.paths)), "the store does not come back")
         os.kill(store_pid(self.paths), signal.SIGKILL)
 
     async def rosters(self) -> dict[str, Roster]:

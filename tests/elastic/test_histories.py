@@ -136,7 +136,7 @@ class Story:
             await self.rig.kill_head()
             await self.rig.start_head()
         elif kind == "store-kill":
-            self.rig.kill_store()
+            await self.rig.kill_store()
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ async def test_s5_e5_t7_the_coordinator_dies_during_a_change(
             await rig.kill_head()
             await rig.start_head()
         else:
-            rig.kill_store()
+            await rig.kill_store()
         run.signal("w2", signal.SIGCONT)
         await run.becomes(["w0", "w1", "w2"])
         assert (await run.view()).step > step

@@ -27,12 +27,13 @@ class Questions:
         self._changed = threading.Condition()
         self._answers: dict[int, KvReply | None] = {}
         self._last = 0
+        self._given_up = 0
 
     def ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
         """Ask, and wait for the answer.
 
         Raises:
-            RuntimeError: the head did not answer.
+            RuntimeError: the head did not answer, or the generation was given up.
         """
         with self._changed:
             self._last += 1
@@ -45,10 +46,15 @@ class Questions:
                 self._send(request)
                 left = end - time.monotonic()
                 with self._changed:
-                    self._changed.wait_for(lambda: self._answers[number] is not None, max(0.0, min(left, _ASK_AGAIN_S)))
+                    self._changed.wait_for(
+                        lambda: self._answers[number] is not None or generation <= self._given_up,
+                        max(0.0, min(left, _ASK_AGAIN_S)),
+                    )
                     reply = self._answers[number]
                 if reply is not None:
                     return reply
+                if generation <= self._given_up:
+                    raise RuntimeError(f"generation {generation} was given up")
                 if left <= 0:
                     raise RuntimeError(f"the head did not answer {op} {keys} within {timeout_s:g} s")
         finally:
@@ -61,3 +67,9 @@ class Questions:
             if reply.id in self._answers:
                 self._answers[reply.id] = reply
                 self._changed.notify_all()
+
+    def give_up(self, generation: int) -> None:
+        """Nothing comes of this generation and those before it: nobody waits for answers about them any more."""
+        with self._changed:
+            self._given_up = max(self._given_up, generation)
+            self._changed.notify_all()

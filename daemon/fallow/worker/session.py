@@ -132,6 +132,7 @@ class Session:
     def close(self) -> None:
         """Stop beats and link."""
         self._closed.set()
+        self._questions.give_up(self._highest)
         self._link.close()
 
     def send(self, message: FromWorker) -> None:
@@ -271,7 +272,10 @@ class Session:
 
     def _drop_next(self, reason: str) -> None:
         dropped, self._next = self._next, None
-        if dropped is not None and dropped.built is not None:
+        if dropped is None:
+            return
+        self._questions.give_up(dropped.prepare.generation)
+        if dropped.built is not None:
             dropped.built.drop(reason)
 
     def _break(self, generation: int, reason: str) -> None:
