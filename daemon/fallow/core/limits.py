@@ -92,6 +92,8 @@ class Limits:
         if shorter is not None:
             longest = min(longest, shorter)
         shortest = max(rules.min_minutes, demand.min_minutes)
+        if longest < shortest:
+            return Limit(why=_not_worth(hole, shortest, longest, most, rules.resolution_s))
         curve, costs = self._curve(hole.partition), self._costs(partition, demand)
         members = max(1, demand.members)
         key = (hole.partition, round(hole.age_s), shortest, longest, members, demand.pause_s)
