@@ -282,10 +282,17 @@ def requests_ahead(
     more = {d.run: d.nodes - asked.get(d.run, 0) for d in demands if d.run not in losing}
     have = {run: aims.nodes.get(run, 0) for run in more}
     open_to = [demand for demand in demands if more.get(demand.run, 0) > 0] if coming else []
-    while open_to and requests.waiting < rules.ahead:
+    known: dict[tuple[str, int, int], float] = {}
+
+    def gain(demand: Demand) -> float:
         # No more than may wait and be held: fewer than a stair of its speed takes would be withdrawn again.
-        left = {demand.run: min(more[demand.run], requests.may_come(demand, coming)) for demand in open_to}
-        gains = {demand.run: _gain_ahead(demand, have[demand.run], left[demand.run], rules) for demand in open_to}
+        key = _, held, left = demand.run, have[demand.run], min(more[demand.run], requests.may_come(demand, coming))
+        if key not in known:
+            known[key] = _gain_ahead(demand, held, left, rules)
+        return known[key]
+
+    while open_to and requests.waiting < rules.ahead:
+        gains = {demand.run: gain(demand) for demand in open_to}
         open_to = [demand for demand in open_to if gains[demand.run] > 0]
         for demand in sorted(open_to, key=lambda demand: -gains[demand.run]):
             wish = requests.ahead(demand, budgets[demand.run], coming)
