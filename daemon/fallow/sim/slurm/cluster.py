@@ -22,6 +22,8 @@ class Cluster:
         self.everything = (1 << len(self.names)) - 1
         self.jobs: list[list[Job]] = [[] for _ in self.names]
         "those on each node, ending ones included"
+        self.on_nodes: dict[int, Job] = {}
+        "those on any, by serial"
         self.gpus_used = [0] * len(self.names)
         self.cpus_used = [0] * len(self.names)
         self.has = [self._mask(n for n, g in enumerate(self.gpus) if g >= least) for least in range(max(self.gpus) + 1)]
@@ -101,6 +103,7 @@ class Cluster:
             self.theirs |= job.mask
         if job.partition.preempts:
             self.yielding |= job.mask
+        self.on_nodes[job.serial] = job
         for place in places(job.mask):
             self.jobs[place].append(job)
             self._count(job, place, 1)
@@ -113,6 +116,7 @@ class Cluster:
     def free(self, job: Job) -> None:
         """It has left them."""
         self.touched |= job.mask
+        del self.on_nodes[job.serial]
         for place in places(job.mask):
             jobs, bit = self.jobs[place], 1 << place
             jobs.remove(job)

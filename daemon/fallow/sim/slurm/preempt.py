@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fallow.sim.slurm.cluster import Cluster, places
 from fallow.sim.slurm.jobs import Job
-from fallow.sim.slurm.select import has, preemptable
+from fallow.sim.slurm.select import has, preemptable, with_room
 
 
 def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> list[Job]:
@@ -21,7 +21,7 @@ def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> l
     if job.required.bit_count() >= job.nodes:
         wanted &= job.required
     going: set[Job] = set()
-    room = _room(cluster, job, wanted, going)
+    room = wanted & with_room(cluster, job)
     chosen: list[Job] = []
     for victim in _in_order(cluster, job, wanted, youngest_first):
         if _enough(job, room):
@@ -65,7 +65,7 @@ def _room(cluster: Cluster, job: Job, wanted: int, gone: set[Job]) -> int:
 def _in_order(cluster: Cluster, job: Job, wanted: int, youngest_first: bool) -> list[Job]:
     found = {
         other.serial: other
-        for place in places(wanted)
+        for place in places(wanted & cluster.yielding)
         for other in cluster.jobs[place]
         if preemptable(other, job.partition.tier)
     }

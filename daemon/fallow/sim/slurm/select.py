@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 
-from fallow.sim.slurm.cluster import Cluster, lowest
+from fallow.sim.slurm.cluster import Cluster, lowest, places
 from fallow.sim.slurm.jobs import Component, Job
 
 WHOLE = -1
@@ -24,10 +24,7 @@ LAST_S = 1e12
 
 def nodes_now(cluster: Cluster, job: Job, allowed: int) -> int:
     """Nodes among `allowed` on which the job can start; 0: there are not enough."""
-    if job.whole:
-        free = allowed & cluster.empty & has(cluster, job.gpus)
-    else:
-        free = allowed & cluster.room[job.gpus] if job.gpus < len(cluster.room) else 0
+    free = allowed & with_room(cluster, job)
     if not _enough(job, free):
         return 0
     if job.preferred and not job.preferred & ~free:
@@ -46,6 +43,13 @@ def nodes_now(cluster: Cluster, job: Job, allowed: int) -> int:
                 return found
             found |= lowest(part, min(missing, part.bit_count()))
     return found
+
+
+def with_room(cluster: Cluster, job: Job) -> int:
+    """Nodes that could take it, or its share on each, beside those that are there."""
+    if job.whole:
+        return cluster.empty & has(cluster, job.gpus)
+    return cluster.room[job.gpus] if job.gpus < len(cluster.room) else 0
 
 
 def has(cluster: Cluster, gpus: int) -> int:
@@ -114,7 +118,6 @@ class Timelines:
     def __init__(self, cluster: Cluster, components: Collection[Component], now: float, late_s: float) -> None:
         """Args: late_s: how much longer a job is taken to run that is over its limit."""
         self._cluster = cluster
-        self._nodes = [place for component in components for place in component.nodes]
         self._mask = 0
         for component in components:
             self._mask |= component.mask
@@ -134,13 +137,7 @@ class Timelines:
         return self._known[kind]
 
     def _made(self, gpus: int, tier: int) -> Timeline:
-        changes: dict[float, int] = {0.0: self._mask & self._cluster.empty} if gpus == WHOLE else {}
-        for place in self._nodes:
-            if gpus == WHOLE and not self._cluster.jobs[place]:
-                continue
-            at = self._whole_at(place, tier) if gpus == WHOLE else self._room_at(place, gpus, tier)
-            if at is not None:
-                changes[at] = changes.get(at, 0) | 1 << place
+        changes = self._whole(tier) if gpus == WHOLE else self._with_room(gpus, tier)
         times, nodes, mask = sorted(changes), [], 0
         for at in times:
             mask |= changes[at]
@@ -156,12 +153,26 @@ class Timelines:
         jobs = self._cluster.jobs[place]
         return [job for job in jobs if not preemptable(job, tier)] if tier else jobs
 
-    def _whole_at(self, place: int, tier: int) -> float:
-        latest = 0.0
-        for job in self._cluster.jobs[place]:
-            if not (tier and preemptable(job, tier)):
-                latest = max(latest, self._end(job))
-        return latest
+    def _whole(self, tier: int) -> dict[float, int]:
+        """Time -> nodes that are empty from then on: each when the last of its jobs ends."""
+        jobs = (job for job in self._cluster.on_nodes.values() if job.mask & self._mask)
+        ends = [(self._end(job), job.mask) for job in jobs if not (tier and preemptable(job, tier))]
+        changes: dict[float, int] = {}
+        left = self._mask
+        for end, mask in sorted(ends, reverse=True):
+            changes[end] = changes.get(end, 0) | mask & left
+            left &= ~mask
+        changes[0.0] = changes.get(0.0, 0) | left
+        return changes
+
+    def _with_room(self, gpus: int, tier: int) -> dict[float, int]:
+        """Time -> nodes with so many GPUs to be had from then on."""
+        changes: dict[float, int] = {}
+        for place in places(self._mask):
+            at = self._room_at(place, gpus, tier)
+            if at is not None:
+                changes[at] = changes.get(at, 0) | 1 << place
+        return changes
 
     def _room_at(self, place: int, gpus: int, tier: int) -> float | None:
         cluster, jobs = self._cluster, self._staying(place, tier)
