@@ -24,6 +24,8 @@ class Cluster:
         "those on each node, ending ones included"
         self.on_nodes: dict[int, Job] = {}
         "those on any, by serial"
+        self._least_cpus: dict[tuple[str, int, bool], int] = {}
+        "partition, GPUs, whole nodes -> the fewest CPUs on any node there"
         self.gpus_used = [0] * len(self.names)
         self.cpus_used = [0] * len(self.names)
         self.has = [self._mask(n for n, g in enumerate(self.gpus) if g >= least) for least in range(max(self.gpus) + 1)]
@@ -94,6 +96,16 @@ class Cluster:
         if job.whole:
             return self.cpus[place]
         return max(1, self.cpus[place] * job.gpus // self.gpus[place]) if self.gpus[place] else 1
+
+    def least_cpus(self, job: Job) -> int:
+        """The fewest that it has on any of its nodes, or that it would get on any of its partition's; at least one."""
+        if job.mask:
+            return max(1, min(self.cpus_for(job, place) for place in places(job.mask)))
+        key = job.partition.name, job.gpus, job.whole
+        if key not in self._least_cpus:
+            among = places(job.partition.mask)
+            self._least_cpus[key] = max(1, min(self.cpus_for(job, place) for place in among))
+        return self._least_cpus[key]
 
     def take(self, job: Job) -> None:
         """The job has `job.mask` from now on."""

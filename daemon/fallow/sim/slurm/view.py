@@ -104,7 +104,7 @@ class View:
             het_job_id=None if job.het is None else job.het.leader,
             account=job.account,
             qos=job.qos,
-            cpus_per_node=max(1, min(cluster.cpus_for(job, p) for p in places(job.mask or job.partition.mask))),
+            cpus_per_node=cluster.least_cpus(job),
             gpus_per_node=job.gpus,
             exclusive=job.whole,
             required_nodes=cluster.names_of(job.required),
