@@ -76,8 +76,8 @@ class Requests:
         self._limits = Limits(cluster.at, self._partitions, rules, known, allocations, pending)
         self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
-        self._coming: dict[Sort, list[Hole]] = {}
-        "sort of runs -> the first nodes of others that it can use"
+        self._coming: dict[Sort, tuple[list[Hole], frozenset[str]]] = {}
+        "sort of runs -> the first nodes of others that it can use, and their partitions"
         self._held: dict[str, int] = {}
         "nodes held or asked for, by partition; a successor on the same node is the same one"
         self._taken: set[str] = set()
@@ -201,7 +201,7 @@ class Requests:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
         if self.waiting >= self._rules.ahead or self._full():
             return None
-        for hole in self._coming_for(demand, coming):
+        for hole in self._coming_for(demand, coming)[0]:
             if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
                 continue
             limit = self._limit(hole, demand, budget_node_s)
@@ -216,15 +216,18 @@ class Requests:
 
     def may_come(self, demand: Demand, coming: Iterable[Hole]) -> int:
         """Requests more for nodes that others still have which may be made for the run."""
-        there = {hole.partition for hole in self._coming_for(demand, coming)}
+        there = self._coming_for(demand, coming)[1]
         return min(self._rules.ahead - self.waiting, self._places(), sum(map(self._places, there)))
 
-    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> list[Hole]:
-        """The first nodes of others that it can use."""
-        if demand.sort not in self._coming:
-            suits = (h for h in coming if self._reach.suits(demand.sort, h.node, (h.partition,)))
-            self._coming[demand.sort] = list(islice(suits, TRIES))
-        return self._coming[demand.sort]
+    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> tuple[list[Hole], frozenset[str]]:
+        """The first nodes of others that it can use, and their partitions."""
+        sort = demand.sort
+        found = self._coming.get(sort)
+        if found is None:
+            suits = (h for h in coming if self._reach.suits(sort, h.node, (h.partition,)))
+            holes = list(islice(suits, TRIES))
+            found = self._coming[sort] = holes, frozenset(hole.partition for hole in holes)
+        return found
 
     def instead(self, waits: Allocation, demand: Demand, budget_node_s: float | None) -> Ask | None:
         """An idle node in place of a request that waits ahead; None: none will do, and it waits on.
