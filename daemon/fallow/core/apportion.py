@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 
 from fallow.core.flow import Flow
 
@@ -28,8 +29,7 @@ BRANCHES = 200
 EPSILON = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What nodes are worth to a run.
 
     Attributes:

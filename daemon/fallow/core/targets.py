@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from fallow.core.allocations import Allocation
 from fallow.core.apportion import Claim, apportion
@@ -20,8 +21,7 @@ MOVABLE_S = 600.0
 """A node that goes away sooner than this is not taken from its run for another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A node, idle or held, as far as it matters who can use it: in which of its partitions it may be asked for."""
 
     node: str
@@ -187,7 +187,7 @@ class _Supply:
 
     def add(self, place: Place) -> int:
         """Count a node; returns its kind."""
-        users = tuple(number for sort, number in self._sorts.items() if self._suits(sort, place))
+        users = tuple([number for sort, number in self._sorts.items() if self._suits(sort, place)])
         kind = self.places[place] = self._count(users, users)
         return kind
 
@@ -241,14 +241,17 @@ def _carried_out(
     wanted = {kind for run, _ in growing for kind in run.claim.kinds}
     free = supply.free()
     for run, target in zip(runs, nodes, strict=True):
-        withdrawn = [a for a in run.mine if a.token in pending][: max(0, len(run.mine) - target)]
+        if target >= len(run.mine):
+            out.more[run.party.run] = 0
+            continue
+        withdrawn = [a for a in run.mine if a.token in pending][: len(run.mine) - target]
         out.more[run.party.run] = -len(withdrawn)
         # Of the kind that somebody waits for; else, the newest.
         order = sorted(
             (a for a in run.mine if a.token not in pending),
             key=lambda a: (supply.kind[a.token] not in wanted, -(a.start_at or 0.0), a.token),
         )
-        released = order[: max(0, len(run.mine) - target - len(withdrawn))]
+        released = order[: len(run.mine) - target - len(withdrawn)]
         (out.unused if run.gains_nothing(target) else out.release).extend(released)
         for allocation in [*withdrawn, *released]:
             free[supply.kind[allocation.token]] += 1

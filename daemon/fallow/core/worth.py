@@ -140,15 +140,11 @@ def _changes(
         sizes.add(worth.urgent_nodes - base)
     chosen = sorted([x for x in sizes if low <= x <= high])
     price = PRICE * worth.weight
-    values: list[float] = []
-    for x in chosen:
-        then = known.get(base + x)
-        if then is None:
-            then = worth.of(base + x)
-        if then == now:
-            values.append(now - price * x)
-        else:
-            values.append((now + stays * (then - now) if x > held else then) - stall - price * x)
+    thens = [worth.of(base + x) if (then := known.get(base + x)) is None else then for x in chosen]
+    values = [
+        now - price * x if then == now else (now + stays * (then - now) if x > held else then) - stall - price * x
+        for x, then in zip(chosen, thens, strict=True)
+    ]
     return tuple(chosen), tuple(values)
 
 
