@@ -27,7 +27,7 @@ class Bucket:
     members: list[int]
     "indices of its parameters"
     waiting: int = 0
-    "those without a gradient in the current backward"
+    "those who have still to speak in the current backward"
     launched: bool = False
 
 

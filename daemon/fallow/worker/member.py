@@ -81,13 +81,7 @@ class Member:
             if prepared.reproducible:
                 enforce(prepared.devices())
             buffers = SharedBuffers(prepared.buffers, prepared.statistics)
-            named = prepared.parameters()
-            frozen = [parameter for _, parameter in named if not parameter.requires_grad]
-            for parameter in frozen:
-                parameter.requires_grad_(True)  # else it takes no hook
-            self._reducer = Reducer(named, buffers, prepared.arithmetic)
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+            self._reducer = Reducer(prepared.parameters(), buffers, prepared.arithmetic)
             self._reducer.flags = self._flags
             self._reducer.elastic = self.session is not None
             self._reducer.drift = not prepared.reproducible

@@ -2,10 +2,10 @@
 
 Void bodies of equal weight let autograd add up their gradients as it does without us; only between two backwards they
 are held here, so a void body leaves None behind. In the final body a hook puts weight x gradient into the parameter's
-place in a flat bucket, one pass over the memory, and lets go of it at once: small ones that waited for each other lay
-between the large ones that come and go, and had the allocator ask the system for fresh pages in each step. Buckets are
-reduced in a fixed order, each as soon as it is full, so that the network works while backward goes on. Beside the last
-one goes the control exchange, a small float64 vector.
+place in a flat bucket, one pass over the memory, and lets go of it. Small ones wait for each other (`speakers`), but not
+for long: they lie between the large ones that come and go, and would have the allocator ask the system for fresh pages
+in each step. Buckets are reduced in a fixed order, each as soon as it is full, so that the network works while backward
+goes on. Beside the last one goes the control exchange, a small float64 vector.
 
 What runs in each step is kept short in Python: after a pass over the model all that it touches has left the caches, and
 a call costs several times what it does in a loop by itself.
@@ -32,8 +32,9 @@ from fallow.worker.buffers import SharedBuffers
 from fallow.worker.control import Control, StepPlan
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.idle import Idle
+from fallow.worker.speakers import Speakers
 
-_grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
+_grad = attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -80,10 +81,7 @@ class Reducer:
         "by number of the backward in a body"
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._params)
-        ]
+        self._speakers = Speakers(self._params, self._make_hook)
         self._live = False
         self._final = False
         self._shard = 0
@@ -93,6 +91,8 @@ class Reducer:
         self._touched = [[False] * len(self._params)]
         "by number of the backward: parameters with something in their place"
         self._fired = [False] * len(self._params)
+        self._sums: list[int | None] = []
+        "by parameter: version of the sum of void bodies that lies in the place of its gradient; empty: there is none"
         self._adding = False
         "the hooks put gradients into buckets in this body"
         self._in_backward = False
@@ -229,16 +229,14 @@ class Reducer:
         for index, grad in grads:
             self._put_aside(index, grad, left=left)
         held = self._held.pop(self._number, None)
+        self._sums = []
         if held is not None:
             for parameter, grad in zip(self._params, held[1], strict=True):
                 parameter.grad = grad
+            self._sums = [None if grad is None else grad._version for grad in held[1]]
         self._fired = [False] * len(self._params)
-        frozen = not all(map(_trains, self._params))
+        self._speakers.begin(self._buckets.all)
         for bucket in self._buckets.all:
-            bucket.waiting = len(bucket.members)
-            if frozen:
-                # What was frozen since has no gradient to wait for.
-                bucket.waiting = sum(self._params[index].requires_grad for index in bucket.members)
             bucket.launched = False
         self._next = 0
 
@@ -255,6 +253,11 @@ class Reducer:
 
     def after_backward(self) -> None:
         """The end of an outermost backward: in the final body the round is completed here."""
+        if self._adding:
+            if not self.interrupted:
+                self._speakers.end(self._buckets)
+            if not self._final:
+                self._add_unspoken()
         self._arithmetic.settle()
         if not self._live:
             self._drop()
@@ -341,27 +344,43 @@ class Reducer:
         return self._sets[self._number]
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        params = self._params
+
         def hook(parameter: torch.Tensor) -> None:
             if not self._adding:
                 return
             if self.interrupted:
                 parameter.grad = None
                 return
-            bucket = self._sets[self._number].of[index]
+            number, speakers, fired, sums = self._number, self._speakers, self._fired, self._sums
+            bucket = self._sets[number].of[index]
             if bucket.launched:
                 raise self._twice(index)
-            grad = parameter.grad
-            if grad is None:
-                return
-            parameter.grad = None
-            self._add(self._number, index, grad, self._weight)
-            if not self._fired[index]:
-                self._fired[index] = True
+            whole = not fired[index]
+            for one in speakers.spoken_for[index]:
+                grad = params[one].grad
+                if grad is None or (sums and one != index and sums[one] == grad._version):
+                    whole = False
+                    speakers.missing()
+                    continue
+                params[one].grad = None
+                self._add(number, one, grad, self._weight)
+                fired[one] = True
+            speakers.heard(index)
+            if whole:
                 bucket.waiting -= 1
                 if not bucket.waiting and self._final:
                     self._launch_ready()
 
         return hook
+
+    def _add_unspoken(self) -> None:
+        """Gradients for which nobody has spoken, in a body behind which no bucket is reduced."""
+        for index, grad in enumerate(map(_grad, self._params)):
+            if grad is not None:
+                self._params[index].grad = None
+                if not self.interrupted:
+                    self._add(self._number, index, grad, self._weight)
 
     def _twice(self, index: int) -> FallowError:
         return FallowError(
@@ -371,7 +390,7 @@ class Reducer:
         )
 
     def _fill(self, bucket: Bucket, *, zeros: bool) -> None:
-        """What void bodies held of parameters without a gradient in this one goes to its place, too; else `zeros`."""
+        """What nobody has spoken for, or void bodies held, goes to its place, too; else `zeros`."""
         fired, touched = self._fired, self._touched[self._number]
         for index in bucket.members:
             if fired[index] and touched[index]:
