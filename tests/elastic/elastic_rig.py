@@ -181,8 +181,15 @@ class Rig:
 
     async def kill_store(self) -> None:
         """As a crash would; the head starts it again, and has done so with one that was killed before."""
-        await until(lambda: alive(store_pid(self.paths)), "the store does not come back")
+        await until(self.store_there, "the store does not come back")
         os.kill(store_pid(self.paths), signal.SIGKILL)
+
+    def store_there(self) -> bool:
+        """Its process is."""
+        try:
+            return alive(store_pid(self.paths))
+        except FileNotFoundError:
+            return False  # it is being started
 
     async def rosters(self) -> dict[str, Roster]:
         """What the store knows of the runs' memberships, read behind the head's back."""

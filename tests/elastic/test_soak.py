@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import Elastic, NurseryClient, Rig, alive, judge, until
+from elastic_rig import Elastic, NurseryClient, Rig, judge, until
 from test_histories import LEASE_S, Story
 
 from conftest import Undisturbed
@@ -107,7 +107,7 @@ async def test_a_thousand_events_on_one_run(nursery: NurseryClient, undisturbed:
             sample = done % SAMPLE_EVERY == 0
             await story.turn(kind, drawn.randrange(100), wait=sample or drawn.random() >= NOT_WAITED_FOR)
             if sample:
-                await until(lambda: alive(store_pid(rig.paths)), "the store does not come back")
+                await until(rig.store_there, "the store does not come back")
                 samples.append(measure(rig, story.run, story.anchor))
             if len(story.told) % 50 == 0:
                 print(len(story.told), "events", round(time.monotonic() - began), "s", flush=True)
