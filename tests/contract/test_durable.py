@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from fallow.config import Config
 from fallow.core.backoff import Asker
@@ -18,7 +21,9 @@ from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.forgetting import KEPT_REPORTS, reports
 from fallow.head.turn import Turn
+from fallow.local.driver import store_pid
 from fallow.model import ChangeKind, GenerationReport, Parts, RunSpec
+from fallow.store.server import find_server
 
 
 async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
@@ -70,6 +75,38 @@ async def test_reports_of_old_generations_are_written_once_and_found_again(tmp_p
         assert {revision for revision, _ in kept.values()} <= {1}, "written once"
         await durable.close()
     assert len(kept) == (3 * 47 - KEPT_REPORTS) // 10
+
+
+async def test_a_store_that_is_killed_again_and_again_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it starts: the head goes on as soon as one stands."""
+    starts, fails = tmp_path / "starts", tmp_path / "fails"
+    program = tmp_path / "bin" / "redis-server"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\necho >>{starts}\nif [ -s {fails} ]; then sed -i 1d {fails}; kill -9 $$; fi\n"
+        f'exec {find_server()} "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    durable = Durable(paths, None)
+    await durable.open()
+    try:
+        await durable.begin_term()
+        await durable.load(book, 0.0)
+        fails.write_text("once\nand again\n")
+        os.kill(store_pid(paths), signal.SIGKILL)
+        turn = Turn(book, 0.0, 0.0)
+        turn.notes["experience"] = b"one"
+        await durable.write(turn)
+        assert len(starts.read_text().splitlines()) == 4
+        await durable.load(book, 0.0)
+        assert durable.notes == {"experience": b"one"}
+    finally:
+        await durable.close()
 
 
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:

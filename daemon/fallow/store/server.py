@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from fallow.files import Paths, private_dir, write_private
 from fallow.model import Exit, FallowError
+from fallow.store.client import Unavailable
 
 START_S = 60.0
 "A long append-only file takes a while to read."
@@ -100,7 +101,12 @@ class RedisServer:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first."""
+        """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first.
+
+        Raises:
+            Unavailable: it was killed before it answered, which may go well the next time.
+            FallowError: it cannot be started.
+        """
         if self.alive:
             return
         program = self.program
@@ -157,6 +163,10 @@ class RedisServer:
         deadline = time.monotonic() + START_S
         while not await _answers(self._paths.redis_socket):
             if not self.alive:
+                assert self._process is not None
+                ended = self._process.returncode
+                if ended is not None and ended < 0:
+                    raise Unavailable(str(self._paths.redis_dir), f"killed by signal {-ended} at its start")
                 words = self._last_words()
                 raise FallowError(
                     f"{program} for {self._paths.redis_dir}: ended at start ({words}); see {self.log_file}",
