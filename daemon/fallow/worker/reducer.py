@@ -2,9 +2,9 @@
 
 Void bodies of equal weight let autograd add up their gradients as it does without us; only between two backwards they
 are held here, so a void body leaves None behind. In the final body a hook puts weight x gradient into the parameter's
-place in a flat bucket, one pass over the memory, and lets go of it. Small ones wait for each other (`speakers`), not for
-long: they lie between the large ones that come and go, and would have the allocator ask the system for fresh pages in
-each step. Buckets are reduced in a fixed order, each as soon as it is full, so that the network works while backward
+place in a flat bucket, one pass over the memory, and lets go of it. Small ones wait for each other (`speakers`), not
+for long: they lie between the large ones that come and go, and would have the allocator ask the system for fresh pages
+in each step. Buckets are reduced in a fixed order, each as soon as it is full, so that the network works while backward
 goes on. Beside the last one goes the control exchange, a small float64 vector.
 
 What runs in each step is kept short in Python: after a pass over the model all that it touches has left the caches, and
