@@ -63,6 +63,11 @@ class Worth:
     )
     "what `changes` has found"
 
+    def __post_init__(self) -> None:
+        if self.going:
+            # Every plan asks for all of them.
+            self._known.update({nodes: self._at(speed) for nodes, speed in self.speeds if nodes >= 1})
+
     def speed(self, nodes: int) -> float:
         """Steps per second with so many nodes."""
         if nodes < 1 or (nodes < self.least and not self.going):
@@ -74,14 +79,11 @@ class Worth:
         """Worth of training with so many nodes."""
         known = self._known.get(nodes)
         if known is None:
-            known = self._known[nodes] = self._of(nodes)
+            known = self._known[nodes] = self._at(self.speed(nodes)) if self.speeds else 0.0
         return known
 
-    def _of(self, nodes: int) -> float:
-        if not self.speeds:
-            return 0.0
-        one, speed = self.speeds[0][1], self.speed(nodes)
-        more = 0.0
+    def _at(self, speed: float) -> float:
+        one, more = self.speeds[0][1], 0.0
         if self.urgency > 1:
             more = (self.urgency - 1) * log1p(min(speed, self.speed(self.urgent_nodes)) / one)
         return self.weight * (log1p(speed / one) + more)
