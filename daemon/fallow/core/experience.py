@@ -106,9 +106,12 @@ class Experience(msgspec.Struct, kw_only=True):
 
 def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> float:
     """Median of the partition's fresh ones, else of all partitions', else the default."""
-    fresh = {name: [seconds for then, seconds in kept if at - then < FRESH_S] for name, kept in samples.items()}
-    seen = fresh.get(partition) or [seconds for of_one in fresh.values() for seconds in of_one]
-    return median(seen) if seen else default
+    own = samples.get(partition, ())
+    for there in ((own,), samples.values()):
+        seen = [seconds for kept in there for then, seconds in kept if at - then < FRESH_S]
+        if seen:
+            return median(seen)
+    return default
 
 
 class _Sighting:
