@@ -42,7 +42,6 @@ def share_out(
         between_s: from one node that comes to the next, as a rule.
     """
     parts: dict[str, set[Part | None]] = {}
-    whole: set[Part | None] = {None}
     for hole in holes:
         parts.setdefault(hole.node, set()).add(hole.part)
     sorts = {demand.run: demand.sort for demand in demands}
@@ -51,8 +50,10 @@ def share_out(
     offers = _Offers(list(sorts.values()), holes, held, pending, reach, rules)
 
     def suits(sort: Hashable, place: Place) -> bool:
-        node, partitions = place
-        return any(reach.suits(cast(Sort, sort), node, partitions, part) for part in parts.get(node, whole))
+        there = parts.get(place.node)
+        if there is None:
+            return reach.suits(cast(Sort, sort), place.node, place.partitions)
+        return any(reach.suits(cast(Sort, sort), place.node, place.partitions, part) for part in there)
 
     def fits(allocation: Allocation, place: Place) -> bool:
         there = allocation.part is None or allocation.part.node == place.node

@@ -171,7 +171,7 @@ class Book:
         run = self._runs[name]
         live = [a for a in run.allocations.values() if a.state in STAYING]
         replaced = {a.replaces for a in live}
-        staying = sum(max(1, len(a.agents)) for a in live if a.token not in replaced)
+        staying = sum([len(a.agents) or 1 for a in live if a.token not in replaced])
         homes = (nodes[node] for a in live if a.active_at is not None for node in a.agents if node in nodes)
         return Demand(
             run=name,
