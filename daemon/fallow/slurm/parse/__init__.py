@@ -1,0 +1,65 @@
+"""Readers of what Slurm's commands print: pure functions, tried on real output of 22.05, 24.11, 25.11
+and 26.05.
+
+Text, not `--json`: the JSON of 22.05 ignores filters, and its shape changes with every release. What users
+can choose (job names, comments) may hold any character, line ends too, so rows of jobs carry separators
+that nobody can guess (`JobFormat`). What only administrators choose is read from `scontrol -o`, where the
+first `Key=` of a line is the true one.
+
+An unknown state stays as the text it is; a time or number that cannot be read is None or 0, never an error.
+"""
+
+from __future__ import annotations
+
+from fallow.slurm.parse.configuration import config
+from fallow.slurm.parse.inventory import cluster, node, partition, reservation
+from fallow.slurm.parse.qos import QOS_COLUMNS, qos_exempt_s, qos_grace_s, qos_preempt_modes, qos_preempted_by
+from fallow.slurm.parse.queue import ENDED_STATES, JOB_FIELDS, JobFormat, job, jobs
+from fallow.slurm.parse.submission import complaint, is_refusal, submitted_id
+from fallow.slurm.parse.values import (
+    count,
+    duration,
+    folded,
+    gpu_types,
+    gpus,
+    megabytes,
+    names,
+    node_state,
+    nodes,
+    preempt_mode,
+    when,
+    word,
+)
+
+__all__ = [
+    "ENDED_STATES",
+    "JOB_FIELDS",
+    "QOS_COLUMNS",
+    "JobFormat",
+    "cluster",
+    "complaint",
+    "config",
+    "count",
+    "duration",
+    "folded",
+    "gpu_types",
+    "gpus",
+    "is_refusal",
+    "job",
+    "jobs",
+    "megabytes",
+    "names",
+    "node",
+    "node_state",
+    "nodes",
+    "partition",
+    "preempt_mode",
+    "qos_exempt_s",
+    "qos_grace_s",
+    "qos_preempt_modes",
+    "qos_preempted_by",
+    "reservation",
+    "submitted_id",
+    "when",
+    "word",
+]

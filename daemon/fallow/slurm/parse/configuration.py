@@ -1,0 +1,59 @@
+"""The site's settings: `scontrol show config`."""
+
+from __future__ import annotations
+
+import re
+
+from fallow.model import ClusterConfig
+from fallow.slurm.parse.values import count, duration, names, preempt_mode, when, word
+
+
+def config(text: str) -> tuple[ClusterConfig, float | None]:
+    """Output of `scontrol show config`, and slurmctld's clock when it answered."""
+    values: dict[str, str] = {}
+    for line in text.splitlines():
+        key, mark, value = line.partition("=")
+        if mark:
+            values.setdefault(key.strip(), word(value))
+    scheduler = values.get("SchedulerParameters", "")
+    interval = re.search(r"(?:^|,)bf_interval=(-?\d+)", scheduler)
+    private = values.get("PrivateData", "")
+    as_of = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
+    found = ClusterConfig(
+        cluster=values.get("ClusterName", ""),
+        slurm_version=values.get("SLURM_VERSION", ""),
+        preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
+        preempt_mode=preempt_mode(values.get("PreemptMode", "")),
+        preempt_exempt_s=duration(values.get("PreemptExemptTime", "")) or 0.0,
+        accounting=not (kind := values.get("AccountingStorageType", "")).endswith("none") and bool(kind),
+        kill_wait_s=_seconds(values.get("KillWait"), 30.0),
+        backfill_interval_s=float(interval[1]) if interval else 30.0,
+        message_timeout_s=_seconds(values.get("MessageTimeout"), 10.0),
+        slurmd_timeout_s=_seconds(values.get("SlurmdTimeout"), 300.0),
+        private_data=[name for name in private.split(",") if name and name != "none"],
+        priority_type=values.get("PriorityType", ""),
+        scheduler_parameters=scheduler,
+        priority_weights=_weights(values),
+        priority_flags=names(values.get("PriorityFlags", "")),
+        site_factor="" if (plugin := values.get("PrioritySiteFactorPlugin", "")).endswith("none") else plugin,
+        select_type=values.get("SelectType", ""),
+    )
+    return found, when(as_of[1]) if as_of else None
+
+
+def _weights(values: dict[str, str]) -> dict[str, int]:
+    """`PriorityWeightAge = 1000`, and `PriorityWeightTRES = CPU=1000,GRES/gpu=3000`; those that are 0 left out."""
+    found: dict[str, int] = {}
+    for key, value in values.items():
+        name = key.removeprefix("PriorityWeight")
+        if name == "TRES":
+            found |= {f"TRES {kind}": count(weight) for kind, _, weight in (w.partition("=") for w in value.split(","))}
+        elif name != key:
+            found[name] = count(value)
+    return {name: weight for name, weight in found.items() if weight}
+
+
+def _seconds(text: str | None, default: float) -> float:
+    """`5 sec`."""
+    match = re.match(r"\d+", text or "")
+    return float(match[0]) if match else default

@@ -1,0 +1,153 @@
+"""Jobs: `squeue -O`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fallow.model import JobInfo
+from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, when, word
+
+ENDED_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+    | {"REVOKED", "TIMEOUT"}
+)
+"Job states after which nothing of a job is left (squeue(1), JOB STATE CODES)."
+
+JOB_FIELDS = (
+    *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
+    *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
+    *("NumCPUs", "NumTasks", "NTPerNode", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
+    *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
+    *("Account", "QOS", "Reservation", "Feature", "Dependency"),
+    *("ArrayJobID", "ArrayTaskID"),
+    *("Reason", "Name", "Comment"),  # what users or sentences fill, last
+)
+"""Fields of `squeue -O` that a `JobInfo` is made of.
+
+Of a field that it does not know, squeue of any version prints our separator alone, complains on standard error and goes
+on: ExcNodes came with 24.05, Exclusive with 26.05.
+"""
+
+
+@dataclass(frozen=True)
+class JobFormat:
+    """Order of fields and the separators between and after them.
+
+    With separators made anew for each call no user can give a job a name that reads like another row.
+    """
+
+    fields: tuple[str, ...]
+    separator: str
+    end: str
+
+    @classmethod
+    def fresh(cls, nonce: str) -> JobFormat:
+        return cls(JOB_FIELDS, f"|{nonce}|", f"|{nonce}.")
+
+    @property
+    def option(self) -> str:
+        """Value of `squeue -O`: a suffix and no width, so that nothing is cut off."""
+        marks = [self.separator] * (len(self.fields) - 1) + [self.end]
+        return ",".join(f"{name}:{mark}" for name, mark in zip(self.fields, marks, strict=True))
+
+
+def jobs(text: str, layout: JobFormat) -> list[JobInfo]:
+    """Rows of `squeue -h -O`. Rows with another number of fields are left out."""
+    found = []
+    for row in text.split(layout.end):
+        values = row.lstrip("\n").split(layout.separator)
+        if len(values) == len(layout.fields):
+            found.append(job(dict(zip(layout.fields, values, strict=True))))
+    return found
+
+
+def job(row: Mapping[str, str]) -> JobInfo:
+    """A job from the texts of `JOB_FIELDS`, as squeue prints them; a field may be missing."""
+    num_nodes = count(row.get("NumNodes", "1"))
+    gpus_each, gpu_type = _job_gpus(row, num_nodes)
+    tasks, cpus_per_task, memory_per_task = _tasks(row, num_nodes)
+    return JobInfo(
+        job_id=row["JobID"].strip(),
+        name=row.get("Name", ""),
+        user=row.get("UserName", ""),
+        state=row["State"].strip().upper(),
+        partition=row.get("Partition", ""),
+        reason=word(row.get("Reason", "")),
+        nodes=nodes(row.get("NodeList", "")),
+        num_nodes=num_nodes,
+        planned_nodes=nodes(row.get("SchedNodes", "")),
+        submit_at=when(row.get("SubmitTime", "")),
+        start_at=when(row.get("StartTime", "")),
+        end_at=when(row.get("EndTime", "")),
+        time_limit_s=duration(row.get("TimeLimit", "")),
+        preempt_at=when(row.get("PreemptTime", "")),
+        priority=count(row.get("PriorityLong", "")),
+        comment=word(row.get("Comment", "")),
+        het_job_id=word(row.get("HetJobID", "")) or None,
+        account=word(row.get("Account", "")),
+        qos=word(row.get("QOS", "")),
+        constraint=word(row.get("Feature", "")),
+        cpus_per_node=_each(count(row.get("NumCPUs", "1")), num_nodes),
+        memory_mb_per_node=_job_memory_mb(row, num_nodes),
+        gpus_per_node=gpus_each,
+        gpu_type=gpu_type,
+        tasks=tasks,
+        cpus_per_task=cpus_per_task,
+        memory_mb_per_task=memory_per_task,
+        exclusive=(shared := _shared(row)) in ("NO", "NODE", "TOPO"),
+        exclusive_user=shared == "USER",
+        required_nodes=nodes(row.get("ReqNodes", "")),
+        excluded_nodes=nodes(row.get("ExcNodes", "")),
+        dependency=word(row.get("Dependency", "")),
+        eligible_at=when(row.get("EligibleTime", "")),
+        reservation=word(row.get("Reservation", "")),
+        array_job_id=row["ArrayJobID"].strip() if word(row.get("ArrayTaskID", "")) else "",
+        array_tasks=word(row.get("ArrayTaskID", "")) if row["State"].strip() == "PENDING" else "",
+    )
+
+
+def _shared(row: Mapping[str, str]) -> str:
+    """With whom it shares nodes, in OverSubscribe's words: NO (nobody), USER, OK ...
+
+    From 26.05 on OverSubscribe is NO for nearly every job, and Exclusive says what it said before.
+    """
+    newer = word(row.get("Exclusive", ""))
+    return "OK" if newer == "NO" else newer or word(row.get("OverSubscribe", ""))
+
+
+def _each(total: int, num_nodes: int) -> int:
+    return -(-total // max(num_nodes, 1))
+
+
+def _job_memory_mb(row: Mapping[str, str], num_nodes: int) -> int:
+    """From the TRES, which say what MinMemory does not: whether it is per CPU or per node."""
+    match = re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
+    return _each(megabytes(match[1]), num_nodes) if match else megabytes(row.get("MinMemory", ""))
+
+
+def _tasks(row: Mapping[str, str], num_nodes: int) -> tuple[int, int, int]:
+    """Tasks that Slurm may spread over the nodes as it likes (0: it may not), and CPUs and MiB for each of them."""
+    tasks, cpus = count(row.get("NumTasks", "")), count(row.get("NumCPUs", ""))
+    free = row.get("NTPerNode", "").strip() == "0" and not gpu_types(row.get("tres-per-task", ""))
+    spread = free and row["State"].strip().upper() == "PENDING" and 1 < num_nodes < tasks
+    if not spread or not cpus or cpus % tasks:
+        return 0, 1, 0
+    per_cpu, total = megabytes(row.get("MinMemory", "")), re.search(r"(?:^|,)mem=([^,]+)", row.get("tres-alloc", ""))
+    by_cpu = total is not None and per_cpu * cpus == megabytes(total[1])
+    return tasks, cpus // tasks, per_cpu * (cpus // tasks) if by_cpu else 0
+
+
+def _job_gpus(row: Mapping[str, str], num_nodes: int) -> tuple[int, str]:
+    """GPUs on each node and their type; "" where it asks for any, or for several types."""
+    total, kinds = 0, set()
+    for field, times, over in (
+        ("tres-per-node", 1, 1),
+        ("tres-per-job", 1, num_nodes),
+        ("tres-per-task", count(row.get("NumTasks", "1")), num_nodes),
+    ):
+        asked = gpu_types(row.get(field, ""))
+        total = max(total, _each(sum(asked.values()) * times, over))
+        kinds |= set(asked)
+    return total, kinds.pop() if len(kinds) == 1 else ""

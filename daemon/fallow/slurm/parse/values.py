@@ -1,0 +1,141 @@
+"""Small values, as all of Slurm's commands write them: numbers, times, sizes, lists of nodes, states of a node."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Collection
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+_NOTHING = frozenset(
+    ["", "(null)", "N/A", "n/a", "None", "Unknown", "UNLIMITED", "INFINITE", "INVALID", "NOT_SET", "Partition_Limit"]
+)
+# sinfo(1), NODE STATE CODES: one character behind the state stands for a flag
+_STATE_SUFFIXES = {
+    "*": "NOT_RESPONDING",
+    "~": "POWERED_DOWN",
+    "#": "POWERING_UP",
+    "!": "POWER_DOWN",
+    "%": "POWERING_DOWN",
+    "$": "MAINTENANCE",
+    "@": "REBOOT_REQUESTED",
+    "^": "REBOOT_ISSUED",
+    "-": "PLANNED",
+}
+_FLAG_NAMES = {"MAINT": "MAINTENANCE", "NO_RESPOND": "NOT_RESPONDING", "RES": "RESERVED"}
+_MULTIPLES = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def word(text: str) -> str:
+    """The text, or "" for Slurm's ways to say that there is none."""
+    text = text.strip()
+    return "" if text in _NOTHING else text
+
+
+def nodes(text: str) -> list[str]:
+    """Names in a folded node list, sorted; [] for none. A list that cannot be read counts as none."""
+    text = word(text)
+    if not text or text == "ALL":
+        return []
+    if not any(mark in text for mark in "[],@"):
+        return [text]  # by far the most: jobs of one node
+    try:
+        # NOGROUP: else `@name` in a node list would make ClusterShell run the site's group commands
+        return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
+    except NodeSetException:
+        return []
+
+
+def folded(found: Collection[str]) -> str:
+    """Names as a node list, `n[1-3],gpu7`; empty for none."""
+    return str(NodeSet.fromlist(sorted(found), resolver=RESOLVER_NOGROUP)) if found else ""
+
+
+def when(text: str) -> float | None:
+    """A point in time in Unix seconds: epoch (SLURM_TIME_FORMAT=%s) or ISO in UTC (TZ=UTC); else None."""
+    text = word(text)
+    if text.isdigit():
+        return float(text) or None
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()
+
+
+def duration(text: str) -> float | None:
+    """Seconds of `5:00` (minutes:seconds), `1:00:00`, `1-00:00:00`, `2-12` (days-hours), `90` (minutes); None:
+    unlimited or not given.
+    """
+    text = word(text)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return float(int(days) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    if len(numbers) == 3:
+        return float(numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
+    minutes, seconds = [*numbers, 0][:2]
+    return float(minutes * 60 + seconds)
+
+
+def count(text: str) -> int:
+    """A number of things: `8`, `8-8` (the least of a range), `2K`; 0 when there is none."""
+    match = re.match(r"(\d+(?:\.\d+)?)([KMG]?)", word(text))
+    return int(float(match[1]) * _MULTIPLES.get(match[2], 1)) if match else 0
+
+
+def gpu_types(text: str) -> dict[str, int]:
+    """GPUs by type in a list of gres or TRES, type "" where none is named: `gpu:a100:2(IDX:0,2),nvme:1`,
+    `gres:gpu:2`, `gres/gpu:a100=2`, `gpu`.
+    """
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", word(text)).split(","):
+        name, *rest = re.split("[:=]", re.sub("^gres[:/]", "", item))
+        if name == "gpu":
+            number = rest.pop() if rest and re.fullmatch(r"\d+[KMG]?", rest[-1]) else "1"
+            kind = ":".join(rest)
+            found[kind] = found.get(kind, 0) + count(number)
+    return found
+
+
+def gpus(text: str) -> int:
+    """GPUs in a gres list: `gpu:4`, `gpu:a100:2(IDX:0,2),gpu:v100:1,nvme:1`."""
+    return sum(gpu_types(text).values())
+
+
+def megabytes(text: str) -> int:
+    """MiB of `4000M`, `2.5G`, `1T`, `500` (MiB); 0 when there is none."""
+    match = re.match(r"(\d+(?:\.\d+)?)([KMGTP]?)", word(text))
+    return int(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1)) if match else 0
+
+
+def names(text: str) -> list[str]:
+    """Words of a list with commas; [] for none and for ALL."""
+    return [] if text.strip() == "ALL" else [name for name in word(text).split(",") if name]
+
+
+def node_state(text: str) -> tuple[str, list[str]]:
+    """Base state and flags of `IDLE+PLANNED`, `DOWN*`, `mixed-`, `IDLE+CLOUD+POWERED_DOWN`."""
+    flags: list[str] = []
+    base = ""
+    for part in text.strip().upper().split("+"):
+        name = part.rstrip("".join(_STATE_SUFFIXES))
+        suffixes = [_STATE_SUFFIXES[mark] for mark in part[len(name) :]]
+        if not base:
+            base = name
+        elif name:
+            flags.append(_FLAG_NAMES.get(name, name))
+        flags += suffixes
+    return base, list(dict.fromkeys(flags))
+
+
+def preempt_mode(text: str) -> str:
+    """What happens to a job: `GANG,SUSPEND`, `REQUEUE`, `cancel,within`; OFF where nothing is said."""
+    # The other words say whose jobs, or how SUSPEND is carried out.
+    modes = [mode for mode in word(text).upper().split(",") if mode in ("CANCEL", "REQUEUE", "SUSPEND")]
+    return modes[0] if modes else "OFF"
