@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -37,8 +41,8 @@ def waits(job_id: str, nodes: int = 1, **more: object) -> JobInfo:
 
 
 def runs(job_id: str, nodes: list[str], **more: object) -> JobInfo:
-    known = {"partition": "p", "exclusive": True, "name": "theirs", "user": "bob", **more}
-    return JobInfo(job_id=job_id, state="RUNNING", nodes=nodes, **known)  # type: ignore[arg-type]
+    known = {"partition": "p", "exclusive": True, "name": "theirs", "user": "bob", "state": "RUNNING", **more}
+    return JobInfo(job_id=job_id, nodes=nodes, **known)  # type: ignore[arg-type]
 
 
 def held(name: str, age: float = 100.0, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
@@ -545,3 +549,54 @@ def test_jobs_that_share_nodes_never_wait_for_what_we_keep(case: tuple[ClusterSt
             without_us += waiting.jobs
     assert started == without_us
     assert len(given) <= len(best(state, without_us, free, newest) or []) + 1
+
+
+def decisions(seed: int) -> list[object]:
+    """What is given up in made-up clusters where jobs, and what is held, have several nodes."""
+    dice, found = random.Random(seed), list[object]()
+    for _ in range(60):
+        names = [f"n{number}" for number in range(12)]
+        nodes = [node(name, "ALLOCATED", features=dice.sample("abc", 2)) for name in names]
+        dice.shuffle(names)
+        ours: list[Allocation] = []
+        while names:
+            mine = [names.pop() for _ in range(min(len(names), dice.randint(1, 3)))]
+            leaves = AllocationState.RELEASING if dice.random() < 0.4 else AllocationState.RUNNING
+            ours.append(msgspec.structs.replace(held(mine[0], dice.randint(10, 500)), nodes=mine, state=leaves))
+        jobs = [
+            waits(
+                str(number),
+                dice.randint(1, 4),
+                constraint=dice.choice(["", "a", "b|c"]),
+                exclusive=dice.random() < 0.5,
+                cpus_per_node=dice.randint(1, 3),
+            )
+            for number in range(dice.randint(1, 8))
+        ]
+        leaving = [
+            runs(f"8{i}", a.nodes, name=a.token, state="COMPLETING")
+            for i, a in enumerate(ours)
+            if a.state is AllocationState.RELEASING
+        ]
+        state = cluster(nodes, jobs, [a for a in ours if a.state is AllocationState.RUNNING])
+        told = assess(msgspec.structs.replace(state, jobs=[*state.jobs, *leaving]), ours)
+        found += [told.give_back, told.leaving, sorted(told.spoken_for), [sorted(n) for _, n in told.offered]]
+    return found
+
+
+def test_the_same_is_given_up_in_every_process() -> None:
+    """Sets of names come in another order in each."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from test_neighbour import decisions; print(decisions(1))"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for hash_seed in range(1, 5)
+    ]
+    assert "GiveBack" in printed[0]
+    assert len(set(printed)) == 1

@@ -141,7 +141,8 @@ class _Slots:
     group: _Group
     owners: frozenset[int]
     "jobs in it; no job takes the same node twice"
-    taken: set[str] = field(default_factory=set)
+    taken: dict[str, None] = field(default_factory=dict)
+    "its nodes, in the order in which they came: what is moved first must not depend on the process"
 
 
 class Packing:
@@ -415,7 +416,7 @@ class Packing:
 
     def _set(self, index: int, node: str) -> None:
         rank, slots = self._rank[node], self._slots[index]
-        slots.taken.add(node)
+        slots.taken[node] = None
         slots.group.held[node] = index
         self._holder[node] = index
         self._free[rank] = 0
@@ -424,7 +425,7 @@ class Packing:
 
     def _unset(self, index: int, node: str) -> None:
         rank, slots = self._rank[node], self._slots[index]
-        slots.taken.discard(node)
+        slots.taken.pop(node, None)
         del slots.group.held[node]
         del self._holder[node]
         self._free[rank] = 1

@@ -102,7 +102,7 @@ def assess(
     nodes = view.packing.nodes()
     takers: dict[str, list[Waiting]] = {}
     for job, number in placed:
-        for node in nodes[number]:
+        for node in sorted(nodes[number]):  # sets come in another order in each process
             takers.setdefault(node, []).append(job)
     found = view.standing(takers, others)
     now = view.free_now
