@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
 from fallow.core.neighbour import Standing, assess
-from fallow.core.waiting import array_elements, others_waiting
+from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
 from fallow.model import (
     AllocationKind,
     AllocationState,
+    ClusterConfig,
     ClusterState,
     JobInfo,
     NodeInfo,
@@ -600,3 +601,54 @@ def test_the_same_is_given_up_in_every_process() -> None:
     ]
     assert "GiveBack" in printed[0]
     assert len(set(printed)) == 1
+
+
+MANY = [PartitionInfo(partition="cpu", nodes=["n1", "n2"]), PartitionInfo(partition="gpu", nodes=["n3", "n4"])]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_thousands_that_wait_in_another_partition_hide_nobody(everywhere: bool) -> None:
+    """The 3,001st of all is the first that waits for nodes of ours, also where some partition has all nodes."""
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED"), node("n3", "ALLOCATED"), node("n4", "ALLOCATED")]
+    crowd = [waits(str(i), partition="cpu", reason="Priority", priority=9000 - i) for i in range(3000)]
+    alice = waits("4000", partition="gpu", priority=4000)
+    ours = [held("n3", 200, partition="gpu"), held("n4", 100, partition="gpu")]
+    theirs = [runs("5000", ["n1", "n2"], partition="cpu")]
+    more = [PartitionInfo(partition="all", nodes=["n1", "n2", "n3", "n4"])] if everywhere else []
+    found = standing(nodes, [*crowd, alice, *theirs], ours, partitions=[*MANY, *more])
+    assert given_back(found) == ["n4"]
+    assert found.wanted == {"cpu", "gpu"}
+
+
+def test_thousands_that_start_in_another_partition_hide_nobody() -> None:
+    nodes = [msgspec.structs.replace(node("n1"), cpus=5000, memory_mb=0), node("n2"), node("n3", "ALLOCATED")]
+    some = {"array_tasks": "0-199", "exclusive": False}
+    crowd = [waits(str(i), partition="cpu", priority=9000 - i, **some) for i in range(8)]
+    ours = [held("n3", partition="gpu")]
+    found = standing(nodes, [*crowd, waits("4000", partition="gpu", priority=4000)], ours, partitions=MANY)
+    assert given_back(found) == ["n3"]
+
+
+def test_of_one_partition_the_first_are_looked_at_and_as_many_as_the_site_looks_at() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    wide = [waits(str(i), 3, reason="Priority", priority=9000 - i) for i in range(LOOKED_AT)]
+    state = cluster(nodes, [*wide, waits("4000", priority=4000)], [held("n1")])
+    assert given_back(assess(state, [held("n1")])) == []
+    assert given_back(assess(state, [held("n1")], most=LOOKED_AT + 1)) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "most"), [("bf_interval=1", 500), ("bf_max_job_test=20", 500), ("x,bf_max_job_test=2000", 2000)]
+)
+def test_how_many_are_looked_at(said: str, most: int) -> None:
+    assert looked_at(ClusterConfig(cluster="c", slurm_version="25.11.0", scheduler_parameters=said)) == most
+    assert looked_at(None) == LOOKED_AT
+
+
+def test_a_request_that_comes_before_the_last_of_thousands_competes() -> None:
+    request = held("r", state=AllocationState.PENDING)
+    crowd = [waits(str(i), 5, reason="Priority", priority=9000 - i) for i in range(3000)]
+    mine = waits("9000", name="ours-r", priority=7000)
+    assert standing([node("n1")], [*crowd, mine], [request]).compete == {"ours-r"}
+    last = msgspec.structs.replace(mine, priority=6000)
+    assert standing([node("n1")], [*crowd, last], [request]).compete == frozenset()

@@ -20,7 +20,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
-from fallow.core.waiting import Waiting, is_ours, others_waiting
+from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting
 from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16
@@ -38,7 +38,8 @@ MessageTimeout (40 s by default; `select_nodes` in Slurm's src/slurmctld/node_sc
 whole queue (60 s). Tried on 22.05."""
 
 STARTS = 1000
-"""Jobs (elements of arrays each) that are placed at once: twice as many as one cycle of Slurm's backfill looks at."""
+"""Jobs (elements of arrays each) that are placed at once in a partition: twice as many as one cycle of Slurm's backfill
+looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def assess(
     former: Collection[str] = (),
     whole_nodes: bool = False,
     declined: Callable[[Waiting], frozenset[str]] = lambda _: frozenset(),
+    most: int = LOOKED_AT,
 ) -> Standing:
     """What the jobs that wait need of us.
 
@@ -86,6 +88,7 @@ def assess(
         former: tokens of harvest allocations that are over; Slurm may still show their jobs.
         whole_nodes: the site never shares nodes between jobs (select/linear).
         declined: nodes on which Slurm does not start a job, for reasons that a poll does not show.
+        most: jobs that are looked at, in all and in each partition with nodes that they could have.
     """
     # Base jobs that wait, and whatever else has normal priority, are others' jobs to what was picked up idle, as they
     # are to Slurm where it preempts.
@@ -96,9 +99,13 @@ def assess(
     view = _View(cluster, allocations, former, whole_nodes, declined)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
-    for job in others:
-        if len(placed) < STARTS:
-            placed += [(job, number) for number in view.place(job)]
+    started: dict[str, int] = {}
+    for job in foremost(others, most, view.near):
+        if any(started.get(name, 0) < STARTS for name in job.partitions):
+            numbers = view.place(job)
+            placed += [(job, number) for number in numbers]
+            for name in job.partitions if numbers else ():
+                started[name] = started.get(name, 0) + len(numbers)
     nodes = view.packing.nodes()
     takers: dict[str, list[Waiting]] = {}
     for job, number in placed:
@@ -171,6 +178,11 @@ class _View:
         "(Unix time, nodes that are kept for a planned job from then on)"
         self._fits: dict[object, frozenset[str]] = {}
         self._looks = DIVIDED
+
+    @property
+    def near(self) -> frozenset[str]:
+        """Partitions with nodes that have room, or would without us."""
+        return frozenset(name for name, nodes in self._nodes.items() if not nodes.isdisjoint(self._within_reach))
 
     @property
     def free_now(self) -> frozenset[str]:
@@ -381,13 +393,20 @@ class _View:
         for job in self._cluster.jobs if tokens else ():
             for token in tokens.intersection((job.name, *job.comment.split())):
                 mine[token] = max(mine.get(token, 0), job.priority)
+        # Slurm tells these apart by partition and QOS alone; there may be many thousands.
+        last: dict[object, Waiting] = {}
+        for waiting in others if tokens else ():
+            if (lowest := _lowest(waiting)) > 0:
+                sort = tuple((each.partition, each.qos) for each in waiting.jobs)
+                if sort not in last or lowest < _lowest(last[sort]):
+                    last[sort] = waiting
         least: dict[str, float] = {}
         found: set[str] = set()
         for request in self._pending:
             name = request.partition
             if name not in least:
                 # Whom Slurm makes room for may come after us.
-                beside = [job for job in others if not self._slurm_takes(name, [job])]
+                beside = [other for other in last.values() if not self._slurm_takes(name, [other])]
                 least[name] = self._least_priority(name, beside)
             wanted = spoken_for.get(name, frozenset())
             node = request.pinned or (request.part.node if request.part is not None else "")
@@ -396,14 +415,18 @@ class _View:
         return frozenset(found)
 
     def _least_priority(self, partition: str, others: Sequence[Waiting]) -> float:
-        """Of the jobs that wait for nodes of a partition; those without any priority are held."""
+        """Of the jobs that wait for nodes of a partition."""
         beside = {
             name
             for name, nodes in self._nodes.items()
             if name == partition or not nodes.isdisjoint(self._nodes.get(partition, frozenset()))
         }
-        found = (min(j.priority for j in job.jobs) for job in others if not beside.isdisjoint(job.partitions))
-        return min((priority for priority in found if priority > 0), default=float("inf"))
+        return min((_lowest(job) for job in others if not beside.isdisjoint(job.partitions)), default=float("inf"))
+
+
+def _lowest(waiting: Waiting) -> int:
+    """Priority of its last component; those without any are held."""
+    return min(job.priority for job in waiting.jobs)
 
 
 def _allows(partition: PartitionInfo, job: JobInfo) -> bool:

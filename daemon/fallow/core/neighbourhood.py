@@ -11,6 +11,7 @@ from fallow.core.declined import Declined
 from fallow.core.delays import DelayedJob, Delays
 from fallow.core.neighbour import Standing, assess
 from fallow.core.room import whole_nodes
+from fallow.core.waiting import looked_at
 from fallow.model import ClusterConfig, ClusterState
 
 LEAVE_S = 3.5
@@ -85,6 +86,7 @@ class Neighbourhood:
             former=[a.token for a in over],
             whole_nodes=whole_nodes(config),
             declined=self._declined.nodes,
+            most=looked_at(config),
         )
         self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
         tokens = frozenset[str]().union(*standing.delayed.values())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from fallow.model import ClusterState, JobInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo
 
 WANTING = ("Resources", "Priority")
 """Reasons of pending jobs that a free node could start."""
 
 LOOKED_AT = 500
-"""As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test."""
+"""As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,24 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
         first = waiting.jobs[0]
         return (-tier, -max(job.priority for job in waiting.jobs), first.submit_at or 0.0, _number(first.job_id))
 
-    return sorted(found, key=order)[:LOOKED_AT]
+    return sorted(found, key=order)
+
+
+def looked_at(config: ClusterConfig | None) -> int:
+    """Number of jobs that are looked at: as many as the site's backfill looks at, if that is more than usual."""
+    said = None if config is None else re.search(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
+    return max(LOOKED_AT, int(said[1])) if said else LOOKED_AT
+
+
+def foremost(waiting: Iterable[Waiting], most: int, near: Collection[str]) -> Iterator[Waiting]:
+    """The first `most` of all, and of each partition of `near`: thousands that wait elsewhere must not hide those."""
+    before: dict[str, int] = {}
+    for rank, job in enumerate(waiting):
+        names = job.partitions
+        if rank < most or any(before.get(name, 0) < most for name in names.intersection(near)):
+            yield job
+        for name in names:
+            before[name] = before.get(name, 0) + 1
 
 
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
