@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -45,6 +46,7 @@ from fallow.model import (
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import PacedClient
+from fallow.slurm.virtual import FakeJob
 
 POLL_S = 30.0
 
@@ -242,6 +244,46 @@ async def test_limits_lead_to_longer_and_longer_pauses_and_their_end_ends_them(s
     for _ in range(40):
         await site.poll()
     assert len(site.live(run)) == 2
+
+
+class Limited(FakeSlurm):
+    """Lets so many jobs of ours run; more may wait, as at MaxJobsPerUser of a QOS."""
+
+    most = 8
+
+    def running(self) -> list[str]:
+        return [job.job_id for job in self._running() if job.request is not None]
+
+    def _held_back(self, job: FakeJob) -> str:
+        full = job.request is not None and len(self.running()) >= self.most
+        return "QOSMaxJobsPerUserLimit" if full else super()._held_back(job)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_where_jobs_wait_at_a_limit_hardly_more_are_submitted_than_start(tmp_path: Path, seed: int) -> None:
+    """With 40 idle nodes, each end of a lease led to 40 submissions, of which 39 were cancelled again."""
+    draw, slurm = Random(seed), Limited(48, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+    site = Site(tmp_path, slurm)
+    run = site.run(nodes=48)
+    for _ in range(3):
+        await site.poll()
+    assert len(slurm.running()) == 8
+    first, ends, tries = len(site.kinds("withdraw")), 0, len(site.kinds("backoff"))
+    for _ in range(240):
+        for job_id in draw.sample(slurm.running(), draw.choice((0, 0, 1, 1, 2)) if seed else draw.choice((0, 1))):
+            slurm.end(slurm.jobs[job_id], "PREEMPTED")
+            ends += 1
+        await site.poll()
+    cancelled, tries = len(site.kinds("withdraw")) - first, len(site.kinds("backoff")) - tries
+    assert ends > 80 and cancelled <= ends + tries, "of those that never started"
+    assert run.record.next_allocation <= 48 + 2 * ends + tries
+    for _ in range(4):
+        await site.poll()
+    assert len(slurm.running()) == 8, "what ends is replaced"
+    slurm.most = 100
+    for _ in range(130):
+        await site.poll()
+    assert len(slurm.running()) == 48, "the limit is lifted: nodes are asked for again, within one back-off"
 
 
 async def test_a_refusal_for_a_limit_is_no_reason_to_give_the_run_up(site: Site) -> None:

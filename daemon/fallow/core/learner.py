@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from fallow.core.allocations import Allocation
@@ -59,7 +60,11 @@ class Learner:
         tokens = {a.token for a, _ in harvest}
         self._begun &= tokens
         self._trained &= tokens
-        news = ((a.run, self._follow(self._begun, a, asker, now)) for a, asker in harvest)
+        for allocation, asker in harvest:
+            if allocation.start_at is not None:
+                self._follow_start(self._begun, allocation, allocation.start_at, asker, now)
+        # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
+        news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in harvest)
         return [(run, text) for run, text in news if text]
 
     def seen_again(self, cluster: ClusterState) -> None:
@@ -68,25 +73,27 @@ class Learner:
             self.known.experience.remember(partition, spell)
 
     def _ease(self, harvest: Sequence[Asked], now: float) -> None:
-        """Where a job of ours has ended, a limit of its account or QOS has room for one again."""
+        """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
         before = self._holders
         self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.live}
-        for asker in {who for token, who in before.items() if token not in self._holders}:
-            self.known.backoff.eased(asker, now)
+        for asker, ended in Counter(who for token, who in before.items() if token not in self._holders).items():
+            self.known.backoff.eased(asker, now, ended)
 
-    def _follow(self, begun: set[str], allocation: Allocation, asker: Asker, now: float) -> str:
+    def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""
-        experience, start_at, news = self.known.experience, allocation.start_at, ""
-        if allocation.state is AllocationState.PENDING and allocation.asked_at is None:
-            one_node = allocation.pinned or allocation.part is not None
-            # What stands against one node says nothing about the partition.
-            if not one_node or scope_of(allocation.reason) is Scope.OWNER:
-                news = self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
-        if start_at is None:
-            return news
+        if allocation.state is not AllocationState.PENDING or allocation.asked_at is not None:
+            return ""
+        one_node = allocation.pinned or allocation.part is not None
+        # What stands against one node says nothing about the partition.
+        if one_node and scope_of(allocation.reason) is not Scope.OWNER:
+            return ""
+        return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
+
+    def _follow_start(self, begun: set[str], allocation: Allocation, start_at: float, asker: Asker, now: float) -> None:
+        experience = self.known.experience
         if allocation.token not in begun:
             begun.add(allocation.token)
-            self.known.backoff.started(asker, allocation.partition)
+            self.known.backoff.started(asker, allocation.partition, now)
             if allocation.least_minutes and allocation.minutes and allocation.end_at:
                 experience.granted(allocation.least_minutes, allocation.minutes, allocation.end_at - start_at)
         if allocation.active_at is not None and allocation.token not in self._trained:
@@ -96,7 +103,6 @@ class Learner:
                 wait_s = None if allocation.ahead else start_at - allocation.requested_at
                 start_s = allocation.active_at - start_at
                 experience.started(allocation.partition, wait_s, start_s, allocation.active_at)
-        return news
 
     def strike(self, asker: Asker, partition: str, minutes: int | None, reason: str, now: float) -> str:
         """Slurm said no, or lets a request wait, for a reason that may be none to leave anything alone.

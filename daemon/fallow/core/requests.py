@@ -6,12 +6,13 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
 from fallow.core.holes import CLOSED, Hole, Part, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.limits import Limit, Limits
@@ -106,6 +107,8 @@ class Requests:
             else:
                 self._fresh += 1
         self._all_stale = sum(self._stale.values())
+        self._waits_for: Counter[Asker] = Counter(sorts[a.run][2] for a in pending if a.run in sorts)
+        "requests that wait, by those in whose name"
         self._why: dict[tuple[str, str], str] = {}
         "(node, partition) -> why it was not asked for there when it was looked at"
         self._unsuited_for: dict[tuple[str, str], str] = {}
@@ -171,6 +174,9 @@ class Requests:
             return None
         if self._full():
             return None
+        if self._limited(demand.asker):
+            self._stop = f"limited: there may be no room for more by {demand.asker} than waits already"
+            return None
         tried: set[str] = set()
         for hole in self._holes_for(demand):
             if hole.node in self._taken or self._full(hole.partition):
@@ -191,7 +197,7 @@ class Requests:
             if limit.minutes is None:
                 continue
             self._taken.add(hole.node)
-            self._count(demand.run, hole.partition, limit.minutes)
+            self._count(demand, hole.partition, limit.minutes)
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", hole.part, exclude, replaces)
@@ -199,7 +205,7 @@ class Requests:
 
     def ahead(self, demand: Demand, budget_node_s: float | None, coming: Iterable[Hole]) -> Ask | None:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
-        if self.waiting >= self._rules.ahead or self._full():
+        if self.waiting >= self._rules.ahead or self._full() or self._limited(demand.asker):
             return None
         for hole in self._coming_for(demand, coming)[0]:
             if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
@@ -208,7 +214,7 @@ class Requests:
             if limit.minutes is None:
                 continue
             self.waiting += 1
-            self._count(demand.run, hole.partition, limit.minutes)
+            self._count(demand, hole.partition, limit.minutes)
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
             exclude = self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, exclude=exclude, ahead=True)
@@ -248,6 +254,8 @@ class Requests:
         else:
             self._limits.put(allocation)
         self.waiting += by
+        if allocation.run in self._sorts:
+            self._waits_for[self._sorts[allocation.run][2]] += by
         self._held[name] += by
         if self._cluster.at - allocation.waits_since > self._rules.start_patience_s:
             self._stale[name] += by
@@ -264,7 +272,7 @@ class Requests:
         if partition is None or not self.room(leaving.partition) or len(leaving.nodes) != 1 or leaving.end_at is None:
             return None
         # At a limit of the account or QOS it would be refused at every poll; what ails a partition may spare this node.
-        if self._known.backoff.owner_until(demand.asker) > self._cluster.at:
+        if self._limited(demand.asker):
             return None
         (node,) = leaving.nodes
         known = self._nodes.get(node)
@@ -276,7 +284,7 @@ class Requests:
         limit = self._limit(hole, demand, budget_node_s)
         if limit.minutes is None:
             return None
-        self._count(demand.run, leaving.partition, limit.minutes)
+        self._count(demand, leaving.partition, limit.minutes)
         return Ask(demand.run, leaving.partition, limit.minutes, None, node, leaving.part, (), leaving.token)
 
     def _limit(self, hole: Hole, demand: Demand, budget_node_s: float | None) -> Limit:
@@ -285,9 +293,15 @@ class Requests:
             self._why[hole.node, hole.partition] = limit.why
         return limit
 
-    def _count(self, run: str, partition: str, minutes: int) -> None:
+    def _count(self, demand: Demand, partition: str, minutes: int) -> None:
         self._fresh += 1
-        self._limits.asked(run, partition, minutes)
+        self._waits_for[demand.asker] += 1
+        self._limits.asked(demand.run, partition, minutes)
+
+    def _limited(self, asker: Asker) -> bool:
+        """Has its account or QOS been at a limit, and do as many wait as there may be room for?"""
+        room = self._known.backoff.room(asker, self._cluster.at)
+        return room is not None and self._waits_for[asker] >= room
 
     def room(self, partition: str) -> int:
         """Requests more that may wait there. Of all partitions together at most twice as many may."""
