@@ -280,8 +280,10 @@ class _Prefetcher:
     def replan(self, at: Key, duties: Duties) -> None:
         self._feed.replan(at, duties)
         self._at, self._duties = at, duties
-        self._ready = {key: batch for key, batch in self._ready.items() if self._wanted(key)}
-        self._feed.flying |= self._ready.keys()
+        kept = {key: batch for key, batch in self._ready.items() if self._wanted(key)}
+        # What is thrown away does not fly any more: a later plan that wants it has to ask for it again.
+        self._feed.flying -= self._ready.keys() - kept.keys()
+        self._ready = kept
 
     def take(self, key: Key) -> tuple[float, Any]:
         while key not in self._ready:
