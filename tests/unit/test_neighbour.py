@@ -156,6 +156,8 @@ def test_kinds_of_nodes() -> None:
 def test_a_job_array_counts_as_many_elements_as_it_may_start() -> None:
     jobs = [waits("1", array_job_id="1", array_tasks="2-9%3"), runs("5", ["n9"], array_job_id="1")]
     assert given_back(standing(FOUR, jobs, THREE)) == ["n3"], "two elements, one of them on the idle node"
+    stopped = msgspec.structs.replace(jobs[1], state="STOPPED")
+    assert given_back(standing(FOUR, [jobs[0], stopped], THREE)) == ["n3"], "it has its node all the same"
     assert array_elements("1-9:2,12%3") == (6, 3)
     assert array_elements("7") == (1, None)
 

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.allocations import Allocation, observe, preempted_until
+from fallow.core.allocations import ENDED_STATES, Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan, withdraw
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.spans import follow
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -276,6 +277,18 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     assert preempted_until(allocation, [running]) is None
     grace = job("tok", "7", "RUNNING", nodes=["n1"], end_at=NOW + 10.0, preempt_at=NOW)
     assert preempted_until(allocation, [grace]) == NOW + 10.0
+
+
+@pytest.mark.parametrize("state", ["CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"])
+def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
+    """`scancel --signal=STOP` on one that runs, and others that Slurm has a word of its own for."""
+    allocation = held("tok", AllocationState.RUNNING, job_id="7", start_at=NOW - 1200.0)
+    times = {"start_at": NOW - 1200.0, "end_at": NOW + 60.0}
+    shown = job("tok", "7", state, nodes=["n1"], exclusive=True, **times)
+    assert observe(allocation, [shown], NOW, 30) is None
+    assert allocation.state is AllocationState.RUNNING
+    assert follow(allocation, [shown], NOW, {"n1": 4}, ENDED_STATES)
+    assert allocation.spans["7"].nodes == {"n1": 4}
 
 
 def test_a_heterogeneous_job_is_one_allocation() -> None:

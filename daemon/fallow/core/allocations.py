@@ -12,6 +12,7 @@ import msgspec
 
 from fallow.core.holes import Part
 from fallow.core.spans import Span, Use
+from fallow.core.states import ON_NODES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 ENDED_STATES = frozenset(
@@ -212,7 +213,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     if ends:
         allocation.end_at, allocation.ends_because = min(ends), "walltime"
     before = allocation.state
-    running = [job for job in mine if job.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")]
+    running = [job for job in mine if job.state in ON_NODES]
     if all(job.state in ENDED_STATES for job in mine):
         allocation.state = AllocationState.ENDED
         allocation.reason = leader.state

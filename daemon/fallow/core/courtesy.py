@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fallow.core.room import ON_NODES
+from fallow.core.states import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 MAX_NICE = 2_147_483_645

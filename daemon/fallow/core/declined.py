@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fallow.core.room import ON_NODES
+from fallow.core.states import ON_NODES
 from fallow.core.waiting import Waiting
 from fallow.model import ClusterState, JobInfo, NodeInfo
 

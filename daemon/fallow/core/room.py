@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fallow.core.fit import Place
 from fallow.core.holes import CLOSED
+from fallow.core.states import ON_NODES
 from fallow.core.waiting import is_ours
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
@@ -20,8 +21,6 @@ PLENTY = 1 << 40
 
 _GONE = frozenset(("DOWN", "ERROR", "FUTURE", "UNKNOWN"))
 _CLOSED_BUT_RESERVED = CLOSED - {"MAINT", "MAINTENANCE", "RES", "RESERVED"}
-ON_NODES = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"))
-"""States of jobs that have nodes."""
 
 
 def whole_nodes(config: ClusterConfig | None) -> bool:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fallow.core.states import ON_NODES
 from fallow.model import AllocationState, JobInfo
 
 if TYPE_CHECKING:
     from fallow.core.allocations import Allocation
-
-HOLDING = frozenset(("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED"))
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -113,7 +112,7 @@ def held(allocation: Allocation, at: float) -> list[tuple[float, float]]:
 def _follow_job(
     allocation: Allocation, job: JobInfo, at: float, gpus: Mapping[str, int], ended: frozenset[str]
 ) -> None:
-    if job.start_at is None or not job.nodes or not (job.state in HOLDING or job.state in ended):
+    if job.start_at is None or not job.nodes or not (job.state in ON_NODES or job.state in ended):
         return
     span = allocation.spans.setdefault(job.job_id, Span(nodes={}, start_at=job.start_at))
     # A job that waits in several partitions runs in one.

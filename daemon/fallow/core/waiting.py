@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from fallow.core.states import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, JobInfo
 
 WANTING = ("Resources", "Priority")
@@ -97,7 +98,7 @@ def _startable(job: JobInfo, running: dict[str, int]) -> int:
 def _running_elements(jobs: Iterable[JobInfo]) -> dict[str, int]:
     found: dict[str, int] = {}
     for job in jobs:
-        if job.array_job_id and job.state in ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"):
+        if job.array_job_id and job.state in ON_NODES:
             found[job.array_job_id] = found.get(job.array_job_id, 0) + 1
     return found
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fallow.core.room import ON_NODES
+from fallow.core.states import ON_NODES
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo, ReservationInfo
 from fallow.slurm.client import carries
 from fallow.slurm.parse import ENDED_STATES
