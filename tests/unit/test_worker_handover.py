@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -533,6 +534,27 @@ def test_a_break_in_the_pause_interrupts_both_sides(monkeypatch: pytest.MonkeyPa
     assert (old.standing.value, new.standing.value) == (HOLDS, TORN)
     change(3, [old, new])
     equal(old, new)
+
+
+def test_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
+    """The newcomer dies between the exchange and its first question: no line is there whose end would tell."""
+    old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
+    old.standing.value = HOLDS
+    ours = groups(2, [old, new], HashStore())
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(meet, ours[0], old)
+        ours[1].all_reduce(torch.zeros(1))
+        ours[1].wait()
+        fresh = switch._view(ours[1], new.standing, new.position, 0, 0, 0.0, switch.NOTHING_TOLD, doubtful=False)
+        switch._views(ours[1], fresh)
+        deadline = time.monotonic() + DEADLINE_S
+        while old.standing.supply is None or not ours[0].waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ours[0].interrupt("the newcomer is gone")
+        with pytest.raises(Interrupted, match="the newcomer is gone"):
+            run.result(DEADLINE_S)
+    assert old.standing.holds
 
 
 def test_an_old_state_stays_whole_until_the_newer_one_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

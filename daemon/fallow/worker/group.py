@@ -12,7 +12,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,7 @@ class Group:
         self._kept: list[tuple[Any, Any]] = []
         "works that were not waited for yet, with their tensors"
         self._waiter: _Waiter | None = None
+        self._wakes: list[Callable[[], None]] = []
         self.waited_s = 0.0
         "seconds that `wait` has taken, all calls together"
 
@@ -93,7 +94,13 @@ class Group:
             waiter = self._waiter
         if waiter is not None:
             waiter.wake()
+        for wake in self._wakes:
+            wake()
         self.end_transfers()
+
+    def on_break(self, wake: Callable[[], None]) -> None:
+        """Call this, from any thread, whenever the group is broken: somebody waits for something else of it."""
+        self._wakes.append(wake)
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""

@@ -85,6 +85,7 @@ class Supply:
         self._changed = threading.Condition()
         self._open = [pieces for _ in PARTS]
         "pieces that have not arrived, by part"
+        group.on_break(self._wake)
         group.streams.serve(self._serve)
 
     def _serve(self, line: socket.socket) -> None:
@@ -102,12 +103,14 @@ class Supply:
                     self._changed.notify_all()
         except Exception as error:  # whatever it is, the training thread must hear of it
             self._group.interrupt(f"state for another member could not be sent: {error}")
-            with self._changed:
-                self._changed.notify_all()
         else:
             if not self._open[LATE]:
                 self._parts = []  # copies, where the state is not in plain memory
                 self._group.end_transfers()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_early(self) -> None:
         """Until everybody who takes from here has the early part. Raises Interrupted."""
