@@ -29,6 +29,7 @@ from fallow.worker import control
 from fallow.worker.group import Group
 from fallow.worker.ledger import Fed, Ledger, read_ledger
 from fallow.worker.run import Run
+from fallow.worker.turn import Turn
 
 torch.set_num_threads(1)
 
@@ -375,7 +376,9 @@ def test_a_failed_backward_is_all_that_is_told() -> None:
     assert run.step == 0
 
 
-def test_gradients_may_be_gathered_over_steps() -> None:
+@pytest.mark.parametrize("breaks_in", [None, 0, 2, 3])
+def test_gradients_may_be_gathered_over_steps(breaks_in: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the group breaks in a body of the second step: those of the first are there when it is done again."""
     model, reference = twins()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for x, y in DataLoader(points(), 16):
@@ -385,11 +388,18 @@ def test_gradients_may_be_gathered_over_steps() -> None:
     model, optimizer, loader = run.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(points(), 4), global_batch=16
     )
-    for x, y in run.steps(loader):
+    monkeypatch.setattr(Turn, "take", lambda self: vars(run._member.group).update(_broken=None))
+    bodies = []
+    for body, (x, y) in enumerate(run.steps(loader)):
+        bodies.append(run.step)
+        if breaks_in is not None and body == 4 + breaks_in:
+            run._member.group.interrupt("a member is gone")
         F.mse_loss(model(x), y).backward()
         if run.step % 2 == 1:
             optimizer.step()
             optimizer.zero_grad()
+    assert bodies.count(0) == 4
+    assert bodies.count(1) == (4 if breaks_in is None else 5 + breaks_in)
     equal(model, reference)
 
 

@@ -20,8 +20,8 @@ from fallow.worker.buckets import Bucket, Buckets
 CHUNK_BYTES = 256 << 10
 """So much of gradients waits at most, beside the last one; more of them would have left the caches until then."""
 
-TRIES = 3
-"""A script that breaks so many orders has none."""
+TRIES = 5
+"""A script that breaks so many orders, or switches so often what it trains, has none."""
 
 _trains = attrgetter("requires_grad")
 
@@ -72,7 +72,7 @@ class Speakers:
         """A backward begins: tells the buckets how many speakers they wait for."""
         trained = tuple(map(_trains, self._params))
         if self._learned is not None and (self._broken or trained != self._learned):
-            self._tries -= self._broken
+            self._tries -= 1
             self._each_for_itself()
         self._order.clear()
         if self._learned is not None:

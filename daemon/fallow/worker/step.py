@@ -116,6 +116,7 @@ class Step:
             if not reducer.rounds:
                 pace.lap()
             if member.group.broken is not None and not self.final_shard:
+                reducer.interrupted = True
                 break
             if shard == 0 and (not self.final_shard or not reducer.rounds):
                 reducer.buffers.keep(member.buffers())
