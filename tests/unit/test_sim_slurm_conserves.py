@@ -59,7 +59,7 @@ def sites(draw: st.DrawFn) -> Site:
         version=draw(st.sampled_from([(22, 5), (25, 11)])),
         bf_interval_s=draw(st.sampled_from([1.0, 30.0])),
         bf_resolution_s=draw(st.sampled_from([1.0, 60.0])),
-        bf_max_job_test=draw(st.sampled_from([2, 500])),
+        bf_max_job_test=draw(st.sampled_from([3, 500])),  # with fewer, a heterogeneous job of three never starts
         bf_max_job_user=draw(st.sampled_from([0, 3])),
         bf_hetjob_immediate=draw(st.booleans()),
         bf_running_job_reserve=draw(st.booleans()),
