@@ -140,6 +140,29 @@ def test_weights_that_change_per_shard(script: Script) -> None:
         script.train(body)
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_teacher_that_follows_the_model_does_so_once_a_step(once: bool, script: Script) -> None:
+    teacher = copy.deepcopy(script.model).requires_grad_(False)
+    followed = 0
+
+    def body(x: torch.Tensor) -> None:
+        nonlocal followed
+        script.usual(x)
+        if script.run.final_shard or not once:
+            followed += 1
+            with torch.no_grad():
+                for mean, parameter in zip(teacher.parameters(), script.model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+
+    if once:
+        script.train(body, teacher)
+        assert (script.run.step, followed) == (2, 2)
+    else:
+        with pytest.raises(FallowError, match=r"once per shard.*`if run\.final_shard:` first, as for a moving average"):
+            script.train(body, teacher)
+        assert followed == 1
+
+
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_work_after_a_step_is_refused_in_the_first_body_already(what: str, script: Script) -> None:
     bodies = []

@@ -158,7 +158,7 @@ class Step:
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
         gate.open, gate.in_body, gate.stepped, gate.acted, gate.called = False, True, False, False, False
         self.phases.begin_body(at, shard)
-        self.watch.begin_body()
+        self.watch.begin_body(void=not self.final_shard)
         self.means.begin_body()
         self._on_batch()
         member.move()
@@ -230,7 +230,7 @@ class Step:
             gate.open, gate.in_body, gate.stepped, gate.called = False, True, False, False
             gate.single = loader.shards == 1
             self.phases.begin_body(at, 0, rehearsal=True)
-            self.watch.begin_body()
+            self.watch.begin_body(void=True)
             others = self.watch.others()
             self.rehearsing = True
             try:

@@ -15,7 +15,7 @@ from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.state import as_bytes, encode
 
-_version = attrgetter("_version")
+_its_version = attrgetter("_version")
 
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
@@ -32,12 +32,13 @@ class Watch:
         self._weights: list[nn.Parameter] = []
         "the same without names"
         self._frozen: list[nn.Parameter] = []
+        "those that are not; the script may change them by hand, as it does with a moving average"
         self._alone: list[tuple[int, str, nn.Parameter]] = []
         "trainable ones, with their numbers, that no prepared optimizer holds"
         self._hooks: list[Any] = []
         self._sizes: list[tuple[str, torch.Size, torch.dtype]] = []
         "of the buffers, when the call began"
-        self._versions = 0
+        self._versions = self._frozen_versions = 0
         self._before_step: list[int] = []
         self._rates_before: tuple[Any, ...] | None = None
         "after the last void body of this step"
@@ -152,15 +153,16 @@ class Watch:
 
     # --------------------------------------------------------------------------------------------------- bodies
 
-    def begin_body(self) -> None:
-        """A body begins."""
+    def begin_body(self, *, void: bool) -> None:
+        """A body begins; `void` as at its end."""
         self._gate.refusal = None
         self._prepared.modes.begin_body()
-        self._versions = self._version()
+        self._versions = _version(self._weights)
+        self._frozen_versions = _version(self._frozen) if void else 0
 
     def wrote(self) -> bool:
         """Whether this body has changed weights until now. What is written to `.data` is not seen."""
-        return self._version() != self._versions
+        return _version(self._weights) != self._versions
 
     def check_buffers(self) -> None:
         """Before anything is made of buffers: they are told to the other members, and put back for the next shard.
@@ -191,11 +193,12 @@ class Watch:
         if gate.refusal is not None:
             raise gate.refusal
         self.check_buffers()
-        if void and self.wrote():
+        if void and (self.wrote() or _version(self._frozen) != self._frozen_versions):
             raise FallowError(
                 "a body that is not the step's last one on this member has changed weights, which would happen once "
-                "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first (an Embedding with "
-                "max_norm changes its weights in forward: leave max_norm out)",
+                "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first, as for a moving "
+                "average or a teacher that follows the model (an Embedding with max_norm changes its weights in "
+                "forward: leave max_norm out)",
                 Exit.DATA,
             )
         if void:
@@ -247,9 +250,6 @@ class Watch:
             found += [value for value in group.values() if _is_plain(value)]
         return tuple(found)
 
-    def _version(self) -> int:
-        return sum(map(_version, self._weights))
-
 
 class _NoForward:
     """Forward hook: after an acting step of the same body, a forward that is to be trained on is refused.
@@ -270,6 +270,11 @@ class _NoForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _idle, ()
+
+
+def _version(parameters: list[nn.Parameter]) -> int:
+    """Changes when one of them is written to."""
+    return sum(map(_its_version, parameters))
 
 
 def _idle() -> _NoForward:
