@@ -179,6 +179,33 @@ def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(d
     )
 
 
+def test_a_base_job_that_slurm_took_and_forgot_was_not_cancelled(desk: Desk) -> None:
+    """slurmctld died before it had written it down."""
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
+    for _ in range(3):
+        desk.poll()
+    assert (base.state, desk.run.roster.status) == (AllocationState.LOST, RunStatus.FAILED)
+    assert desk.run.roster.message == f"Slurm took job {base.job_id} and has forgotten it; submit it again"
+
+
+def test_a_run_that_has_trained_asks_again_for_a_base_job_that_slurm_forgot(desk: Desk) -> None:
+    desk.run.roster.next_index = 2
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW, renewed=True, limit_s=600.0)
+    asked = [again for _ in range(3) for again in desk.poll().submissions]
+    assert desk.run.record.base_wanted
+    kinds = [desk.run.record.allocations[token].kind for _, token in asked]
+    assert (base.state, kinds.count(AllocationKind.BASE)) == (AllocationState.LOST, 1)
+
+
+def test_a_base_job_that_a_poll_has_shown_was_cancelled_when_none_shows_it_any_more(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE, AllocationState.PENDING, sent_by=NOW)
+    desk.poll(desk.job(base, "PENDING", submit_at=NOW))
+    for _ in range(3):
+        desk.poll()
+    assert (base.state, desk.run.roster.status) == (AllocationState.ENDED, RunStatus.CANCELLED)
+    assert not desk.run.record.base_wanted
+
+
 def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -> None:
     desk.run.record.base_wanted = False
     queued, unknown = desk.hold(state=AllocationState.UNKNOWN), desk.hold(state=AllocationState.UNKNOWN, sent_by=NOW)

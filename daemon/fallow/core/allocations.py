@@ -189,7 +189,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
         if allocation.queued:
             return None
         allocation.missing += 1
-        if allocation.state is AllocationState.UNKNOWN:
+        if allocation.state is AllocationState.UNKNOWN or _forgotten(allocation):
             since = allocation.requested_at if allocation.looked_at is None else allocation.looked_at
             allocation.blind_s, allocation.looked_at = max(allocation.blind_s, now - since), now
             # Slurm may have been away all the time, so the first answer that does not show it is not enough.
@@ -230,6 +230,12 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     where = f" on {','.join(allocation.nodes)}" if allocation.nodes else ""
     why = f" ({allocation.reason})" if allocation.reason else ""
     return f"{before} -> {allocation.state}{where}{why}"
+
+
+def _forgotten(allocation: Allocation) -> bool:
+    """A base job that Slurm said yes to, and that no poll has shown: nothing tells that anybody has cancelled it."""
+    waits = allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.PENDING
+    return waits and allocation.submit_at is None and not allocation.agents
 
 
 def preempted_until(allocation: Allocation, jobs: Iterable[JobInfo]) -> float | None:

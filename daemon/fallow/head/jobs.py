@@ -60,6 +60,8 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
         if run.roster.generation == 0 and not run.roster.next_index and allocation.asked_at is None:
             text = "Slurm never had its job, as its answers show; submit it again"
+            if allocation.job_id is not None:
+                text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
             turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
     elif allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
         run.record.base_wanted = False
