@@ -76,7 +76,7 @@ async def test_a_job_vanishes_and_its_id_is_given_away_again() -> None:
     )
 
 
-async def test_slurm_away_and_slurm_refusing() -> None:
+async def test_s8_slurm_away_and_slurm_refusing() -> None:
     slurm = FakeSlurm()
     slurm.unavailable = True
     for call in (slurm.config(), slurm.poll(""), slurm.find("x"), slurm.cancel(["1"])):

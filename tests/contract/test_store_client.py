@@ -63,7 +63,7 @@ async def test_many_keys(store: Store) -> None:
     assert len(await store.load("run/")) == 3000
 
 
-async def test_stale_revision_is_refused_and_nothing_is_written(store: Store) -> None:
+async def test_e1_n1_stale_revision_is_refused_and_nothing_is_written(store: Store) -> None:
     await store.save([Write("a", 0, b"1")], [])
     for stale in (Write("a", 0, b"2"), Write("a", 2, b"2"), Write("b", 1, b"2")):
         with pytest.raises(Fenced, match="refused a write"):
@@ -73,7 +73,7 @@ async def test_stale_revision_is_refused_and_nothing_is_written(store: Store) ->
     await store.save([Write("a", 1, b"2")], [])
 
 
-async def test_newer_term_fences_the_older(server: RedisServer, store: Store) -> None:
+async def test_t7_n1_newer_term_fences_the_older(server: RedisServer, store: Store) -> None:
     other = await Store.open(server.socket)
     assert await other.begin_term(0) == store.term + 1
     with pytest.raises(Fenced, match="another head") as caught:

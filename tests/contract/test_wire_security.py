@@ -183,7 +183,7 @@ async def test_revoked_key_is_not_heard(router: Router, dial: Dial, allowed: All
             assert (await router.recv())[0] == OTHER.public
 
 
-async def test_peer_cannot_speak_as_another(router: Router, dial: Dial) -> None:
+async def test_n4_peer_cannot_speak_as_another(router: Router, dial: Dial) -> None:
     first = dial(KNOWN, identity=b"me")
     first.send(encode(beat("w0")))
     assert (await next_from(router))[0] == KNOWN.public

@@ -124,7 +124,7 @@ def minutes(shared: Rig) -> Iterator[Minutes]:
         )
 
 
-def test_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Minutes) -> None:
+def test_s1_harvest_nodes_are_left_before_their_walltime_and_asked_for_again(minutes: Minutes) -> None:
     training = minutes.harvested
     release = training.changes(*LEFT)[0]
     assert "walltime" in release.text
@@ -213,13 +213,13 @@ def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Mi
     assert minutes.polls >= 0.5 * minutes.seconds / POLL_S
 
 
-def test_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
+def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
     training = _play_preemption(rig, idle=6)
     assert not training.events("eject", "failed", "lost")
     assert training.lines_after() == [training.job]
 
 
-def test_a_run_survives_preemption_without_grace(slurm_installed: None) -> None:
+def test_s2_a_run_survives_preemption_without_grace(slurm_installed: None) -> None:
     with Rig("nograce", nodes=3) as own, telling(own):
         training = _play_preemption(own, idle=0)
         assert training.lines_after() == [training.job]
@@ -329,7 +329,7 @@ def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
     assert training.lines_after() == [training.job]
 
 
-def test_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
+def test_s9_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> None:
     training = rig.submit(heterogeneous=True)
     members = training.wait_members(4)
     base = [m for m in members if m.allocation == "base"]

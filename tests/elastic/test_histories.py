@@ -163,7 +163,7 @@ TOGETHER: list[Event] = [
 )
 @given(history=st.lists(EVENTS, min_size=3, max_size=9))
 @example(history=TOGETHER)
-def test_any_short_history(
+def test_d3_any_short_history(
     history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
 ) -> None:
     loop.run(judged(history, nursery, undisturbed))
@@ -173,7 +173,7 @@ def test_any_short_history(
 @pytest.mark.timeout(7200)
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(history=st.lists(EVENTS, min_size=10, max_size=40))
-def test_any_long_history(
+def test_p1_any_long_history(
     history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
 ) -> None:
     loop.run(judged(history, nursery, undisturbed, "--steps", 600))

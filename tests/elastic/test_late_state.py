@@ -30,7 +30,7 @@ async def switching(rig: Rig, members: int, *options: object) -> Elastic:
 
 
 @pytest.mark.parametrize("part", ["middle", "late"])
-async def test_s16_donors_compute_but_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
+async def test_s16_t8_donors_compute_but_no_optimizer_acts_before_a_newcomer_has_all_of_the_state(
     part: str, make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Donors send from live memory: held up there, they would send what the first step has changed."""

@@ -98,7 +98,7 @@ async def test_h3_all_raise(make_rig: MakeRig) -> None:
     assert len(report.generations) <= 2
 
 
-async def test_h9_t5_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
+async def test_h9_t5_t7_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Stopped before it could vote: the others train on in the old generation all the while."""
@@ -124,7 +124,7 @@ async def test_h9_t5_n2_a_newcomer_that_does_not_come_costs_nobody_a_step(
     assert report.steps_discarded == 0
 
 
-async def test_h9_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for(
+async def test_h9_s4_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Its agent tells of its death; the deadline of the vote, 30 s, plays no part."""
@@ -176,7 +176,7 @@ async def test_h10_n2_s4_those_who_come_and_go_during_a_change_are_in_the_next(
 
 
 @pytest.mark.parametrize("what", ["head", "store"])
-async def test_s5_e5_t7_the_coordinator_dies_during_a_change(
+async def test_s5_e5_t7_n9_the_coordinator_dies_during_a_change(
     what: str, make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """What was only prepared is burned, or kept by a store that comes back; a number is never used twice."""

@@ -15,7 +15,7 @@ from fallow.model import RunStatus, WorkerPhase
 pytestmark = pytest.mark.timeout(240)
 
 
-async def test_h1_h13_d4_survivors_keep_their_order_when_the_first_members_leave(
+async def test_h1_h13_t2_d4_survivors_keep_their_order_when_the_first_members_leave(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:
     """Sizes 2, 4, 2, 1, 3: nobody who began is there at the end."""
@@ -186,7 +186,7 @@ async def test_h12_the_last_member_is_told_to_leave_and_leaves_a_checkpoint(
     assert report.steps_discarded == 0
 
 
-async def test_t4_the_first_members_need_not_begin_alike(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+async def test_t1_t4_the_first_members_need_not_begin_alike(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
     """Everybody starts from rank 0's weights, as under DDP."""
     async with make_rig() as rig:
         run = await (await rig.run("--own-seed", "--steps", 40)).begin(3)

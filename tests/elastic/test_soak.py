@@ -86,7 +86,7 @@ def growth(samples: list[Figures], name: str) -> dict[str, float]:
     }
 
 
-async def test_a_thousand_events_on_one_run(nursery: NurseryClient, undisturbed: Undisturbed, tmp_path: Path) -> None:
+async def test_p1_a_thousand_events(nursery: NurseryClient, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """For the first and the last fifth everybody may go; between them one member, rank 0 by its age, stays."""
     options = ("--steps", STEPS_PER_EVENT * EVENTS, "--pace", PACE_S, "--wide", WIDE)
     drawn = random.Random(SEED)

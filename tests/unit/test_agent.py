@@ -311,7 +311,7 @@ async def test_refused_ends_the_agent_and_its_workers(head: Head) -> None:
     await until(lambda: not os.path.exists(f"/proc/{worker}"))
 
 
-async def test_older_term_is_ignored(head: Head) -> None:
+async def test_s5_older_term_is_ignored(head: Head) -> None:
     await head.launch(WAIT)
     await head.begin("w0")
     head.send(ShowOutput(term=5, worker=None))
@@ -353,7 +353,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def test_missing_key_file(tmp_path: Path) -> None:
+async def test_h11_missing_key_file(tmp_path: Path) -> None:
     from fallow.agent.start import read_key_file
     from fallow.model import FallowError
 

@@ -37,3 +37,13 @@ def test_every_test_that_is_named_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", TABLE))
     assert named
     assert named - set(re.findall(r"def (test_\w+)\(", code)) == set()
+
+
+def test_a_test_of_each_scenario_is_named_after_it() -> None:
+    """Rows that name none say which other row it is, or why there is none."""
+    for line in TABLE.splitlines():
+        if not line.startswith("| ") or not (named := re.findall(r"`(test_\w+)`", line)):
+            continue
+        for scenario in re.findall(r"\b[A-Z]\d+\b", line.split("|")[1]):
+            words = {word for name in named for word in name.split("_")}
+            assert scenario.lower() in words or "every run here" in line or "there is no" in line, line

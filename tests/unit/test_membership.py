@@ -125,7 +125,7 @@ def test_commit_only_after_every_vote() -> None:
     assert m.roster.generation == generation
 
 
-def test_vote_of_another_generation_does_not_count() -> None:
+def test_s5_vote_of_another_generation_does_not_count() -> None:
     m = started("w0")
     join(m, "w1")
     for worker in ("w0", "w1"):
@@ -286,7 +286,7 @@ def test_all_killed_goes_on_from_the_checkpoint_but_a_failing_script_ends_the_ru
     assert "ValueError" in m.roster.message
 
 
-def test_script_that_never_reaches_the_loop_fails_the_run_with_advice() -> None:
+def test_h6_script_that_never_reaches_the_loop_fails_the_run_with_advice() -> None:
     m = new_machine()
     m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n1"))
     out = m.handle(ev.WorkerGone(at=5, worker="w0", reason="exited with 0", code=0))
@@ -354,7 +354,7 @@ def test_survivors_that_report_the_group_they_were_taken_from_cause_no_further_c
     assert m.roster.generation == m.roster.high == generation
 
 
-def test_limit_keeps_standbys_warm_and_releases_the_youngest() -> None:
+def test_t7_limit_keeps_standbys_warm_and_releases_the_youngest() -> None:
     m = started("w0", "w1", "w2")
     m.handle(ev.LimitChanged(at=1, limit=2, reason="shrunk by hand"))
     finish_change(m, at=1)
@@ -392,7 +392,7 @@ def test_never_more_members_than_shards() -> None:
     assert m.roster.members == ["w0", "w1"]
 
 
-def test_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> None:
+def test_n3_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> None:
     m = started("w0", "w1")
     m.roster.limit = 2
     join(m, "w2")

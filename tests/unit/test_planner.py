@@ -122,7 +122,7 @@ def test_asks_for_what_a_run_can_use_with_a_limit_that_fits_the_hole() -> None:
     assert asks(wishes) == [Ask("r", "scavenge", 120), Ask("r", "scavenge", 10)]
 
 
-def test_holes_shorter_than_worthwhile_are_left_alone() -> None:
+def test_r2_s4_holes_shorter_than_worthwhile_are_left_alone() -> None:
     state = cluster([node("n1")], [pending("1", planned_nodes=["n1"], start_at=NOW + 119)])
     assert plan(state, [Demand("r", 1)], [], RULES) == []
 

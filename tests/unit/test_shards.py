@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn):
 
 
 @given(layouts(), st.lists(st.lists(PACES, min_size=1, max_size=12), min_size=1, max_size=50))
-def test_every_sample_exactly_once_for_any_membership_and_speeds(layout, history) -> None:
+def test_h14_every_sample_exactly_once_for_any_membership_and_speeds(layout, history) -> None:
     used: list[int] = []
     for step in range(layout.steps):
         paces = history[step % len(history)]

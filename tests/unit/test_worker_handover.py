@@ -536,7 +536,7 @@ def test_a_break_in_the_pause_interrupts_both_sides(monkeypatch: pytest.MonkeyPa
     equal(old, new)
 
 
-def test_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
+def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
     """The newcomer dies between the exchange and its first question: no line is there whose end would tell."""
     old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
     old.standing.value = HOLDS
