@@ -302,7 +302,7 @@ def test_resume_ends_an_automatic_pause(desk: Desk) -> None:
 
 
 def test_resume_does_not_wait_for_a_back_off(desk: Desk) -> None:
-    desk.run.record.duds = 5
+    desk.run.record.fruitless.in_a_row = 5
     assert desk.poll().submissions == []
     desk.do("resume")
     assert len(desk.poll(after_s=0.5).submissions) == 4

@@ -7,6 +7,8 @@ against it for an hour. A barred node may have been mended, so it is tried again
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from fallow.core.roster import Bar, Failure, FailureKind, Roster
@@ -77,11 +79,23 @@ def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
     kinds = [f.kind.value for f in roster.failures if f.node == failure.node and f.at > since]
     if len(kinds) < bar_after:
         return None
-    times = roster.bars.get(failure.node, Bar()).times + 1
-    roster.bars[failure.node] = Bar(times=times, until=failure.at + _length_s(times))
     reason = f"{len(kinds)} failures on it ({', '.join(sorted(set(kinds)))}), the last: {failure.text}"
-    roster.barred[failure.node] = reason
+    bar(roster, failure.node, reason, failure.at)
     return reason
+
+
+def bar(roster: Roster, node: str, reason: str, at: float) -> None:
+    """The run does without a node for a while, for longer each time."""
+    times = roster.bars.get(node, Bar()).times + 1
+    roster.bars[node] = Bar(times=times, until=at + _length_s(times))
+    roster.barred[node] = reason
+
+
+def unbar(roster: Roster, nodes: Iterable[str]) -> None:
+    """Somebody says that these nodes are all right now."""
+    for node in nodes:
+        roster.barred.pop(node, None)
+        roster.bars.pop(node, None)
 
 
 def expire(roster: Roster, at: float) -> list[str]:

@@ -10,11 +10,13 @@ from fallow.core import allowance
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
+from fallow.core.duds import DUDS, Duds, put_off_s
+from fallow.core.failures import unbar
 from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.requests import Ask
-from fallow.core.rules import HarvestRules, Known
+from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand
@@ -25,12 +27,6 @@ from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
-
-DUDS = 3
-"""Jobs in a row that come to nothing (no agent, or no worker that gets ready) before the next ones are put off."""
-
-BACKOFF_S = 600.0
-"""The longest that requests are put off."""
 
 
 class Asking:
@@ -78,7 +74,9 @@ class Asking:
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
         known = gains(runs.values(), cluster.at, start_s, stay_s(rules))
         demands = [
-            replace(demand(runs[name], nodes, cluster.at, asks=name not in put_off), worth=gain.worth)
+            replace(
+                _tried(runs[name], demand(runs[name], nodes, cluster.at, asks=name not in put_off)), worth=gain.worth
+            )
             for name, gain in known.items()
         ]
         live = [a for run in runs.values() for a in run.live_allocations()]
@@ -108,7 +106,8 @@ class Asking:
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off and not again:
-                keep_pace(turn, run, cluster, left_s(run, cluster.at), min(FEW, rules.max_pending), self._known.backoff)
+                most = 1 if run.record.failures >= DUDS else min(FEW, rules.max_pending)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
@@ -137,27 +136,50 @@ class Asking:
     def resume(self, turn: Turn, run: Run) -> None:
         """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
-        run.record.refusals, run.record.duds = {}, 0
+        unbar(run.roster, run.record.fruitless.barred)
+        run.record.refusals, run.record.fruitless = {}, Duds()
         self._not_before.pop(run.id, None)
         self._known.backoff.forget(run.asker)
         turn.dirty.add(run.id)
         turn.record(run, "resume", "resumed by hand: nodes are asked for again")
 
     def waits_after_failures(self, turn: Turn, run: Run) -> bool:
-        """Are its requests put off because the last jobs came to nothing?"""
-        return turn.at < self._not_before.get(run.id, turn.at)
+        """Are its requests put off, or all but one, because the last jobs came to nothing?"""
+        return run.record.failures >= DUDS or turn.at < self._not_before.get(run.id, turn.at)
 
     def _put_off(self, turn: Turn, run: Run) -> bool:
-        """Is it too early to ask for more, because the last jobs came to nothing? Twice as long after each."""
-        failures = run.record.duds + run.roster.start_failures
-        if failures > self._failures.get(run.id, 0) and failures >= DUDS:
-            wait_s = min(BACKOFF_S, self._config.slurm.poll_interval_s * 2.0 ** min(failures - DUDS + 1, 20))
-            self._not_before[run.id] = turn.at + wait_s
-            turn.record(run, "pause", f"{failures} jobs in a row came to nothing; the next in {wait_s:.0f} s")
-        elif not failures:
+        """Is it too early to ask for more, because the last jobs came to nothing?"""
+        duds, failures = run.record.fruitless, run.record.failures
+        waits = turn.at < self._not_before.get(run.id, turn.at)
+        if not failures:
             self._not_before.pop(run.id, None)
+            duds.rounds = 0
+        elif (
+            failures > self._failures.get(run.id, failures if duds.rounds else 0)
+            and not waits
+            and not run.record.paused
+        ):
+            wait_s = put_off_s(duds, failures, self._config.slurm.poll_interval_s)
+            turn.dirty.add(run.id)
+            what = f"{failures} jobs in a row came to nothing"
+            if wait_s is None:
+                why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
+                run.record.harvest_paused = f"{why}; the last: {duds.last or run.roster.message}"
+                turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+            elif wait_s:
+                self._not_before[run.id] = turn.at + wait_s
+                turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")
         self._failures[run.id] = failures
         return turn.at < self._not_before.get(run.id, turn.at)
+
+
+def _tried(run: Run, wanted: Demand) -> Demand:
+    """After jobs that came to nothing, one alone is tried until its node trains or it has come to nothing, too."""
+    if run.record.failures < DUDS:
+        return wanted
+    on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
+    most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
+    return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
 
 
 def ordered(config: Config) -> Asker:

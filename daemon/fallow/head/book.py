@@ -12,6 +12,7 @@ import msgspec
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
+from fallow.core.duds import Duds
 from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
 from fallow.core.membership import Membership
@@ -41,10 +42,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "False once the user cancelled the base job: it is not submitted again"
     refusals: dict[str, int] = {}
     "partition -> spells of refused submissions since one was taken there; empty: of the base job"
-    duds: int = 0
-    "jobs in a row that ended before an agent came"
+    fruitless: Duds = msgspec.field(default_factory=Duds)
+    "jobs that ended before an agent came"
     harvest_paused: str = ""
-    "why nothing is asked for: Slurm refused too often, everywhere"
+    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing"
     paused_by_hand: bool = False
     drained: list[str] = []
     "nodes that somebody drained: the run does without them until it is resumed"
@@ -62,6 +63,11 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "steps of `roster.steps_discarded` that are"
     saving: Saving = msgspec.field(default_factory=Saving)
     ended_at: float | None = None
+
+    @property
+    def failures(self) -> int:
+        """Jobs in a row that came to nothing: no agent, or no worker that got ready."""
+        return self.fruitless.in_a_row + self.roster.start_failures
 
     @property
     def paused(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fallow.core import duds, failures
 from fallow.core import events as ev
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, observe, preempted_until
 from fallow.core.spans import by_token
@@ -75,12 +76,18 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
     """The script ended before `fallow run` had an agent start: it is wrong, or something that it needs is away."""
-    run.record.duds += 1
     turn.dirty.add(run.id)
     log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
     where = log if allocation.kind is AllocationKind.HARVEST else "its output"
     how = f"job {allocation.job_id} ended ({allocation.reason})"
     text = f"{how} before its script reached `fallow run`; see {where}"
     turn.record(run, "failed", text)
+    r = run.roster
+    node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""
+    there = f"{text} (on {node}, in {allocation.partition})" if node else text
+    unfit = duds.ended(run.record.fruitless, node, there, trains=bool(r.members), suspect=node in r.bars)
+    if unfit and node not in r.barred:
+        failures.bar(r, node, unfit, turn.at)
+        turn.record(run, "bar", f"node {node} is barred from this run: {unfit}", node=node)
     if allocation.kind is AllocationKind.BASE and run.roster.generation == 0 and not run.roster.next_index:
         turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))

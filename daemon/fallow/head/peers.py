@@ -11,6 +11,7 @@ from fallow.config import Checkpoint as CheckpointConfig
 from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
+from fallow.core.duds import came
 from fallow.head import again, gauge, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.forgetting import forget
@@ -208,7 +209,7 @@ class Peers:
                 run.roster.min_members = run.spec.min_nodes * hello.slots
                 run.roster.max_members = run.roster.limit = run.spec.max_nodes * hello.slots
         if first:
-            run.record.duds = 0
+            came(run.record.fruitless, hello.node)
             names = [allocation.reserved.pop(0) for _ in range(min(hello.slots, len(allocation.reserved)))]
             while len(names) < hello.slots:
                 names.append(f"w{run.roster.next_index + len(names)}")

@@ -83,7 +83,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
         scalars=front.scalars if front is not None else {},
-        message=_only_barred(run, at) or r.message or run.record.paused or run.held_back or r.checkpoint_problem,
+        message=_waits_for(run, at) or r.checkpoint_problem,
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
@@ -93,6 +93,12 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         deadline_at=run.spec.deadline_at,
         ahead_s=None if run.gain is None or run.gain.schedule is None else run.gain.schedule.ahead_s,
     )
+
+
+def _waits_for(run: Run, at: float) -> str:
+    """What somebody must know or do, the most pressing thing."""
+    paused = run.record.paused
+    return run.record.harvest_paused or _only_barred(run, at) or run.roster.message or paused or run.held_back
 
 
 def _why_barred(run: Run, node: str, at: float) -> str:

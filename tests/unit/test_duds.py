@@ -1,0 +1,149 @@
+"""Jobs that end before an agent of theirs comes: nodes that swallow jobs, and scripts that work nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fallow.config import Checkpoint, Membership
+from fallow.core.duds import BACKOFF_S, DUDS, ROUNDS, Duds, came, ended, put_off_s
+from fallow.core.failures import BAR_S
+from fallow.core.roster import Worker
+from fallow.head.book import Run, RunRecord
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.head.views import run_view
+from fallow.model import PROTOCOL, AgentHello, AllocationState, WorkerPhase
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.virtual import FakeJob
+
+from test_harvest import POLL_S, Site, config  # isort: skip
+
+
+class Holes(FakeSlurm):
+    """Jobs of ours die within a second on some nodes."""
+
+    black: frozenset[str] = frozenset()
+    died: list[str]
+
+    def _start(self, job: FakeJob, nodes: list[str]) -> None:
+        super()._start(job, nodes)
+        if job.request is not None and self.black.intersection(nodes):
+            job.run_for_s = 1.0
+            self.died.append(nodes[0])
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    slurm = Holes(20, config=msgspec.structs.replace(config(), scheduler_parameters=""))
+    slurm.died = []
+    return Site(tmp_path, slurm)
+
+
+async def poll(site: Site, run: Run) -> None:
+    """One poll; agents come from jobs that live."""
+    await site.poll()
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    for a in site.live(run):
+        if a.state is AllocationState.RUNNING and not a.agents and a.nodes and a.nodes[0] not in _black(site):
+            hello = AgentHello(
+                agent=a.nodes[0],
+                token=a.token,
+                protocol=PROTOCOL,
+                version="0",
+                job_id=a.job_id or "",
+                node=a.nodes[0],
+                slots=0,  # its workers are none of this test
+                pid=1,
+            )
+            Peers(Membership(), Checkpoint())._agent_hello(turn, run, a, "peer", hello)
+            a.active_at = site.slurm.now
+            run.roster.members.append(f"m-{a.token}")
+            run.roster.workers[f"m-{a.token}"] = Worker(
+                worker=f"m-{a.token}", token=a.token, node=a.nodes[0], phase=WorkerPhase.MEMBER, index=0
+            )
+
+
+def _black(site: Site) -> frozenset[str]:
+    assert isinstance(site.slurm, Holes)
+    return site.slurm.black
+
+
+def _died(site: Site) -> list[str]:
+    assert isinstance(site.slurm, Holes)
+    return site.slurm.died
+
+
+@pytest.mark.parametrize("others_come", [True, False])
+async def test_a_node_that_swallows_jobs_is_barred_though_others_work(site: Site, others_come: bool) -> None:
+    """Up to 2,880 jobs a day died there, for the agents of other nodes had the head forget."""
+    site.slurm.black = frozenset({"n13"})  # type: ignore[attr-defined]
+    run = site.run(nodes=20)
+    for each in range(100):
+        await poll(site, run)
+        good = [a for a in site.live(run) if a.agents]
+        if others_come and each % 2 and good:
+            site.slurm.end(site.slurm.jobs[good[0].job_id or ""], "PREEMPTED")
+    assert _died(site) == ["n13", "n13"], "within 50 minutes"
+    assert "2 jobs in a row came to nothing there" in run.roster.barred["n13"]
+    assert not run.record.paused and len(site.live(run)) >= 18
+    assert run.roster.bars["n13"].until <= site.slurm.now + BAR_S
+
+
+async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: Site) -> None:
+    """20 jobs died at once every 10 minutes, for ever."""
+    site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
+    run, per_poll = site.run(nodes=20), []
+    for _ in range(400):
+        before = len(_died(site))
+        await poll(site, run)
+        per_poll.append(len(_died(site)) - before)
+    assert len(_died(site)) == 20 + ROUNDS, "all that were idle, and then one at a time"
+    assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
+    message = run_view(run, site.slurm.now, site.slurm.now).message
+    assert f"fallow resume {run.id}" in message and "before its script reached `fallow run`" in message
+    assert "jobs in a row came to nothing" in message and run.record.paused
+    run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
+    await poll(site, run)
+    assert not site.live(run), "also with another head"
+    site.slurm.black = frozenset()  # type: ignore[attr-defined]
+    site.harvest.asking.resume(Turn(site.book, site.slurm.now, site.slurm.now), run)
+    for _ in range(4):
+        await poll(site, run)
+    assert len([a for a in site.live(run) if a.agents]) == 20 and not run.roster.barred
+
+
+async def test_one_that_works_again_gets_all_its_nodes(site: Site) -> None:
+    site.slurm.black = frozenset(f"n{i}" for i in range(1, 21))  # type: ignore[attr-defined]
+    run = site.run(nodes=20)
+    while run.record.fruitless.rounds < 2:
+        await poll(site, run)
+    site.slurm.black = frozenset()  # type: ignore[attr-defined]
+    for _ in range(int(BACKOFF_S / POLL_S) + 8):
+        await poll(site, run)
+    assert len([a for a in site.live(run) if a.agents]) >= 19
+    assert (run.record.fruitless.in_a_row, run.record.fruitless.rounds) == (0, 0)
+
+
+def test_what_is_the_nodes_own_does_not_count_against_the_run() -> None:
+    duds = Duds()
+
+    def dud(node: str, suspect: bool = False) -> bool:
+        return bool(ended(duds, node, "it ended", trains=True, suspect=suspect))
+
+    assert [dud("a"), dud("b"), dud("a")] == [False, False, True] and duds.in_a_row == 2
+    for _ in range(9):
+        assert not dud("a", suspect=True) and dud("a", suspect=True)
+    assert duds.in_a_row == 2
+    came(duds, "b")
+    assert (duds.in_a_row, dud("b")) == (0, False), "b began anew"
+    assert dud("b"), "agents of other nodes do not matter"
+
+
+def test_waits_get_longer_until_nothing_is_asked_for() -> None:
+    duds = Duds()
+    assert put_off_s(duds, DUDS - 1, 30.0) == 0.0
+    waits = [put_off_s(duds, DUDS, 30.0) for _ in range(ROUNDS + 1)]
+    assert waits == [60.0, 120.0, 240.0, 480.0, 600.0, None]
