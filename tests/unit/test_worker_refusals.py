@@ -163,6 +163,37 @@ def test_a_teacher_that_follows_the_model_does_so_once_a_step(once: bool, script
         assert followed == 1
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_come_from_no_backward(scaled: bool, script: Script) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+
+    def body(x: torch.Tensor) -> None:
+        parameters = list(script.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(script.loss(x), parameters), strict=True):
+            parameter.grad = gradient
+        scaler.step(optimizer=script.optimizer)
+        script.optimizer.zero_grad()
+
+    with pytest.raises(FallowError, match=r"step 0: .*gradients that no backward\(\) of this step has made"):
+        script.train(body, scaler)
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_a_step_that_is_left_out_by_all(stepping: bool, script: Script) -> None:
+    """Its loss is not finite, say. A step on no gradients or on zeros does nothing, as without us."""
+
+    def body(x: torch.Tensor) -> None:
+        if script.run.step != 1:
+            script.loss(x).backward()
+        elif not stepping:
+            return
+        script.optimizer.step()
+        script.optimizer.zero_grad(set_to_none=False)
+
+    script.train(body, epochs=2)
+    assert script.run.step == 4
+
+
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_work_after_a_step_is_refused_in_the_first_body_already(what: str, script: Script) -> None:
     bodies = []

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fallow.model import Exit, FallowError
-from fallow.worker.arithmetic import Arithmetic, Floating
+from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.exact import Exact
 from fallow.worker.modes import Modes
 from fallow.worker.state import plain_name, tensors_in
@@ -49,6 +49,10 @@ class Gate:
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
         self.in_backward = False
+        self.trained = False
+        "a backward has begun in this body"
+        self.handmade = False
+        "before that, an optimizer was to step on gradients"
         self.gathered: set[int] = set()
         "ids of parameters with a gradient from before this step"
         self.refusal: FallowError | None = None
@@ -141,6 +145,9 @@ class Prepared:
                         "an optimizer's step inside backward would use one shard's gradient: call step after backward"
                     )
                 gate.stepped = True
+                if not gate.trained:
+                    optimizer = thing if is_optimizer else args[0] if args else kwargs["optimizer"]
+                    gate.handmade = gate.handmade or _has_gradients(optimizer)
                 if is_optimizer and gate.gathered and _holds(thing, gate.gathered):
                     raise gate.refuse(
                         "an optimizer's step on gradients that were gathered over several steps: they would be lost if "
@@ -323,6 +330,11 @@ class Prepared:
 
 def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return not all_zero([gradient for gradient in gradients if gradient is not None])
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, nn.Parameter]]) -> list[list[str]]:

@@ -157,6 +157,7 @@ class Step:
         rng.seed_everything(mix(member.seed, "body", at.step, shard))
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
         gate.open, gate.in_body, gate.stepped, gate.acted, gate.called = False, True, False, False, False
+        gate.trained = gate.handmade = False
         self.phases.begin_body(at, shard)
         self.watch.begin_body(void=not self.final_shard)
         self.means.begin_body()
@@ -295,7 +296,17 @@ class Step:
             reducer.next_backward()
             reducer.before_backward()
             reducer.finish_round()
-        if reducer.interrupted or not reducer.used:
+        if reducer.interrupted:
+            return
+        if not reducer.used:
+            if self._member.gate.handmade:
+                raise FallowError(
+                    f"step {self._member.place.position.step}: an optimizer's step on gradients that no backward() "
+                    "of this step has made: they are not shared among the members, and nothing was trained; call "
+                    "loss.backward(), or "
+                    "`sum((p * g.detach()).sum() for p, g in zip(parameters, gradients)).backward()`",
+                    Exit.DATA,
+                )
             return
         if reducer.control is not None and reducer.control.head.skipped < self._member.group.size:
             raise FallowError(
@@ -342,7 +353,7 @@ class Step:
                 # From here on the weights are sent to newcomers only while nobody computes.
                 self._member.standing.whole = True
         self.phases.before_backward()
-        gate.in_backward = True
+        gate.in_backward = gate.trained = True
         self._backwards += 1
         reducer.before_backward()
         if isinstance(root, torch.Tensor) and root.numel() == 1:
