@@ -22,7 +22,7 @@ from fallow.files import Paths
 from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Due, Item, Submitted, TrialRefused
+from fallow.head.inbox import Due, Item, Polled, Submitted, TrialRefused
 from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
@@ -34,6 +34,7 @@ from fallow.model import (
     ChangeKind,
     ClusterConfig,
     ClusterState,
+    FallowError,
     GenerationReport,
     JobRequest,
     NodeInfo,
@@ -540,6 +541,62 @@ async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_th
         task.cancel()
     assert (first.state, first.sent_by, second.job_id) == (AllocationState.PENDING, slurm.now, None)
     assert [job.info().name for job in slurm.jobs.values()] == [first.token, third.token]
+
+
+@pytest.mark.parametrize("how", ["a submission", "a poll"])
+async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next_poll_plans_anew(
+    site: Site, how: str
+) -> None:
+    slurm, inbox = site.slurm, asyncio.Queue[Item]()
+    run = site.run(nodes=2)
+    client = PacedClient(slurm, queries_per_min=60_000, submits_per_min=60_000)
+    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
+
+    async def take(item: Item) -> list[str]:
+        """As the head's loop does; returns the tokens that are newly asked for."""
+        turn = Turn(site.book, slurm.now, slurm.now)
+        match item:
+            case Due():
+                calls.take_due(turn, item)()
+            case Submitted():
+                calls.take_submission(turn, item)
+            case Polled(cluster):
+                calls.take_poll(turn, cluster)
+        asked = [token for _, token in turn.submissions]
+        for token in asked:
+            calls.submit(run.id, token)
+        return asked
+
+    calls.config = await slurm.config()
+    first, second = await take(Polled(await slurm.poll("fallow-")))
+    unknown = run.record.allocations[first]
+    if how == "a poll":
+        await take(Polled(FallowError("Slurm does not answer")))
+    slurm.unknown_submits = [False] if how == "a submission" else []
+    polling, submitting = calls.sources(site.book)
+    polling.close()
+    task = asyncio.create_task(submitting)
+    try:
+        if how == "a submission":
+            await take(await asyncio.wait_for(inbox.get(), 10))
+            await take(await asyncio.wait_for(inbox.get(), 10))
+            assert unknown.sent_by == slurm.now and unknown.live
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert inbox.empty(), "nobody's turn comes"
+        assert run.record.allocations[second].queued
+        # Meanwhile somebody has drained all nodes but one.
+        for name in list(slurm.node_flags)[1:]:
+            slurm.node_flags[name] = {"DRAIN"}
+        slurm.advance(POLL_S)
+        asked = await take(Polled(await slurm.poll("fallow-")))
+        assert not run.record.allocations[second].live
+        assert (len(asked), slurm.jobs) == (0 if unknown.live else 1, {})
+        while any(run.record.allocations[token].job_id is None for token in asked):
+            await take(await asyncio.wait_for(inbox.get(), 10))
+        assert [job.info().name for job in slurm.jobs.values()] == asked
+    finally:
+        task.cancel()
 
 
 async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> None:

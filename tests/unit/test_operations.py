@@ -212,7 +212,7 @@ def test_a_new_head_gives_up_what_the_one_before_had_not_submitted(desk: Desk) -
     renewed = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, renewed=True)
     own = desk.hold(AllocationKind.BASE, AllocationState.UNKNOWN, sent_by=NOW + SUBMIT_S)
     turn = desk.turn()
-    give_up_queued(turn)
+    give_up_queued(turn, "the head ended")
     assert [a.live for a in (queued, unknown, renewed, own)] == [False, True, False, True]
     assert [record.kind for record in turn.records] == ["withdraw", "withdraw"]
     assert turn.cancels == []

@@ -13,6 +13,7 @@ import structlog
 from fallow.core.allocations import Allocation
 from fallow.core.polling import poll_interval_s
 from fallow.files import Paths
+from fallow.head import submissions
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Inbox, Polled, Submitted, TrialRefused
@@ -52,6 +53,9 @@ class SlurmCalls:
         self.interval_s = harvest.usual_interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
+        self._answers = asyncio.Event()
+        "the last poll was answered, and every submission since; else nothing more is submitted"
+        self._answers.set()
         self._slurm = slurm
         self._paths = paths
         self._harvest = harvest
@@ -102,10 +106,14 @@ class SlurmCalls:
             if self.error is None:
                 turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
             self.error = cluster.message
+            self._answers.clear()
             return
         if self.error is not None:
             turn.record(None, "slurm", "Slurm answers again")
         self.error, self.polled_at = None, turn.at
+        if not self._answers.is_set():
+            submissions.give_up_queued(turn, "Slurm did not answer before it was submitted")
+            self._answers.set()
         self._harvest.polled(turn, cluster, self.config)
         self.pace()
 
@@ -132,12 +140,17 @@ class SlurmCalls:
                 outcome = failure
             except FallowError as error:
                 outcome = SubmitRejected(token, error.message)
+            if isinstance(outcome, SubmitUnknown):
+                # A slurmctld that hangs still carries out all that it was sent, when it wakes up.
+                self._answers.clear()
             self._inbox.put_nowait(Submitted(run_id, token, outcome))
 
     async def _next_due(self) -> tuple[str, str]:
-        """The oldest that is still wanted. That it may exist from now on is durable when this returns."""
+        """The oldest that is still wanted, once Slurm answers. That it may exist from now on is durable when this
+        returns."""
         while True:
             run_id, token = await self._submissions.get()
+            await self._answers.wait()
             wanted = asyncio.get_running_loop().create_future()
             self._inbox.put_nowait(Due(run_id, token, wanted))
             if await wanted:

@@ -60,13 +60,13 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
     )
 
 
-def give_up_queued(turn: Turn) -> None:
-    """What an earlier head had not sent yet: the next plan asks for what is of use by then."""
+def give_up_queued(turn: Turn, why: str) -> None:
+    """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
     for run in turn.book.runs.values():
         for allocation in run.live_allocations():
             if allocation.queued:
-                turn.record(run, "withdraw", f"{allocation.token}: the head ended before it was submitted")
-                turn.cancel(run, allocation, "the head ended before it was submitted")
+                turn.record(run, "withdraw", f"{allocation.token}: {why}")
+                turn.cancel(run, allocation, why)
 
 
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
