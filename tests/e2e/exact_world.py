@@ -62,6 +62,8 @@ class Net(nn.Module):
 def optimizer_named(name: str, params: Any) -> torch.optim.Optimizer:
     """From torch.optim, with settings under which it does something."""
     extra = {"lr": 0.05, "momentum": 0.9} if name == "SGD" else {"lr": 0.01}
+    if name == "Muon":
+        params = [parameter for parameter in params if parameter.ndim == 2]  # it takes no others
     made: torch.optim.Optimizer = getattr(torch.optim, name)(params, **extra)
     return made
 
@@ -140,7 +142,7 @@ def train_with(
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scale.step(opt)
             scale.update()
-            opt.zero_grad()
+            model.zero_grad()
             schedule.step()
             average.update_parameters(model)
             last = run.mean(loss.detach())
