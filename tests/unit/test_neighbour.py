@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
-from fallow.core.neighbour import Standing, assess
+from fallow.core.neighbour import Standing, assess, preempts_again_s
+from fallow.core.neighbourhood import Manners, Neighbourhood
 from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
 from fallow.model import (
     AllocationKind,
@@ -603,6 +604,27 @@ def test_the_same_is_given_up_in_every_process() -> None:
     ]
     assert "GiveBack" in printed[0]
     assert len(set(printed)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kill_wait_s", "ago_s", "given"), [(30.0, 101.0, []), (120.0, 101.0, ["n2"]), (120.0, 191.0, [])]
+)
+def test_where_jobs_are_given_longer_to_end_others_preempt_again_later(
+    kill_wait_s: float, ago_s: float, given: list[str]
+) -> None:
+    partitions = [
+        PartitionInfo(partition="normal", nodes=["n1", "n2", "n3"], priority_tier=10),
+        PartitionInfo(partition="p", nodes=["n1", "n2", "n3"], priority_tier=1, preempt_mode="REQUEUE"),
+    ]
+    ours = [held("n1", 300), held("n2", 200), held("n3", 100, AllocationState.RELEASING)]
+    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - ago_s)
+    waiting = [waits("1", partition="normal"), waits("2", partition="normal")]
+    site = ClusterConfig(
+        cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio", kill_wait_s=kill_wait_s
+    )
+    seen = cluster(FOUR[:3], [*waiting, going], ours[:2], partitions=partitions)
+    assert given_back(Neighbourhood(Manners()).look(seen, site, ours, [])[0]) == given
+    assert preempts_again_s(None) == preempts_again_s(msgspec.structs.replace(site, kill_wait_s=30.0)) == 100.0
 
 
 MANY = [PartitionInfo(partition="cpu", nodes=["n1", "n2"]), PartitionInfo(partition="gpu", nodes=["n3", "n4"])]

@@ -21,7 +21,7 @@ from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
 from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting
-from fallow.model import AllocationState, ClusterState, JobInfo, PartitionInfo
+from fallow.model import AllocationState, ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16
 """Ways to place one job (partitions × alternatives of its constraint) that are tried."""
@@ -32,10 +32,11 @@ ELEMENTS = 256
 DIVIDED = 200_000
 """Nodes that are looked at, in all, for jobs whose tasks need not be spread evenly over their nodes."""
 
-PREEMPTS_AGAIN_S = 100.0
-"""From when a job has had others preempted until it does so again, whatever became of their nodes: KillWait and
-MessageTimeout (40 s by default; `select_nodes` in Slurm's src/slurmctld/node_scheduler.c), and Slurm's next look at the
-whole queue (60 s). Tried on 22.05."""
+LOOKS_AGAIN_S = 60.0
+"""From one look of Slurm at the whole queue to the next."""
+
+PREEMPTS_AGAIN_S = 30.0 + 10.0 + LOOKS_AGAIN_S
+"""`preempts_again_s` of a site that has said nothing else."""
 
 STARTS = 1000
 """Jobs (elements of arrays each) that are placed at once in a partition: twice as many as one cycle of Slurm's backfill
@@ -71,6 +72,15 @@ class Standing:
     "jobs that need nothing of us, and the nodes on which they could start now"
 
 
+def preempts_again_s(config: ClusterConfig | None) -> float:
+    """From when a job has had others preempted until it does so again, whatever became of their nodes.
+
+    KillWait and MessageTimeout (`select_nodes` in Slurm's src/slurmctld/node_scheduler.c), and Slurm's next look at the
+    whole queue. Tried on 22.05.
+    """
+    return PREEMPTS_AGAIN_S if config is None else config.kill_wait_s + config.message_timeout_s + LOOKS_AGAIN_S
+
+
 def assess(
     cluster: ClusterState,
     allocations: Sequence[Allocation],
@@ -79,6 +89,7 @@ def assess(
     whole_nodes: bool = False,
     declined: Callable[[Waiting], frozenset[str]] = lambda _: frozenset(),
     most: int = LOOKED_AT,
+    again_s: float = PREEMPTS_AGAIN_S,
 ) -> Standing:
     """What the jobs that wait need of us.
 
@@ -89,6 +100,7 @@ def assess(
         whole_nodes: the site never shares nodes between jobs (select/linear).
         declined: nodes on which Slurm does not start a job, for reasons that a poll does not show.
         most: jobs that are looked at, in all and in each partition with nodes that they could have.
+        again_s: `preempts_again_s` of the site.
     """
     # Base jobs that wait, and whatever else has normal priority, are others' jobs to what was picked up idle, as they
     # are to Slurm where it preempts.
@@ -96,7 +108,7 @@ def assess(
     others = others_waiting(cluster, ours.union(former))
     if not others:
         return Standing()
-    view = _View(cluster, allocations, former, whole_nodes, declined)
+    view = _View(cluster, allocations, former, whole_nodes, declined, again_s)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
     started: dict[str, int] = {}
@@ -126,6 +138,7 @@ class _View:
         former: Collection[str],
         whole_nodes: bool,
         declined: Callable[[Waiting], frozenset[str]],
+        again_s: float,
     ) -> None:
         self._cluster = cluster
         self._whole_nodes = whole_nodes
@@ -162,7 +175,7 @@ class _View:
         self._taken = frozenset(
             node
             for job in cluster.jobs
-            if job.preempt_at is not None and cluster.at - job.preempt_at < PREEMPTS_AGAIN_S
+            if job.preempt_at is not None and cluster.at - job.preempt_at < again_s
             if is_ours(job, self._tokens)
             for node in job.nodes
         )

@@ -9,7 +9,7 @@ from fallow.core import courtesy
 from fallow.core.allocations import Allocation
 from fallow.core.declined import Declined
 from fallow.core.delays import DelayedJob, Delays
-from fallow.core.neighbour import Standing, assess
+from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.room import whole_nodes
 from fallow.core.waiting import looked_at
 from fallow.model import ClusterConfig, ClusterState
@@ -87,6 +87,7 @@ class Neighbourhood:
             whole_nodes=whole_nodes(config),
             declined=self._declined.nodes,
             most=looked_at(config),
+            again_s=preempts_again_s(config),
         )
         self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
         tokens = frozenset[str]().union(*standing.delayed.values())
