@@ -140,6 +140,21 @@ def test_weights_that_change_per_shard(script: Script) -> None:
         script.train(body)
 
 
+def test_weights_that_change_by_one_member_s_gradient(script: Script) -> None:
+    """As with one shard for each member, where no body is void: all would train, each by itself."""
+
+    def body(x: torch.Tensor) -> None:
+        if not script.run.final_shard:
+            return
+        gradients = torch.autograd.grad(script.loss(x), list(script.model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(script.model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+
+    with pytest.raises(FallowError, match="by hand without a backward"):
+        script.train(body)
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_a_teacher_that_follows_the_model_does_so_once_a_step(once: bool, script: Script) -> None:
     teacher = copy.deepcopy(script.model).requires_grad_(False)

@@ -173,7 +173,7 @@ class Step:
             if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
             raise
-        self.watch.end_body(void=not self.final_shard)
+        self.watch.end_body(void=not self.final_shard, trained=self._backwards > 0)
         self.phases.end_body()
         if self.weight and not self.final_shard:
             self.means.end_body(shard, trained=self._backwards > 0)
@@ -243,7 +243,7 @@ class Step:
                 self.rehearsing = False
                 gate.in_body = False
             del batch
-            self.watch.end_body(void=True)
+            self.watch.end_body(void=True, trained=False)
             self.watch.check_others(others)
             self.phases.end_body()
         member.restore(before)

@@ -29,7 +29,7 @@ _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, 
 
 _DRIFTED = (
     "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
-    "replaced. Does this node compute differently?\n"
+    "replaced. Does this node compute differently, or does the script change weights by hand?\n"
 )
 
 

@@ -182,8 +182,12 @@ class Watch:
     def _sizes_of_buffers(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         return [(name, buffer.shape, buffer.dtype) for name, buffer in self._prepared.named_buffers()]
 
-    def end_body(self, *, void: bool) -> None:
+    def end_body(self, *, void: bool, trained: bool) -> None:
         """A body has ended.
+
+        Args:
+            void: it was not the step's last one on this member, or a rehearsal.
+            trained: it has made a backward.
 
         Raises:
             FallowError: what was refused in it, even if the body has caught that; or it has done what it must not.
@@ -199,6 +203,13 @@ class Watch:
                 "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first, as for a moving "
                 "average or a teacher that follows the model (an Embedding with max_norm changes its weights in "
                 "forward: leave max_norm out)",
+                Exit.DATA,
+            )
+        if not (void or trained) and self.wrote():
+            raise FallowError(
+                "a body has changed weights by hand without a backward: what it knows is one shard, another one on "
+                "each member, so their weights would come apart; make gradients with backward() and leave the weights "
+                "to prepared optimizers, or change them behind the backward, or between two run.steps loops",
                 Exit.DATA,
             )
         if void:
