@@ -329,6 +329,17 @@ def test_hooks_that_would_see_the_sum_of_some_shards(script: Script) -> None:
         script.train(script.usual)
     assert script.run.step == 0
     handle.remove()
+
+    def body(x: torch.Tensor) -> None:
+        if not bodies:
+            late.model[2].bias.register_post_accumulate_grad_hook(lambda p: None)
+        bodies.append(x)
+        late.usual(x)
+
+    late, bodies = Script(), list[torch.Tensor]()
+    with pytest.raises(FallowError, match="register_post_accumulate_grad_hook"):
+        late.train(body)
+    assert len(bodies) == 1
     other, seen = Script(), list[torch.Tensor]()
     other.model[2].bias.register_hook(seen.append)
     other.train(other.usual)

@@ -36,6 +36,8 @@ class Watch:
         self._alone: list[tuple[int, str, nn.Parameter]] = []
         "trainable ones, with their numbers, that no prepared optimizer holds"
         self._hooks: list[Any] = []
+        self._first = True
+        "no step of this call has ended: its bodies may still set things up"
         self._sizes: list[tuple[str, torch.Size, torch.dtype]] = []
         "of the buffers, when the call began"
         self._versions = self._frozen_versions = 0
@@ -69,6 +71,7 @@ class Watch:
         self._check_optimizers()
         self._check_schedulers()
         self._check_hooks()
+        self._first = True
         self._sizes = self._sizes_of_buffers()
         self._hooks = [module.register_forward_pre_hook(_NoForward(self._gate)) for module in prepared.modules]
 
@@ -143,6 +146,7 @@ class Watch:
         Args:
             touched: gives, by parameter, whether it received a gradient in this step.
         """
+        self._first = False
         for (at, name, parameter), version in zip(self._alone, self._before_step, strict=True):
             if parameter._version != version and touched()[at]:
                 raise FallowError(
@@ -197,6 +201,8 @@ class Watch:
         if gate.refusal is not None:
             raise gate.refusal
         self.check_buffers()
+        if self._first:
+            self._check_hooks()
         if void and (self.wrote() or _version(self._frozen) != self._frozen_versions):
             raise FallowError(
                 "a body that is not the step's last one on this member has changed weights, which would happen once "
