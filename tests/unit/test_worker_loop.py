@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -452,6 +453,31 @@ def test_unused_parameters_keep_no_gradient() -> None:
             assert model.unused.weight.grad is None
         optimizer.step()
     assert torch.equal(before, model.unused.weight), "weight decay would have moved it"
+
+
+def test_copies_of_prepared_objects_and_what_is_saved_whole_are_the_scripts_own(tmp_path: Path) -> None:
+    run, model = world(), net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule, average, loader = run.prepare(
+        model, optimizer, schedule, average, DataLoader(points(), 4), global_batch=16
+    )
+    for x, y in run.steps(loader, max_steps=1):
+        F.mse_loss(model(x), y).backward()
+        before = [parameter.clone() for parameter in average.parameters()]
+        kept = copy.deepcopy(average)
+        kept.update_parameters(nn.Sequential(*(copy.deepcopy(part) for part in model)))
+        assert type(kept) is torch.optim.swa_utils.AveragedModel
+        assert int(kept.n_averaged) == int(average.n_averaged) + 1, "it acts by itself, in every body"
+        assert all(torch.equal(a, b) for a, b in zip(before, average.parameters(), strict=True))
+        torch.save([average, schedule], tmp_path / "whole.pt")
+        optimizer.step()
+        average.update_parameters(model)
+        schedule.step()
+    loaded, rate = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert (type(loaded), type(rate)) == (torch.optim.swa_utils.AveragedModel, torch.optim.lr_scheduler.ExponentialLR)
+    assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
 
 
 def test_schedulers_scaler_and_averages_act_once_per_step() -> None:

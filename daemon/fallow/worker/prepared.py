@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 from collections.abc import Callable
 from types import MethodType
@@ -125,7 +126,13 @@ class Prepared:
             # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
             cls = type(thing)
             methods = {name: self._gated(thing, name) for name in names}
-            thing.__class__ = type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
+            body: dict[str, Any] = {
+                "__slots__": (),
+                "__module__": cls.__module__,
+                "__reduce_ex__": _as_plain(cls),
+                **methods,
+            }
+            thing.__class__ = type(cls.__name__, (cls,), body)
 
     def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
         gate = self._gate
@@ -330,6 +337,19 @@ class Prepared:
 
 def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
+    """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        found = cls.__reduce_ex__(self, protocol)
+        if isinstance(found, tuple) and found[1] == (type(self),):
+            # What object's own does in older protocols: it does not insist on the class that the object has.
+            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
+        return found
+
+    return reduce
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
