@@ -92,6 +92,16 @@ def test_where_no_nice_helps_nothing_is_harvested_unless_slurm_preempts(config: 
     assert not refusals(state, config, unseen=False, allow_unseen=False, allow_unfair=True)
 
 
+def test_where_slurm_preempts_on_some_nodes_only_something_may_speak_against_the_others() -> None:
+    mixed = msgspec.structs.replace(PLAIN, preempt_mode="CANCEL", unpreempted=frozenset(PLAIN.nodes[:1]))
+    state = cluster(partitions=(mixed,))
+    found = refusals(state, site(), unseen=True, allow_unseen=False, allow_unfair=False)
+    assert found["plain"].startswith("on nodes where nobody preempts its jobs: others' jobs cannot be seen")
+    assert not refusals(state, site(), unseen=False, allow_unseen=False, allow_unfair=False)
+    (check,) = checks.partitions(state, ["plain"], True, found)
+    assert "not on 1 of its" in check.found
+
+
 def test_nice_does_not_help_against_partitions_of_a_lower_tier() -> None:
     found = refusals(cluster(partitions=(PLAIN, LOW)), site(), unseen=False, allow_unseen=False, allow_unfair=False)
     assert found == {"plain": "its requests would come before all jobs of low, whose priority tier is lower"}

@@ -438,6 +438,7 @@ BY_QOS = ClusterConfig(
     preempt_type="preempt/qos",
     preempt_mode="REQUEUE",
     qos_preempt_modes={"idle": "REQUEUE"},
+    qos_preempted_by={"idle": ["high"]},
 )
 
 

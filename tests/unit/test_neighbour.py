@@ -103,6 +103,32 @@ def test_a_node_that_is_being_left_counts_and_delays_all_the_same() -> None:
     assert assess(state, ours[:2], former=["ours-n3"]).delayed == {"1": {"ours-n3"}}
 
 
+def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    low = PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
+    high = PartitionInfo(partition="high", nodes=["n1"], priority_tier=9)
+    ours = [held("n1", 200), held("n2", 100)]
+    known = {"partitions": [low, high]}
+    assert given_back(standing(nodes, [waits("1", partition="high")], ours, **known)) == []
+    # It may start in either of its partitions, and on n2 only in the one that preempts nobody.
+    both = waits("1", partition="high,p", required_nodes=["n2"])
+    assert given_back(standing(nodes, [both], ours, **known)) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("node_name", "allow", "watches"),
+    [("n1", False, False), ("n2", False, True), ("", False, False), ("", True, True)],
+)
+def test_we_watch_over_nodes_that_nobody_takes_back_in_a_partition_that_preempts(
+    node_name: str, allow: bool, watches: bool
+) -> None:
+    low = PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="CANCEL", unpreempted=frozenset(["n2"]))
+    ours = held(node_name) if node_name else held("n1", state=AllocationState.PENDING)
+    known = Neighbourhood(Manners(allow_without_preemption=allow))
+    known.look(cluster([node("n1"), node("n2")], partitions=[low]), None, [ours], [])
+    assert known.watches([ours]) == watches
+
+
 def test_one_node_is_not_given_to_two_jobs_and_one_job_does_not_take_two() -> None:
     assert given_back(standing(FOUR, [waits("1"), waits("2")], THREE)) == ["n3"]
     assert given_back(standing(FOUR, [waits("1"), waits("2"), waits("3")], THREE)) == ["n3", "n2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,42 @@ def test_a_partition_without_preemption_is_harvested_only_if_allowed_and_unconte
     assert plan(contested, [Demand("r", 1)], [], allowed) == []
     hopeless = cluster([node("n1")], [pending("9", nodes=4)], mode="OFF")
     assert len(asks(plan(hopeless, [Demand("r", 1)], [], allowed))) == 1, "it cannot start here, with us or without"
+
+
+MIXED = PartitionInfo(
+    partition="scavenge", nodes=["n1", "n2"], preempt_mode="REQUEUE", max_time_s=7200.0, unpreempted=frozenset(["n2"])
+)
+
+
+def test_of_a_partition_that_preempts_on_some_nodes_only_those_are_asked_for() -> None:
+    above = PartitionInfo(partition="urgent", nodes=["n1"], priority_tier=10)
+    state = ClusterState(at=NOW, nodes=[node("n1"), node("n2")], jobs=[], partitions=[MIXED, above])
+    unused: dict[str, str] = {}
+    wishes = plan(state, [Demand("r", 5)], [], RULES, fixed(), unused=unused)
+    assert asks(wishes) == [Ask("r", "scavenge", 120, exclude=("n2",))], "Slurm chooses the node"
+    assert "would not take it back" in unused["n2"]
+    allowed = HarvestRules(allow_without_preemption=True)
+    both = asks(plan(state, [Demand("r", 5)], [], allowed, fixed()))
+    assert [(ask.partition, ask.exclude) for ask in both] == [("scavenge", ())] * 2
+    taken = msgspec.structs.replace(
+        state,
+        nodes=[node("n1", "ALLOCATED"), node("n2", "ALLOCATED")],
+        jobs=[
+            JobInfo(job_id=n, name="x", user="u", state="RUNNING", partition="scavenge", nodes=[n], end_at=NOW + 60)
+            for n in ("n1", "n2")
+        ],
+    )
+    ahead = HarvestRules(allow_without_preemption=True, ahead=2)
+    assert {ask.exclude for ask in asks(plan(taken, [Demand("r", 5)], [], ahead, fixed())) if ask.ahead} == {("n2",)}
+
+
+def test_no_successor_is_asked_for_on_a_node_that_nobody_would_take_back() -> None:
+    above = PartitionInfo(partition="urgent", nodes=["n1"], priority_tier=10)
+    nodes = [node("n1", "ALLOCATED"), node("n2", "ALLOCATED")]
+    state = ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=[MIXED, above])
+    ours = [held(f"t{n}", nodes=[n], start_at=NOW - 7000, end_at=NOW + 30) for n in ("n1", "n2")]
+    wishes = plan(state, [Demand("r", 0)], ours, HarvestRules(lead_s=60.0), fixed())
+    assert [ask.node for ask in asks(wishes)] == ["n1"]
 
 
 def test_pending_requests_count_against_idle_nodes_and_are_withdrawn_when_not_needed() -> None:
@@ -343,7 +380,8 @@ def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too() -> None:
     assert set(unused(state, [Demand("r", 2)], [], HarvestRules(partitions=("other",))).values()) == {
         "not harvested: the configuration does not name the partition"
     }
-    refused = HarvestRules(refused={"scavenge": "others' jobs cannot be seen"})
+    state = cluster([node("n1"), node("n2")], mode="OFF")
+    refused = HarvestRules(partitions=("scavenge",), refused={"scavenge": "others' jobs cannot be seen"})
     assert set(unused(state, [Demand("r", 2)], [], refused).values()) == {"not harvested: others' jobs cannot be seen"}
     nobody_preempts = HarvestRules(allow_without_preemption=True)
     waiting = cluster([node("n1"), node("n2")], [pending("7")], mode="OFF")

@@ -44,7 +44,11 @@ def line(name: str, tier: int, nodes: str = "n[1-2]", mode: str = "REQUEUE", sta
 def harvested(text: str, kind: str, qos: str | None = None, modes: str = QOS) -> list[str]:
     """Partitions that are harvested by default, as Slurm shows them."""
     config, _ = parse.config(CONFIG.format(kind=kind))
-    config = msgspec.structs.replace(config, qos_preempt_modes=parse.qos_preempt_modes(modes, config.preempt_mode))
+    config = msgspec.structs.replace(
+        config,
+        qos_preempt_modes=parse.qos_preempt_modes(modes, config.preempt_mode),
+        qos_preempted_by=parse.qos_preempted_by(modes),
+    )
     cluster = ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1])
     return [p.partition for p in harvestable(as_for_us(cluster, config, qos), HarvestRules())]
 
@@ -68,6 +72,47 @@ def test_by_partition_only_a_higher_tier_on_the_same_nodes_preempts(text: str, p
     assert harvested(text, "partition_prio") == preempted
     assert harvested(text, "none") == []
     assert harvested(text, "of_next_year") == []
+
+
+def test_a_higher_tier_preempts_on_its_own_nodes_only() -> None:
+    text = line("top", 10, nodes="n[1-2]") + line("all", 5, nodes="n[1-4]") + line("low", 1, nodes="n[3-6]")
+    site, _ = parse.config(CONFIG.format(kind="partition_prio"))
+    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1]), site, None)
+    assert {p.partition: (p.preempts, p.unpreempted) for p in state.partitions} == {
+        "top": (False, frozenset()),
+        "all": (True, {"n3", "n4"}),
+        "low": (True, {"n5", "n6"}),
+    }
+    kept = {p.partition: p.nodes for p in harvestable(state, HarvestRules())}
+    assert kept == {"all": ["n1", "n2"], "low": ["n3", "n4"]}
+    allowed = HarvestRules(allow_without_preemption=True)
+    assert {p.partition: len(p.nodes) for p in harvestable(state, allowed)} == {"top": 2, "all": 4, "low": 4}
+    unfair = HarvestRules(allow_without_preemption=True, refused={"all": "on some nodes: unfair", "top": "unfair"})
+    assert {p.partition: p.nodes for p in harvestable(state, unfair)} == {
+        "all": ["n1", "n2"],
+        "low": ["n3", "n4", "n5", "n6"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "unpreempted"),
+    [
+        ("AllowQos=ALL", []),
+        ("AllowQos=Boss,high", []),
+        ("AllowQos=normal", ["n3", "n4"]),
+        ("DenyQos=High", ["n3", "n4"]),
+        ("DenyQos=normal", []),
+    ],
+)
+def test_by_qos_a_node_is_taken_where_a_job_of_such_a_qos_may_run(words: str, unpreempted: list[str]) -> None:
+    site, _ = parse.config(CONFIG.format(kind="qos"))
+    modes = "high|idle|cluster||00:00:00\nidle||cluster||00:00:20\n"
+    site = msgspec.structs.replace(
+        site, qos_preempt_modes=parse.qos_preempt_modes(modes, "CANCEL"), qos_preempted_by=parse.qos_preempted_by(modes)
+    )
+    text = line("other", 1, nodes="n[1-2]") + line("scavenge", 1, nodes="n[1-4]").replace("AllowQos=ALL", words)
+    state = as_for_us(ClusterState(at=0.0, nodes=[], jobs=[], partitions=parse.cluster(text)[1]), site, "idle")
+    assert [(p.preempts, sorted(p.unpreempted)) for p in state.partitions] == [(True, []), (True, unpreempted)]
 
 
 def test_by_qos_the_tier_of_a_partition_preempts_nobody() -> None:
@@ -257,7 +302,12 @@ def test_twice_is_once_and_only_a_qos_makes_anything_preemptable(
     top = max((p.priority_tier for p in partitions), default=0)
     for was, now in zip(before.partitions, after.partitions, strict=True):
         if kind == "preempt/qos" and qos:
-            assert now == msgspec.structs.replace(was, preempt_mode="CANCEL", grace_s=7.0, preempted_by=["high"])
+            there = {node for p in partitions if p.up for node in p.nodes}.intersection(was.nodes)
+            alone = frozenset(was.nodes) - there
+            by_qos = {"preempt_mode": "CANCEL", "grace_s": 7.0, "preempted_by": ["high"], "unpreempted": alone}
+            assert now == msgspec.structs.replace(was, **by_qos) if there else not now.preempts
             continue
+        assert not now.unpreempted.difference(now.nodes)
+        now = msgspec.structs.replace(now, unpreempted=frozenset())
         assert now == was or (was.preempts and now == msgspec.structs.replace(was, preempt_mode="OFF"))
         assert not (now.preempts and kind == "preempt/partition_prio" and now.priority_tier == top)

@@ -96,7 +96,7 @@ def partitions(
         elif small := too_small_for(partition):
             if named:
                 checks.append(Check(f"harvest {partition.partition}", Level.FAIL, small, "name another partition"))
-        elif why is not None and allow_without_preemption:
+        elif why is not None and allow_without_preemption and not partition.preempts:
             fix = "the site's administrators can allow it under [site]; partitions that preempt need no such thing"
             checks.append(Check(f"harvest {partition.partition}", Level.FAIL, f"not harvested: {why}", fix))
         elif verdict := _partition(partition, bool(named), allow_without_preemption):
@@ -116,6 +116,8 @@ def _partition(partition: PartitionInfo, named: bool, allowed: bool) -> Check | 
         return Check(name, Level.WARN, "the partition is down", "wait, or name another one") if named else None
     if partition.preempts:
         text = f"preempted by {partition.preempt_mode.lower()}, grace {partition.grace_s:g} s"
+        if partition.unpreempted:
+            text += f"; not on {len(partition.unpreempted)} of its {len(partition.nodes)} nodes"
         if partition.grace_s < 5:
             fix = "with so little warning, preempted members are ejected: at most one step is done again"
             return Check(name, Level.WARN, text, fix)

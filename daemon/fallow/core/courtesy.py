@@ -89,7 +89,8 @@ def too_small_for(partition: PartitionInfo) -> str:
 def refusals(
     cluster: ClusterState, config: ClusterConfig | None, *, unseen: bool, allow_unseen: bool, allow_unfair: bool
 ) -> dict[str, str]:
-    """Partitions that must not be harvested, with the reason. Where Slurm preempts our jobs, only what it refuses.
+    """Partitions that must not be harvested, with the reason. Where Slurm preempts our jobs, only what it refuses; if
+    it does so on some nodes only, what speaks against the others.
 
     Args:
         cluster: one poll.
@@ -101,13 +102,14 @@ def refusals(
     for partition in cluster.partitions:
         if why := too_small_for(partition):
             found[partition.partition] = why
-        if why or partition.preempts:
+        if why or (partition.preempts and not partition.unpreempted):
             continue
         why = "" if config is None or allow_unfair else unfair(config, partition, cluster.partitions)
         if unseen and not allow_unseen:
             why = "others' jobs cannot be seen, and nothing would take a node from us for them"
         if why:
-            found[partition.partition] = why
+            where = "on nodes where nobody preempts its jobs: " if partition.preempts else ""
+            found[partition.partition] = f"{where}{why}"
     return found
 
 

@@ -81,7 +81,7 @@ class Limits:
     def of(self, hole: Hole, demand: Demand, budget_node_s: float | None) -> Limit:
         """What to ask for to train on this hole."""
         partition, rules = self._partitions[hole.partition], self._rules
-        preempts = partition.preempts
+        preempts = partition.preempts_on(hole.node)
         most = rules.max_minutes
         if partition.max_time_s is not None:
             most = min(most, floor(partition.max_time_s / 60))
@@ -96,7 +96,7 @@ class Limits:
             return Limit(why=_not_worth(hole, shortest, longest, most, rules.resolution_s))
         curve, costs = self._curve(hole.partition), self._costs(partition, demand)
         members = max(1, demand.members)
-        key = (hole.partition, round(hole.age_s), shortest, longest, members, demand.pause_s)
+        key = (hole.partition, preempts, round(hole.age_s), shortest, longest, members, demand.pause_s)
         if key not in self._best:
             self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
         best = self._best[key]

@@ -11,7 +11,7 @@ into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -352,7 +352,7 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(node for node in nodes & takers.keys() if not self._left_to_slurm(name, takers[node]))
+            name: frozenset(node for node in nodes & takers.keys() if not self._left_to_slurm(name, node, takers[node]))
             for name, nodes in self._nodes.items()
         }
         give_back: dict[str, GiveBack] = {}
@@ -368,7 +368,7 @@ class _View:
             reason = f"job {jobs[0].job_id} of {jobs[0].user} waits for a node"
             for wishes, allocations in ((give_back, held), (leaving, left)):
                 for allocation in allocations:
-                    if not self._left_to_slurm(allocation.partition, jobs):
+                    if not self._left_to_slurm(allocation.partition, node, jobs):
                         wishes[allocation.token] = GiveBack(allocation.token, reason, urgent=True)
         return Standing(
             give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
@@ -383,20 +383,21 @@ class _View:
         words = [] if job is None else [job.name, *job.comment.split()]
         return next((word for word in words if word in self._tokens), "")
 
-    def _left_to_slurm(self, partition: str, jobs: Sequence[Waiting]) -> bool:
-        """Does Slurm take nodes from jobs of ours in this partition for all of these, and has just done so for none?"""
+    def _left_to_slurm(self, partition: str, node: str, jobs: Sequence[Waiting]) -> bool:
+        """Does Slurm take this node from a job of ours in this partition for all of these, and has just taken none?"""
         begun = any(not self._taken.isdisjoint(self._nodes.get(name, ())) for job in jobs for name in job.partitions)
-        return not begun and self._slurm_takes(partition, jobs)
+        return not begun and self._slurm_takes(partition, jobs, node)
 
-    def _slurm_takes(self, partition: str, jobs: Sequence[Waiting]) -> bool:
-        """Does Slurm take nodes from jobs of ours in this partition for all of these?
+    def _slurm_takes(self, partition: str, jobs: Sequence[Waiting], node: str | None = None) -> bool:
+        """Does Slurm take nodes from jobs of ours in this partition for all of these, or this `node`?
 
         Never for those of the same tier, or, where QOS decide, of a QOS that may not preempt ours.
         """
         there = self._partitions.get(partition)
         if there is not None and there.preempts and there.preempted_by is not None:
             return all(job.qos.lower() in there.preempted_by for waiting in jobs for job in waiting.jobs)
-        above = self._above.get(partition, frozenset())
+        above: Iterable[str] = self._above.get(partition, ())
+        above = frozenset(name for name in above if node is None or node in self._nodes[name])
         return bool(above) and all(not above.isdisjoint(job.partitions) for job in jobs)
 
     def _competing(self, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]) -> frozenset[str]:

@@ -53,6 +53,8 @@ class Neighbourhood:
         self._declined = Declined()
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
+        self._watchful_nodes: dict[str, frozenset[str]] = {}
+        "other partitions -> their nodes where nothing does"
         self._allowed: tuple[object, ...] = ()
         "from what `refused` and `nice` were made"
         self._awaited = False
@@ -79,6 +81,7 @@ class Neighbourhood:
         if cluster.at >= self._taken_at:
             self.alert = max(0, self.alert - 1)
         self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
+        self._watchful_nodes = {p.partition: p.unpreempted for p in cluster.partitions if p.preempts and p.unpreempted}
         self._be_allowed(cluster, config)
         standing = assess(
             cluster,
@@ -91,7 +94,7 @@ class Neighbourhood:
         )
         self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
         tokens = frozenset[str]().union(*standing.delayed.values())
-        self._awaited = any(a.token in tokens and a.partition in self._watchful for a in over)
+        self._awaited = any(a.token in tokens and self._ours_to_give(a) for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
 
     def taken(self, at: float) -> None:
@@ -100,9 +103,16 @@ class Neighbourhood:
 
     def watches(self, allocations: Iterable[Allocation]) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        if self._awaited or not self._watchful:
+        if self._awaited or not (self._watchful or self._watchful_nodes):
             return self._awaited
-        return any(a.partition in self._watchful and a.harvested and a.live for a in allocations)
+        return any(a.harvested and a.live and self._ours_to_give(a) for a in allocations)
+
+    def _ours_to_give(self, allocation: Allocation) -> bool:
+        """Would nobody but us give back what it has, or may get?"""
+        nodes = self._watchful_nodes.get(allocation.partition)
+        if nodes is None:
+            return allocation.partition in self._watchful
+        return not nodes.isdisjoint(allocation.nodes) if allocation.nodes else self.manners.allow_without_preemption
 
     def _be_allowed(self, cluster: ClusterState, config: ClusterConfig | None) -> None:
         manners = self.manners
@@ -115,8 +125,8 @@ class Neighbourhood:
         )
         if not manners.allow_without_preemption:
             # Nobody wants to harvest the others anyway.
-            preempting = {p.partition for p in cluster.partitions if p.preempts}
-            refused = {name: why for name, why in refused.items() if name in preempting}
+            small = {p.partition for p in cluster.partitions if p.preempts and courtesy.too_small_for(p)}
+            refused = {name: why for name, why in refused.items() if name in small}
         if manners.partitions:
             refused = {name: why for name, why in refused.items() if name in manners.partitions}
         self.refused = refused

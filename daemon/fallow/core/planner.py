@@ -11,13 +11,25 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of, may_take, not_harvested
+from fallow.core.rules import (
+    NOT_TAKEN_BACK,
+    Demand,
+    HarvestRules,
+    Known,
+    harvestable,
+    holes_of,
+    may_take,
+    not_harvested,
+    off_limits,
+)
 from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S, Sort
@@ -128,7 +140,7 @@ def _coming(
     """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
     where others wait already."""
     kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
-    there = [p for p in partitions if p.preempts]
+    there = [replace(p, nodes=[n for n in p.nodes if n not in p.unpreempted]) for p in partitions if p.preempts]
     return list(find_coming(cluster, there, {a.token for a in allocations}, kept))
 
 
@@ -152,13 +164,16 @@ def _closed(
     starts = {node: job for job, nodes in standing.offered for node in nodes}
     kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in partitions))
     closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
+    unpreempted = {p.partition: off_limits(p, rules) for p in partitions if off_limits(p, rules)}
     out: dict[str, str] = {}
     for node in cluster.nodes:
         if not is_idle(node):
             continue
         job = starts.get(node.node)
         if node.node not in kept:
-            out[node.node] = f"not harvested: {_none_of(node.partitions, closed)}"
+            alone = (name for name, nodes in unpreempted.items() if node.node in nodes)
+            here = {name: rules.refused.get(name, NOT_TAKEN_BACK) for name in alone}
+            out[node.node] = f"not harvested: {_none_of(node.partitions, closed | here)}"
         elif job is not None:
             out[node.node] = f"kept for others: job {job.job_id} of {job.user} can start there"
         else:

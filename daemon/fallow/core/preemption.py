@@ -2,7 +2,8 @@
 
 `scontrol show partition` tells how a partition's jobs would be preempted, not whether anybody may: one without a
 PreemptMode of its own shows the cluster's (Slurm's src/api/partition_info.c). So a poll is put right when it comes in,
-and `PartitionInfo.preempts` is true for every reader. Who may: slurm.conf(5), PreemptType and PreemptMode. Where jobs
+and `PartitionInfo.preempts` is true for every reader. Nodes of such a partition that are in none whose jobs may are
+its `unpreempted` ones. Who may: slurm.conf(5), PreemptType and PreemptMode. Where jobs
 are safe at first (PreemptExemptTime there and in sacctmgr(1)), others would have to wait for us: that is no preemption.
 """
 
@@ -19,7 +20,8 @@ ENDS = ("CANCEL", "REQUEUE")
 
 
 def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None) -> ClusterState:
-    """The poll, with `preempt_mode` OFF in every partition where nobody could preempt a harvest job.
+    """The poll, with `preempt_mode` OFF in every partition where nobody could preempt a harvest job, and `unpreempted`
+    where somebody could on some nodes only.
 
     Where QOS decide, with their mode and grace: a partition's own count for nothing then, not even PreemptMode=OFF
     (slurm.conf(5); tried on 22.05).
@@ -38,8 +40,11 @@ def as_for_us(cluster: ClusterState, site: ClusterConfig | None, qos: str | None
 def _put_right(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig | None, qos: str | None
 ) -> PartitionInfo:
-    if site is None or not _preempted(partition, partitions, site, qos):
-        return msgspec.structs.replace(partition, preempt_mode="OFF") if partition.preempts else partition
+    taken = frozenset[str]() if site is None else _preempted(partition, partitions, site, qos)
+    if site is None or not taken:
+        off = {"preempt_mode": "OFF"} if partition.preempts else {}
+        return msgspec.structs.replace(partition, unpreempted=frozenset(), **off)
+    partition = msgspec.structs.replace(partition, unpreempted=frozenset(partition.nodes) - taken)
     if qos is None or site.preempt_type != "preempt/qos":
         return partition
     name = qos.lower()
@@ -73,13 +78,25 @@ def exempt_s(site: ClusterConfig, qos: str | None, partition_qos: str = "") -> f
 
 def _preempted(
     partition: PartitionInfo, partitions: Sequence[PartitionInfo], site: ClusterConfig, qos: str | None
-) -> bool:
+) -> frozenset[str]:
+    """Nodes of the partition on which somebody may preempt a harvest job of it."""
     if site.qos_unknown or exempt_s(site, qos, partition.qos) > 0.0:
-        return False
+        return frozenset()
+    those = [p for p in partitions if p.up and not p.root_only]
     if site.preempt_type == "preempt/qos":
-        return preemptable_qos(site, qos)
-    if site.preempt_type != "preempt/partition_prio" or not partition.preempts:
-        return False
-    higher = (p for p in partitions if p.up and not p.root_only and p.priority_tier > partition.priority_tier)
-    nodes = frozenset(partition.nodes)
-    return any(not nodes.isdisjoint(p.nodes) for p in higher)
+        if qos is None or not preemptable_qos(site, qos):
+            return frozenset()
+        by = site.qos_preempted_by.get(qos.lower(), [])
+        those = [p for p in those if any(_admits(p, name) for name in by)]
+    elif site.preempt_type == "preempt/partition_prio" and partition.preempts:
+        those = [p for p in those if p.priority_tier > partition.priority_tier]
+    else:
+        return frozenset()
+    return frozenset(partition.nodes).intersection(node for p in those for node in p.nodes)
+
+
+def _admits(partition: PartitionInfo, qos: str) -> bool:
+    """May jobs of this QOS run in the partition? Who is named by AllowQos need not fear DenyQos (slurm.conf(5))."""
+    if partition.allow_qos:
+        return qos in (name.lower() for name in partition.allow_qos)
+    return qos not in (name.lower() for name in partition.deny_qos)

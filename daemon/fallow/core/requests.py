@@ -75,7 +75,7 @@ class Requests:
         self._reach = reach
         self._sorts = sorts
         self._limits = Limits(cluster.at, self._partitions, rules, known, allocations, pending)
-        self._unsuited: dict[tuple[Kind, str], tuple[str, ...]] = {}
+        self._unsuited: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
         self._coming: dict[Sort, tuple[list[Hole], frozenset[str]]] = {}
         "sort of runs -> the first nodes of others that it can use, and their partitions"
@@ -216,7 +216,7 @@ class Requests:
             self.waiting += 1
             self._count(demand, hole.partition, limit.minutes)
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
-            exclude = self._unsuitable(demand.kind, hole.partition)
+            exclude = self._unsuitable(demand.kind, hole.partition, ahead=True)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, exclude=exclude, ahead=True)
         return None
 
@@ -277,6 +277,8 @@ class Requests:
         (node,) = leaving.nodes
         known = self._nodes.get(node)
         if node in self._wanted or node in demand.barred or known is None or not CLOSED.isdisjoint(known.flags):
+            return None
+        if node in partition.unpreempted and node not in partition.nodes:
             return None
         end = planned_ends(self._cluster, {leaving.token}).get(node)
         length_s = None if end is None else max(0.0, end - leaving.end_at)
@@ -344,13 +346,16 @@ class Requests:
             left.popleft()
         return left
 
-    def _unsuitable(self, kind: Kind, partition: str) -> tuple[str, ...]:
+    def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""
-        if kind == Kind():
+        known = self._partitions[partition]
+        if kind == Kind() and not known.unpreempted:
             return ()
-        if (kind, partition) not in self._unsuited:
+        if (kind, partition, ahead) not in self._unsuited:
             # What sbatch is told anyway (constraint, GPUs) needs no list of names.
             told = Kind(arch=kind.arch, alike=kind.alike)
-            nodes = (self._nodes[name] for name in self._partitions[partition].nodes if name in self._nodes)
-            self._unsuited[kind, partition] = tuple(node.node for node in nodes if not told.suits(node))
-        return self._unsuited[kind, partition]
+            there = (self._nodes[name] for name in known.nodes if name in self._nodes)
+            closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
+            nodes = {node.node for node in there if not told.suits(node)}.union(closed)
+            self._unsuited[kind, partition, ahead] = tuple(sorted(nodes))
+        return self._unsuited[kind, partition, ahead]

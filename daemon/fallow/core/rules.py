@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
+from fallow.core.courtesy import too_small_for
 from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Hole, find_holes
 from fallow.core.kinds import Kind, open_to
 from fallow.core.unstarted import Sort, Unstarted
 from fallow.core.worth import Worth
 from fallow.model import ClusterState, PartitionInfo
+
+NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,8 @@ class HarvestRules:
     "may be harvested; empty: every partition whose jobs can be preempted"
     allow_without_preemption: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
-    "partition -> why it must not be harvested whatever the configuration says"
+    """partition -> why it must not be harvested whatever the configuration says; where its jobs are preempted on some
+    nodes only, why the others must not"""
     groups: frozenset[str] | None = None
     "of the owner, for partitions that are open to some groups only; None: not known"
     max_pending: int = 4
@@ -117,8 +123,9 @@ def holes_of(
 
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
-    """Partitions that may be harvested: lowest priority tier first, since those are the kindest to others."""
-    allowed = [partition for partition in cluster.partitions if not not_harvested(partition, rules)]
+    """Partitions that may be harvested, without nodes that may not: lowest priority tier first, since those are the
+    kindest to others."""
+    allowed = [_open(partition, rules) for partition in cluster.partitions if not not_harvested(partition, rules)]
     return sorted(allowed, key=lambda p: (not p.preempts, p.priority_tier, p.partition))
 
 
@@ -130,11 +137,22 @@ def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
         return "the partition is open to other groups only"
     if rules.partitions and partition.partition not in rules.partitions:
         return "the configuration does not name the partition"
-    if why := rules.refused.get(partition.partition):
+    if why := too_small_for(partition):
         return why
-    if not partition.preempts and not rules.allow_without_preemption:
-        return "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
-    return ""
+    if partition.preempts:
+        return ""
+    return rules.refused.get(partition.partition) or ("" if rules.allow_without_preemption else NOT_TAKEN_BACK)
+
+
+def off_limits(partition: PartitionInfo, rules: HarvestRules) -> frozenset[str]:
+    """Nodes of a partition that may be harvested for which that is not so: nobody would take them back for others."""
+    open_too = rules.allow_without_preemption and partition.partition not in rules.refused
+    return frozenset() if open_too or not partition.preempts else partition.unpreempted
+
+
+def _open(partition: PartitionInfo, rules: HarvestRules) -> PartitionInfo:
+    closed = off_limits(partition, rules)
+    return replace(partition, nodes=[n for n in partition.nodes if n not in closed]) if closed else partition
 
 
 def may_take(allocation: Allocation, length_s: float | None, at: float, rules: HarvestRules) -> bool:

@@ -101,6 +101,8 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     grace_s: float = 0.0
     preempted_by: list[str] | None = None
     "QOS whose jobs may preempt ours, if they alone decide; None: the tiers do"
+    unpreempted: frozenset[str] = frozenset()
+    "where its jobs are preempted: those of its nodes on which nobody may do so"
     qos: str = ""
     "whose limits hold for its jobs; empty: none"
     exclusive: bool = False
@@ -123,6 +125,10 @@ class PartitionInfo(Struct, frozen=True, kw_only=True):
     def preempts(self) -> bool:
         """Does Slurm itself give nodes back? A suspended job keeps its GPUs."""
         return self.preempt_mode in ("CANCEL", "REQUEUE")
+
+    def preempts_on(self, node: str) -> bool:
+        """Does it so on this node?"""
+        return self.preempts and node not in self.unpreempted
 
 
 class ReservationInfo(Struct, frozen=True, kw_only=True):
