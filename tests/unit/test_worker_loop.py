@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -895,3 +896,22 @@ def test_what_an_exchange_tells_all_members_is_no_members_own_failure() -> None:
         control.check(told(agreement=15.0), plan, 2, 0, 7, drift=False)
     with pytest.raises(Apart, match="sum of samples is 7"):
         control.check(told(samples=7.0), plan, 2, 0, 7, drift=False)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whose"),
+    [
+        ([5, 7, 5], "differ (the weights of rank 1 of 3 are not those of most members"),
+        ([7, 5, 5, 8, 5], "differ (the weights of ranks 0, 3 of 5 are not those of most members"),
+        ([7, 5], "differ; every prepared"),
+        ([7, 7, 5, 5], "differ; every prepared"),
+    ],
+)
+def test_p2_the_members_whose_weights_came_apart_from_most_are_named(pieces: list[int], whose: str) -> None:
+    size = len(pieces)
+    plan = control.StepPlan(3, 8, 5, size)
+    head = control.Head(size, 0.0, 0.0, 3.0 * size, 0.0, 8.0, 5.0, size, 0.0, 7.0 * size, 0.0)
+    told = control.Control(head, [0.0] * size, pieces, [0.0] * size, [])
+    with pytest.raises(Apart, match=re.escape(whose)):
+        control.check(told, plan, size, 0, 7, drift=False)
+    control.check(told, plan, size, 0, 7, drift=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,6 +85,14 @@ class Control:
         """The members began the step with unlike weights."""
         return len(set(self.pieces)) > 1
 
+    @property
+    def strangers(self) -> list[int]:
+        """Ranks whose weights are not those of most members; empty where no side is the majority."""
+        ((usual, count),) = Counter(self.pieces).most_common(1)
+        return (
+            [rank for rank, piece in enumerate(self.pieces) if piece != usual] if 2 * count > len(self.pieces) else []
+        )
+
 
 def exact_sum(values: Sequence[float]) -> float:
     """Sum that does not depend on the order; NaN where infinities of both signs meet, as in floating point."""
@@ -117,6 +126,10 @@ def check(
 ) -> None:
     """Compare the sums with what the plan says.
 
+    Weights that came apart end a run in which they may not, though the majority could go on: one piece is compared in
+    each step, so they may have been apart for longer, and gradients made with the minority's weights are in everybody's
+    sums since then. What the majority has is not what an undisturbed run would have.
+
     Args:
         control: what the exchange told.
         plan: of the step.
@@ -143,9 +156,9 @@ def check(
     if got.contributors == size and got.step == size * plan.step and unlike:
         raise Apart(
             f"at step {plan.step}: the members' weights, learning rates, frozen parameters or counts of acting steps "
-            "differ; every prepared object has to act alike on all members: no `if` around it that depends on the "
-            "rank, on a count of bodies (use run.step) or on this member's own loss (use run.mean), and no other code "
-            "changes weights",
+            f"differ{_whose(control)}; every prepared object has to act alike on all members: no `if` around it that "
+            "depends on the rank, on a count of bodies (use run.step) or on this member's own loss (use run.mean), and "
+            "no other code changes weights",
         )
     wanted = {
         "members": (got.contributors, size),
@@ -163,3 +176,14 @@ def check(
                 "samples in the same order: it is not divided by rank, and draws from the generators of torch, NumPy "
                 "and `random`, which are seeded, or from its own with a fixed seed",
             )
+
+
+def _whose(control: Control) -> str:
+    ranks = control.strangers
+    if not ranks:
+        return ""
+    which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(control.pieces)}"
+    return (
+        f" (the weights of {which} are not those of most members; if the script is not the reason, "
+        "that node computes wrongly: leave it out)"
+    )
