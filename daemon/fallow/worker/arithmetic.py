@@ -64,8 +64,11 @@ class Arithmetic(Protocol):
     def judge(self, number: int, extent: torch.Tensor) -> bool:
         """Given all members' extent: True if the sums are good; False: the step must be done again, by all."""
 
-    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients by parameter's index, given their summed parts of the buckets; in the types of `like`, by index."""
+    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients by parameter's index, given their summed parts of the buckets; in the types of `like`, by index.
+
+        `places` belongs to the arithmetic.
+        """
 
     def end_step(self) -> None:
         """The step, or its phase, is finished on all members."""
@@ -121,9 +124,9 @@ class Floating:
         """Never asked."""
         return True
 
-    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The places themselves: no copy."""
-        return dict(places)
+        return places
 
     def end_step(self) -> None:
         """Nothing."""

@@ -216,7 +216,7 @@ class Exact:
 
     # ------------------------------------------------------------------------------------------------- results
 
-    def results(self, places: Mapping[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients from the sum that was judged last, in memory of their own."""
         small = []
         for index, place in places.items():

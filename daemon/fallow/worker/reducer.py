@@ -344,7 +344,7 @@ class Reducer:
         return self._sets[self._number]
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        params = self._params
+        params, speakers, add, strided = self._params, self._speakers, self._arithmetic.add, torch.strided
 
         def hook(parameter: torch.Tensor) -> None:
             if not self._adding:
@@ -352,21 +352,29 @@ class Reducer:
             if self.interrupted:
                 parameter.grad = None
                 return
-            number, speakers, fired, sums = self._number, self._speakers, self._fired, self._sums
-            bucket = self._sets[number].of[index]
+            number, weight, fired, sums = self._number, self._weight, self._fired, self._sums
+            buckets, touched = self._sets[number], self._touched[number]
+            bucket, views = buckets.of[index], buckets.views
             if bucket.launched:
                 raise self._twice(index)
+            plain = weight and not torch.is_grad_enabled()  # create_graph=True
             whole = not fired[index]
             for one in speakers.spoken_for[index]:
-                grad = params[one].grad
+                owner = params[one]
+                grad = owner.grad
                 if grad is None or (sums and one != index and sums[one] == grad._version):
                     whole = False
                     speakers.missing()
                     continue
-                params[one].grad = None
-                self._add(number, one, grad, self._weight)
+                owner.grad = None
+                if plain and grad.layout is strided:  # `_add`, but for a call
+                    add(number, one, views[one], grad, weight, first=not touched[one])
+                    touched[one] = True
+                else:
+                    self._add(number, one, grad, weight)
                 fired[one] = True
-            speakers.heard(index)
+            if speakers.learning:
+                speakers.heard(index)
             if whole:
                 bucket.waiting -= 1
                 if not bucket.waiting and self._final:
@@ -498,18 +506,18 @@ class Reducer:
         self.checkpoint = self.checkpoint or control.head.checkpoint > 0
         self.rounds += 1
         self.loss = control.loss  # of all rounds so far
-        touched = [index for index, any_of_them in enumerate(control.touched) if any_of_them]
-        self.used = self.used or bool(touched)
+        touched, views = control.touched, self._buckets.views
+        places = {index: views[index] for index, any_of_them in enumerate(touched) if any_of_them}
+        self.used = self.used or bool(places)
         with torch.no_grad():
-            results = self._arithmetic.results({index: self._buckets.views[index] for index in touched}, self._params)
+            results = self._arithmetic.results(places, self._params)
+            for index, carried in self._carried.items():
+                result = results.get(index)
+                results[index] = carried if result is None else result.add_(carried)
             for index, parameter in enumerate(self._params):
                 if parameter.grad is not None:
                     raise self._twice(index)
-                carried = self._carried.get(index)
-                result = results.get(index)
-                if result is not None and carried is not None:
-                    result.add_(carried)
-                parameter.grad = carried if result is None else result
+                parameter.grad = results.get(index)
         self._carried = {}
 
     def _forget(self) -> None:

@@ -61,6 +61,8 @@ class Speakers:
         "by speaker: its chunk, itself the last"
         self._learned: tuple[bool, ...] | None = None
         "which parameters were trained when the order was learned; None: all that are speak for themselves"
+        self.learning = True
+        "there is no order yet: `heard` makes one"
         self._waiting: list[int] = []
         "by bucket: speakers"
         self._order: list[int] = []
@@ -87,11 +89,11 @@ class Speakers:
                 self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _each_for_itself(self) -> None:
-        self._learned, self._broken = None, False
+        self._learned, self._broken, self.learning = None, False, True
         self.spoken_for = [[index] for index in range(len(self._params))]
 
     def heard(self, index: int) -> None:
-        """A speaker has spoken, in a body whose gradients go to the buckets."""
+        """One who speaks for itself has spoken, in a body whose gradients go to the buckets."""
         self._order.append(index)
 
     def missing(self) -> None:
@@ -106,7 +108,7 @@ class Speakers:
         trained = tuple(map(_trains, self._params))
         if not self._tries or sorted(self._order) != [index for index, trains in enumerate(trained) if trains]:
             return
-        self._learned = trained
+        self._learned, self.learning = trained, False
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._params]
         found = {chunk[-1]: chunk for chunk in chunks(self._order, sizes, buckets.of)}
         for speaker, chunk in found.items():
