@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,16 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     check_names(list(BENCHES))
     with pytest.raises(FallowError, match="there are pause"):
         check_names(["pause", "puase"])
+
+
+@pytest.mark.parametrize("names", [[], ["torchrun"], ["planner", "torchft"]])
+def test_what_is_not_installed_is_told_before_anything_is_measured(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "psutil" else there(name))
+    assert invoke(["bench", *names]) == 69
+    assert "pip install 'fallow[bench]'" in capsys.readouterr().err
 
 
 def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from fallow.cli.common import Finite, json_option, print_json
 from fallow.model import Exit, FallowError
 
 _TORCHLESS = frozenset({"planner", "head"})
+_PEERS = frozenset({"torchrun", "torchft"})
 
 
 @click.command(short_help="Measure, side by side with peers.")
@@ -52,6 +53,11 @@ def bench(
     """
     if (not names or not _TORCHLESS.issuperset(names)) and importlib.util.find_spec("torch") is None:
         raise FallowError("fallow bench trains; run: pip install 'fallow[torch]'", Exit.UNAVAILABLE)
+    if (not names or _PEERS.intersection(names)) and importlib.util.find_spec("psutil") is None:
+        raise FallowError(
+            "fallow bench ends peers' processes with psutil, which is not installed; run: pip install 'fallow[bench]'",
+            Exit.UNAVAILABLE,
+        )
     if "harvest" in names:
         if len(names) > 1:
             raise FallowError("bench harvest: measures another way than the others; run it by itself", Exit.USAGE)
