@@ -22,7 +22,7 @@ def _sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[f
 
 
 def test_the_first_bucket_is_small_and_the_last_ones_shrink() -> None:
-    assert _sizes(100 * [1.0]) == [1.0, 25.0, 25.0, 25.0, 12.0, 6.0, 4.0, 2.0]
+    assert _sizes(100 * [1.0]) == [1.0, 25.0, 25.0, 25.0, 18.0, 6.0]
 
 
 def test_a_small_model_has_few_buckets() -> None:

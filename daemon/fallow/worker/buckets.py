@@ -15,12 +15,10 @@ _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """Sizes as in DDP: a small first bucket starts the network early in backward."""
 
-_LAST_BYTES = 4 << 20
-"""Unlike in DDP, buckets shrink to this at the end: nothing is left of backward to hide the last one's reduction."""
-
-_SHRINK = 3, 4
-"""A bucket takes this part of what is left: reducing it takes no longer than backward does for the rest, if the network
-moves three times what backward makes. Each bucket more costs a fifth of a millisecond to launch."""
+_LAST_BYTES = 6 << 20
+"""Unlike in DDP, buckets shrink to this at the end: nothing is left of backward to hide the last one's reduction. Until
+then each takes three quarters of what is left: it is reduced while backward makes the rest, if the network moves three
+times what backward makes. More buckets would hide more, but each costs a fifth of a millisecond to launch."""
 
 
 @dataclass(slots=True)
@@ -93,7 +91,8 @@ def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
         key = (parameter.dtype, parameter.device)
         number, used, cap = open_bucket.get(key, (-1, 0, 0))
         if used * parameter.element_size() >= cap:
-            cap = min(BUCKET_BYTES, max(_LAST_BYTES, left[key] * _SHRINK[0] // _SHRINK[1])) if count else _FIRST_BYTES
+            part = left[key] if left[key] <= _LAST_BYTES else left[key] * 3 // 4
+            cap = min(BUCKET_BYTES, max(1, part)) if count else _FIRST_BYTES
             number, used = count, 0
             count += 1
         place[index] = (number, used, parameter.numel())
