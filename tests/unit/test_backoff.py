@@ -77,6 +77,12 @@ def test_what_22_05_said_at_limits_of_qos_and_accounts(said: str, scope: Scope) 
     assert scope_of(parse.complaint(said)) is scope
 
 
+def test_a_request_below_a_higher_partition_waits_as_it_should() -> None:
+    for more in ("", ", REBOOTING"):
+        text = f"Nodes required for job are DOWN, DRAINED{more} or reserved for jobs in higher priority partitions"
+        assert scope_of(f"({text.replace(' ', '_')})") is scope_of(text) is Scope.NOTHING
+
+
 def test_a_clock_that_is_set_back_keeps_nothing_alone_for_a_day(book: Book) -> None:
     learning, day = Learning(), 86_400.0
     backoff = learning.known.backoff

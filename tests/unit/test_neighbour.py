@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
+from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.neighbourhood import Manners, Neighbourhood
 from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
@@ -162,6 +163,38 @@ def test_what_could_not_start_without_us_either_changes_nothing(job: JobInfo) ->
     element = runs("5", ["n9"], array_job_id="1")
     found = standing(FOUR, [job, element], THREE, partitions=partitions)
     assert found in (Standing(), Standing(wanted=frozenset({job.partition})))
+
+
+HIGHER = "Nodes required for job are DOWN, DRAINED{} or reserved for jobs in higher priority partitions"
+
+
+@pytest.mark.parametrize(
+    ("reason", "seen"),
+    [
+        (HIGHER.format(""), True),
+        (HIGHER.format(", REBOOTING"), True),
+        (f"({HIGHER.format('').replace(' ', '_')})", True),
+        ("ReqNodeNotAvail, May be reserved for other job", True),
+        ("ReqNodeNotAvail, UnavailableNodes:n[7-8]", True),
+        ("ReqNodeNotAvail", True),
+        ("ReqNodeNotAvail, Reserved for maintenance", False),
+        ("Reservation", False),
+        ("PartitionNodeLimit", False),
+    ],
+)
+def test_a_job_below_one_that_waits_in_a_higher_partition_waits_for_nodes_too(reason: str, seen: bool) -> None:
+    """What the lower one shows while the higher one waits. Tried on 22.05: once ours had left, backfill started it."""
+    partitions = [
+        PartitionInfo(partition="p", nodes=["n1", "n2", "n3", "n4"]),
+        PartitionInfo(partition="high", nodes=["n1", "n2", "n3", "n4"], priority_tier=9),
+    ]
+    nodes = [*FOUR[:3], node("n4", "ALLOCATED")]
+    jobs = [runs("5", ["n4"], end_at=NOW + 900.0), waits("1", 4, partition="high", start_at=NOW + 900.0)]
+    low = waits("2", reason=reason, time_limit_s=600.0)
+    assert given_back(standing(nodes, [*jobs, low], THREE, partitions=partitions)) == (["n3"] if seen else [])
+    assert is_waiting(low) == seen
+    far = waits("2", reason=reason, required_nodes=["n9"])
+    assert given_back(standing(nodes, [*jobs, far], THREE, partitions=partitions)) == [], "not for nodes of ours"
 
 
 def test_kinds_of_nodes() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fallow.core.waiting import WANTING, is_ours
+from fallow.core.waiting import is_ours, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 UNUSABLE = frozenset(
@@ -116,7 +116,7 @@ def find_holes(
 
 def waits(job: JobInfo) -> bool:
     """It is pending for nothing but nodes."""
-    return job.state == "PENDING" and job.reason.split(",")[0].strip("()") in WANTING
+    return job.state == "PENDING" and wants_nodes(job.reason)
 
 
 def idle_parts(node: NodeInfo) -> list[Part]:

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from fallow.core.states import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, JobInfo
 
-WANTING = ("Resources", "Priority")
-"""Reasons of pending jobs that a free node could start."""
+_WANTING = re.compile(
+    r"(Resources|Priority)(,.*)?"
+    r"|Nodes required for job are DOWN, DRAINED(, REBOOTING)? or reserved for jobs in higher priority partitions"
+    r"|ReqNodeNotAvail(, May be reserved for other job|, UnavailableNodes:.*)?"
+)
+"""Reasons of pending jobs that a free node could start (`schedule` and `select_nodes` in Slurm's src/slurmctld). The
+last two stand for nodes that a job in a partition of a higher tier waits for, too, which backfill may give it all the
+same; whether it is nodes of ours is worked out anyway (`core.neighbour`)."""
 
 LOOKED_AT = 500
 """As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
@@ -35,6 +41,11 @@ class Waiting:
     @property
     def partitions(self) -> set[str]:
         return {name for job in self.jobs for name in job.partition.split(",")}
+
+
+def wants_nodes(reason: str) -> bool:
+    """Does a pending job wait for nothing but nodes, by the reason that Slurm shows?"""
+    return _WANTING.fullmatch(reason.strip("()").replace("_", " ")) is not None
 
 
 def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
@@ -83,9 +94,9 @@ def foremost(waiting: Iterable[Waiting], most: int, near: Collection[str]) -> It
 
 def _wanting(jobs: list[JobInfo], now: float) -> bool:
     """Does it wait for nodes and nothing else? Only some components of a heterogeneous job are given a reason."""
-    reasons = {job.reason.split(",")[0].strip("()") for job in jobs}
     early = any(job.eligible_at is not None and job.eligible_at > now for job in jobs)
-    return bool(reasons.intersection(WANTING)) and reasons <= {*WANTING, "None", ""} and not early
+    other = [job.reason for job in jobs if not wants_nodes(job.reason)]
+    return len(other) < len(jobs) and not {reason.strip("()") for reason in other} - {"None", ""} and not early
 
 
 def _startable(job: JobInfo, running: dict[str, int]) -> int:
