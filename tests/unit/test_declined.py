@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.declined import AGAIN, CYCLE_S, CYCLES, FEW, Declined
 from fallow.core.neighbour import Standing, assess
-from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 NOW = 1_000_000.0
 POLL_S = 30.0
@@ -24,6 +25,8 @@ def waits(job_id: str, nodes: int = 1, **more: object) -> JobInfo:
 class Site:
     """Nodes of one partition that are idle but for the `running` jobs, poll by poll."""
 
+    config: ClusterConfig | None = None
+
     def __init__(self, nodes: int, **more: object) -> None:
         self.at = NOW - POLL_S
         self.nodes = [NodeInfo(node=f"n{i}", state="IDLE", cpus=4, **more) for i in range(nodes)]  # type: ignore[arg-type]
@@ -37,7 +40,7 @@ class Site:
         partition = PartitionInfo(partition="p", nodes=[n.node for n in nodes])
         cluster = ClusterState(at=self.at, nodes=nodes, jobs=list(jobs), partitions=[partition])
         standing: Standing = assess(cluster, [], declined=self.declined.nodes)
-        self.declined.polled(cluster, standing.offered, POLL_S)
+        self.declined.polled(cluster, standing.offered, self.config)
         return set(standing.spoken_for.get("p", ()))
 
     def until(self, jobs: Sequence[JobInfo], seconds: float) -> set[str]:
@@ -60,6 +63,28 @@ def test_nodes_that_slurm_does_not_take_may_be_harvested_again_for_a_while() -> 
     assert site.poll(NVME) == set(), "five nodes of one look were declined, and the sixth looks the same"
     assert site.until(NVME, AGAIN * TRIED_S - 2 * POLL_S) == set()
     assert len(site.until(NVME, 2 * POLL_S)) == 5, "whatever kept them from starting may be over"
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "parameters", "cycle_s"),
+    [
+        (30.0, "bf_interval=30,bf_max_time=600", 630.0),
+        (120.0, "bf_interval=120", 240.0),
+        (30.0, "bf_continue", 60.0),
+        (5.0, "bf_interval=5,bf_max_time=10", CYCLE_S),
+    ],
+)
+def test_slurm_is_given_as_long_as_a_cycle_of_its_backfill_may_last(
+    interval_s: float, parameters: str, cycle_s: float
+) -> None:
+    site = Site(1)
+    site.config = ClusterConfig(
+        cluster="c", slurm_version="22.05.8", backfill_interval_s=interval_s, scheduler_parameters=parameters
+    )
+    job = [waits("1")]
+    site.poll(job)
+    assert site.until(job, CYCLES * cycle_s) == {"n0"}
+    assert site.until(job, 2 * POLL_S) == set()
 
 
 def test_jobs_of_another_sort_count_all_the_same() -> None:

@@ -8,11 +8,12 @@ start on such a node, or for a while.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from fallow.core.states import ON_NODES
 from fallow.core.waiting import Waiting
-from fallow.model import ClusterState, JobInfo, NodeInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
 
 CYCLES = 3
 """So often Slurm has looked at a job without starting it before we believe that it will not."""
@@ -28,6 +29,19 @@ FEW = 4
 
 Sort = tuple[object, ...]
 """What a job asks for, as far as polls show it."""
+
+
+def looks_again_s(config: ClusterConfig | None) -> float:
+    """From one look of Slurm at a job to the next, at the most.
+
+    Backfill sleeps for bf_interval after a cycle, which may last for bf_max_time (as long again, if that is not set:
+    https://slurm.schedmd.com/slurm.conf.html).
+    """
+    if config is None:
+        return CYCLE_S
+    said = re.search(r"(?:^|,)bf_max_time=(\d+)", config.scheduler_parameters)
+    lasts_s = float(said[1]) if said else config.backfill_interval_s
+    return max(CYCLE_S, config.backfill_interval_s + lasts_s)
 
 
 def sort_of(waiting: Waiting) -> Sort:
@@ -83,16 +97,16 @@ class Declined:
         return frozenset((*self._until[sort], *(node for node, look in self._looks.items() if look in proven)))
 
     def polled(
-        self, cluster: ClusterState, offered: Iterable[tuple[Waiting, frozenset[str]]], backfill_interval_s: float
+        self, cluster: ClusterState, offered: Iterable[tuple[Waiting, frozenset[str]]], config: ClusterConfig | None
     ) -> None:
         """Take in a poll.
 
         Args:
             cluster: the poll.
             offered: jobs and the idle nodes that were kept free for them (`Standing.offered`).
-            backfill_interval_s: from one cycle of Slurm's backfill to the next.
+            config: None: Slurm has not told it yet.
         """
-        at, cycle_s = cluster.at, max(CYCLE_S, backfill_interval_s)
+        at, cycle_s = cluster.at, looks_again_s(config)
         # While nobody saw anything, Slurm may have been away.
         passed = 0.0 if self._polled_at is None else max(0.0, min(cycle_s, at - self._polled_at))
         self._polled_at = at

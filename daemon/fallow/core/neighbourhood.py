@@ -92,7 +92,7 @@ class Neighbourhood:
             most=looked_at(config),
             again_s=preempts_again_s(config),
         )
-        self._declined.polled(cluster, standing.offered, 0.0 if config is None else config.backfill_interval_s)
+        self._declined.polled(cluster, standing.offered, config)
         tokens = frozenset[str]().union(*standing.delayed.values())
         self._awaited = any(a.token in tokens and self._ours_to_give(a) for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
