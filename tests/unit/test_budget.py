@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fallow.core import budget
-from fallow.core.allocations import ENDED_STATES, SUBMIT_S, Allocation, forgo, observe, send, sent
+from fallow.core.allocations import SUBMIT_S, Allocation, forgo, observe, send, sent
 from fallow.core.spans import Span, by_token, follow
+from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 HORIZON_S = 60.0

@@ -164,6 +164,24 @@ def test_a_delay_lasts_until_our_node_is_free() -> None:
     assert again.report(NOW + 99) == delays.report(NOW + 99)
 
 
+@pytest.mark.parametrize("state", ["SUSPENDED", "CONFIGURING", "STOPPED", "REQUEUED"])
+def test_a_job_of_ours_that_is_not_over_ends_no_delay(state: str) -> None:
+    delays = Delays(polled_at=NOW)
+    waiting = job("1", "PENDING", submit_at=NOW)
+    delays.note(cluster([waiting], NOW + 5), {"1": frozenset(["a"])})
+    ours = job("7", state, name="a", end_at=NOW + 6)
+    (over,) = delays.note(cluster([waiting, ours], NOW + 10), {})
+    assert over.waited_s == 10.0, "its end is none that has been"
+
+
+@pytest.mark.parametrize("state", ["REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"])
+def test_a_job_that_was_put_back_has_not_started(state: str) -> None:
+    delays = Delays(polled_at=NOW)
+    delays.note(cluster([job("1", "PENDING", submit_at=NOW)], NOW + 5), {"1": frozenset(["a"])})
+    (over,) = delays.note(cluster([job("1", state, start_at=NOW + 1)], NOW + 10), {})
+    assert over.waited_s == 10.0
+
+
 def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fallow.core.delays.KEPT", 100)
     delays, waits = Delays(), [100.0, *(1.0 + number % 20 for number in range(299))]

@@ -198,6 +198,26 @@ def test_what_is_over_for_us_and_not_for_slurm_is_cancelled_soon_if_somebody_wai
     assert prompt.cancels == [(run.id, allocation.token, "7")]
 
 
+@pytest.mark.parametrize(
+    ("state", "is_cancelled"),
+    [
+        *((state, True) for state in ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "RESIZING")),
+        *((state, True) for state in ("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "SIGNALING")),
+        *((state, False) for state in ("COMPLETING", "STAGE_OUT", "COMPLETED", "CANCELLED", "TIMEOUT", "REVOKED")),
+    ],
+)
+def test_an_orphan_is_cancelled_in_whatever_state_it_lives(
+    book: Book, run: Run, state: str, is_cancelled: bool
+) -> None:
+    allocation = held(book, run)
+    shown = cluster(run, True)
+    book.end_allocation(run, allocation, "its agents are gone")
+    jobs = [msgspec.structs.replace(job, state=state) if job.job_id == "7" else job for job in shown.jobs]
+    now = turn(book)
+    sweep(now, msgspec.structs.replace(shown, jobs=jobs))
+    assert now.cancels == ([(run.id, allocation.token, "7")] if is_cancelled else [])
+
+
 def test_the_rest_of_a_batch_script_is_not_about_to_leave(book: Book, run: Run) -> None:
     base = book.new_allocation(run, AllocationKind.BASE, NOW - 60)
     base.state, base.job_id, base.nodes = AllocationState.RUNNING, "7", ["n1"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.allocations import ENDED_STATES, Allocation, observe, preempted_until
+from fallow.core.allocations import Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
@@ -15,6 +15,7 @@ from fallow.core.planner import Withdraw, plan, withdraw
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.spans import follow
+from fallow.core.states import ENDED_STATES
 from fallow.model import (
     AllocationKind,
     AllocationState,

@@ -12,12 +12,9 @@ import msgspec
 
 from fallow.core.holes import Part
 from fallow.core.spans import Span, Use
-from fallow.core.states import ON_NODES
+from fallow.core.states import ENDED_STATES, ON_NODES
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
-ENDED_STATES = frozenset(
-    ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
-)
 LIVE = (AllocationState.UNKNOWN, AllocationState.PENDING, AllocationState.RUNNING, AllocationState.RELEASING)
 
 SUBMIT_S = 90.0

@@ -12,6 +12,7 @@ from math import ceil, log
 
 import msgspec
 
+from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
 from fallow.model import ClusterState, DelayReport, JobInfo
 
 KEPT = 1000
@@ -79,7 +80,7 @@ class Delays(msgspec.Struct, kw_only=True):
                 known_job = self._begin(known.get(job_id), job_id, cluster.at, before)
             known_job.tokens = sorted(tokens.union(known_job.tokens))
             known_job.seen_at = cluster.at
-        ends = {job.name: job.end_at for job in cluster.jobs if job.state not in ("PENDING", "RUNNING")}
+        ends = {job.name: job.end_at for job in cluster.jobs if job.state in ENDED_STATES | ENDING}
         for job in over:
             # Slurm's times are whole seconds, cut off.
             end = max(job.seen_at, _end(job, known.get(job.job_id), ends, cluster.at))
@@ -113,7 +114,7 @@ class Delays(msgspec.Struct, kw_only=True):
 
 def _end(delayed: DelayedJob, job: JobInfo | None, ends: Mapping[str, float | None], at: float) -> float:
     """When its waiting for us was over: it started, or the last of our nodes was free."""
-    if job is not None and job.state != "PENDING" and job.start_at is not None:
+    if job is not None and job.state in ON_NODES | ENDED_STATES and job.start_at is not None:
         return min(at, job.start_at)
     ours = [ends.get(token) for token in delayed.tokens]
     known = [end for end in ours if end is not None]

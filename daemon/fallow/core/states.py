@@ -4,3 +4,14 @@ ON_NODES = frozenset(
     ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 )
 """States of jobs that have nodes."""
+
+ENDED_STATES = frozenset(
+    (
+        *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
+        *("OUT_OF_MEMORY", "REVOKED"),
+    )
+)
+"""After which nothing of a job is left."""
+
+ENDING = frozenset(("COMPLETING", "STAGE_OUT"))
+"""Of jobs that have been ended and are not gone yet."""

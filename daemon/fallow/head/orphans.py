@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from fallow.core.allocations import CANCEL_AGAIN_S
 from fallow.core.neighbourhood import END_S, LEAVE_S
+from fallow.core.states import ENDED_STATES, ENDING
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
 
@@ -17,7 +18,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
     """
     there: dict[str, list[str]] = {}
     for job in cluster.jobs:
-        if job.state in ("PENDING", "RUNNING"):
+        if job.state not in ENDED_STATES | ENDING:
             there.setdefault(job.name, []).append(job.job_id)
     for run in turn.book.runs.values():
         for allocation in run.record.allocations.values():

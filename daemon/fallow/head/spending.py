@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fallow.core import budget
-from fallow.core.allocations import ENDED_STATES
 from fallow.core.spans import by_token, follow
+from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from fallow.core.allocations import ENDED_STATES, Allocation, jobs_of
+from fallow.core.allocations import Allocation, jobs_of
 from fallow.core.holes import is_idle
 from fallow.core.quantile import quantile
 from fallow.core.roster import Saved
+from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
 from fallow.model import (
     AllocationState,

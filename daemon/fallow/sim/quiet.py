@@ -13,12 +13,13 @@ from math import inf
 
 from msgspec import structs
 
-from fallow.core.allocations import ENDED_STATES, Allocation
+from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
 from fallow.core.neighbour import Standing
 from fallow.core.planner import NOTICE_S
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import next_s
+from fallow.core.states import ENDED_STATES
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0

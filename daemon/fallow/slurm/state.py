@@ -12,10 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from fallow.core.states import ON_NODES
+from fallow.core.states import ENDED_STATES, ON_NODES
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo, ReservationInfo
 from fallow.slurm.client import carries
-from fallow.slurm.parse import ENDED_STATES
 
 Info = TypeVar("Info", NodeInfo, JobInfo, ReservationInfo)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ClusterShell.RangeSet import RangeSet
 
+from fallow.core.states import ENDED_STATES
 from fallow.model import JobInfo, JobRequest, NodeInfo, PartitionInfo, ReservationInfo
-from fallow.slurm.parse import ENDED_STATES
 
 CPUS = 4
 "Of every node."

@@ -14,7 +14,7 @@ from __future__ import annotations
 from fallow.slurm.parse.configuration import config
 from fallow.slurm.parse.inventory import cluster, node, partition, reservation
 from fallow.slurm.parse.qos import QOS_COLUMNS, qos_exempt_s, qos_grace_s, qos_preempt_modes, qos_preempted_by
-from fallow.slurm.parse.queue import ENDED_STATES, JOB_FIELDS, JobFormat, job, jobs
+from fallow.slurm.parse.queue import JOB_FIELDS, JobFormat, job, jobs
 from fallow.slurm.parse.submission import complaint, is_refusal, submitted_id
 from fallow.slurm.parse.values import (
     count,
@@ -32,7 +32,6 @@ from fallow.slurm.parse.values import (
 )
 
 __all__ = [
-    "ENDED_STATES",
     "JOB_FIELDS",
     "QOS_COLUMNS",
     "JobFormat",

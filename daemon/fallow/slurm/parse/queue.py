@@ -9,12 +9,6 @@ from dataclasses import dataclass
 from fallow.model import JobInfo
 from fallow.slurm.parse.values import count, duration, gpu_types, megabytes, nodes, when, word
 
-ENDED_STATES = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
-    | {"REVOKED", "TIMEOUT"}
-)
-"Job states after which nothing of a job is left (squeue(1), JOB STATE CODES)."
-
 JOB_FIELDS = (
     *("JobID", "HetJobID", "UserName", "State", "Partition", "NumNodes", "NodeList", "SchedNodes"),
     *("SubmitTime", "StartTime", "EndTime", "TimeLimit", "PreemptTime", "PriorityLong", "EligibleTime"),
