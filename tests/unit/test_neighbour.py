@@ -665,6 +665,32 @@ def test_the_same_is_given_up_in_every_process() -> None:
     assert len(set(printed)) == 1
 
 
+def test_a_node_that_slurm_has_just_taken_is_out_of_reach_of_our_requests() -> None:
+    """The jobs that Slurm took it for come before ours; all requests were withdrawn, and none made, on each poll that
+    came while one such node was left."""
+    names = ["n1", "n2", "n3"]
+    partitions = [
+        PartitionInfo(partition="normal", nodes=names, priority_tier=10),
+        PartitionInfo(partition="p", nodes=names, priority_tier=1, preempt_mode="REQUEUE"),
+    ]
+    request, leaving = held("h9", 0, AllocationState.PENDING), held("n3", 100, AllocationState.RELEASING)
+    going = runs("93", ["n3"], name="ours-n3", preempt_at=NOW - 1.0)
+    gone = msgspec.structs.replace(going, state="COMPLETED")
+
+    def found(*jobs: JobInfo) -> tuple[bool, bool]:
+        ours = [held("n1", 300), held("n2", 200)]
+        over = gone in jobs
+        seen = cluster([*FOUR[:2], node("n3") if over else FOUR[2]], jobs, ours, partitions=partitions)
+        told = assess(seen, [*ours, request, *([] if over else [leaving])], former=["ours-n3"] if over else [])
+        return "p" in told.spoken_for, bool(told.compete)
+
+    above, beside = waits("1", partition="normal"), waits("2", partition="p")
+    assert found(above, going) == found(above, gone) == (False, False)
+    assert found(above, above_too := waits("3", partition="normal"), going) == (True, True), "it needs another node"
+    assert found(above, above_too, gone) == (True, True)
+    assert found(beside, going) == found(beside, gone) == (True, True), "Slurm took it for somebody else"
+
+
 @pytest.mark.parametrize(
     ("kill_wait_s", "ago_s", "given"), [(30.0, 101.0, []), (120.0, 101.0, ["n2"]), (120.0, 191.0, [])]
 )

@@ -352,7 +352,7 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(node for node in nodes & takers.keys() if not self._left_to_slurm(name, node, takers[node]))
+            name: frozenset(node for node in nodes & takers.keys() if not self._gets(name, node, takers[node]))
             for name, nodes in self._nodes.items()
         }
         give_back: dict[str, GiveBack] = {}
@@ -387,6 +387,12 @@ class _View:
         """Does Slurm take this node from a job of ours in this partition for all of these, and has just taken none?"""
         begun = any(not self._taken.isdisjoint(self._nodes.get(name, ())) for job in jobs for name in job.partitions)
         return not begun and self._slurm_takes(partition, jobs, node)
+
+    def _gets(self, partition: str, node: str, jobs: Sequence[Waiting]) -> bool:
+        """Do these get a node whatever we ask for in this partition? One that Slurm has taken from us for them, too:
+        they come before ours, and it is theirs as soon as it is free."""
+        taken = node in self._taken and self._slurm_takes(partition, jobs, node)
+        return taken or self._left_to_slurm(partition, node, jobs)
 
     def _slurm_takes(self, partition: str, jobs: Sequence[Waiting], node: str | None = None) -> bool:
         """Does Slurm take nodes from jobs of ours in this partition for all of these, or this `node`?
