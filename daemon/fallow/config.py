@@ -61,12 +61,19 @@ class Harvest(_Section, frozen=True):
 
 
 class Site(_Section, frozen=True):
-    """What the administrators allow where nothing preempts our jobs; in the system's file only."""
+    """What the administrators allow, and the most that any user's head may have; in the system's file only."""
 
     harvest_unseen: bool = False
     "though others' jobs cannot be seen (PrivateData=jobs)"
     harvest_unfair: bool = False
     "though our requests may come before others' jobs"
+    max_nodes: Annotated[int, Meta(ge=0)] | None = None
+    "these six: nobody's setting of the same name under [harvest] or [slurm] counts for more; None: no limit"
+    partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)
+    max_pending: Annotated[int, Meta(ge=1)] | None = None
+    max_minutes: Annotated[int, Meta(ge=1)] | None = None
+    queries_per_min: Annotated[float, Meta(ge=1)] | None = None
+    submits_per_min: Annotated[float, Meta(ge=1)] | None = None
 
 
 class HeadSection(_Section, frozen=True):
@@ -114,6 +121,8 @@ class Config(_Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     usage: Usage = Usage()
     site: Site = Site()
+    cut: tuple[str, ...] = ()
+    "settings that the site's maxima cut, in words"
 
 
 SECTIONS: dict[str, type[_Section]] = {
@@ -150,7 +159,7 @@ def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYS
             raise _not_yours("FALLOW_SITE__...", system_file)
         merged[section] |= values
     # Every source was checked by itself, so nothing can be wrong with the sum but what spans two sections.
-    config = msgspec.convert(merged, Config)
+    config = _within(msgspec.convert(merged, Config), merged, system_file)
     if config.membership.lease_s < 3 * config.membership.beat_s:
         raise FallowError(
             f"[membership] lease_s={config.membership.lease_s:g} is less than three beats "
@@ -158,6 +167,38 @@ def load_config(environ: Mapping[str, str] = os.environ, system_file: Path = SYS
             Exit.CONFIG,
         )
     return config
+
+
+_MAXIMA = {
+    "harvest": ("max_nodes", "max_pending", "max_minutes"),
+    "slurm": ("queries_per_min", "submits_per_min"),
+}
+"""Section -> keys for which `[site]` may have a maximum."""
+
+
+def _within(config: Config, given: Mapping[str, Mapping[str, Any]], system_file: Path) -> Config:
+    """The configuration within the site's maxima. Args: given: what the sources say, by section and key."""
+    cut: list[str] = []
+
+    def least(section: str, key: str, wanted: float | None, most: float | None, explicit: bool) -> float | None:
+        if most is None or (wanted is not None and wanted <= most):
+            return wanted
+        if explicit and wanted is not None:
+            cut.append(f"[{section}] {key} = {wanted:g} is cut to {most:g}, by [site] {key} in {system_file}")
+        return most
+
+    site, changed = config.site, {}
+    for section, keys in _MAXIMA.items():
+        own, said = getattr(config, section), given[section]
+        values = {key: least(section, key, getattr(own, key), getattr(site, key), key in said) for key in keys}
+        changed[section] = msgspec.structs.replace(own, **values)
+    harvest = config.harvest
+    nodes = {
+        name: least("harvest", f"partition_nodes.{name}", harvest.partition_nodes.get(name), most, True)
+        for name, most in site.partition_nodes.items()
+    }
+    changed["harvest"] = msgspec.structs.replace(changed["harvest"], partition_nodes=harvest.partition_nodes | nodes)
+    return msgspec.structs.replace(config, **changed, cut=tuple(cut))
 
 
 def _read(path: Path, needed: bool) -> dict[str, dict[str, Any]]:

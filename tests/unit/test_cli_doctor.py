@@ -10,6 +10,7 @@ import pytest
 
 from fallow.cli import doctor
 from fallow.cli.main import invoke
+from fallow.config import Config
 from fallow.control.protocol import LastPoll
 from fallow.core import checks
 from fallow.core.checks import Check, Level
@@ -171,6 +172,12 @@ def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monk
     found, seen = doctor._slurm()
     assert seen == last.cluster
     assert {"slurm version", "harvest low", "priority"} <= {check.name for check in found}
+
+
+def test_settings_that_the_site_cuts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fallow.config.load_config", lambda: Config(cut=("max_nodes = 64 is cut to 16",)))
+    found = doctor.guarded("configuration", doctor._configuration)
+    assert (found.level, found.found) == (Level.WARN, "max_nodes = 64 is cut to 16")
 
 
 @pytest.mark.usefixtures("bare")

@@ -90,6 +90,46 @@ def test_where_the_users_file_is() -> None:
     assert user_file({"HOME": "/h"}) == Path("/h/.config/fallow/config.toml")
 
 
+SITE_MAXIMA = """
+[site]
+max_nodes = 16
+partition_nodes = {gpu = 4, cpu = 8}
+max_pending = 8
+max_minutes = 60
+queries_per_min = 30
+submits_per_min = 10
+"""
+
+
+def test_nobody_gets_more_than_the_sites_maxima_and_is_told(tmp_path: Path) -> None:
+    untouched = load(tmp_path, SITE_MAXIMA)
+    assert untouched.cut == (), "defaults are nobody's wish"
+    for config in (
+        untouched,
+        load(
+            tmp_path,
+            SITE_MAXIMA,
+            "[harvest]\nmax_nodes = 64\nmax_pending = 9\nmax_minutes = 61\npartition_nodes = {gpu = 5}\n"
+            "[slurm]\nqueries_per_min = 31\nsubmits_per_min = 600\n",
+        ),
+        load(tmp_path, SITE_MAXIMA + "[harvest]\nmax_nodes = 16\n", FALLOW_HARVEST__MAX_NODES=""),
+    ):
+        harvest, slurm = config.harvest, config.slurm
+        assert (harvest.max_nodes, harvest.max_pending, harvest.max_minutes) == (16, 8, 60)
+        assert harvest.partition_nodes == {"gpu": 4, "cpu": 8}
+        assert (slurm.queries_per_min, slurm.submits_per_min) == (30, 10)
+    told = load(tmp_path, SITE_MAXIMA, "[harvest]\nmax_nodes = 64\npartition_nodes = {gpu = 5, fat = 2}\n").cut
+    file = tmp_path / "system.toml"
+    assert told == (
+        f"[harvest] max_nodes = 64 is cut to 16, by [site] max_nodes in {file}",
+        f"[harvest] partition_nodes.gpu = 5 is cut to 4, by [site] partition_nodes.gpu in {file}",
+    )
+    less = load(tmp_path, SITE_MAXIMA, "[harvest]\nmax_nodes = 0\npartition_nodes = {gpu = 1}\n")
+    assert (less.harvest.max_nodes, less.harvest.partition_nodes["gpu"], less.cut) == (0, 1, ())
+    with pytest.raises(FallowError, match=r"cut.* is not known"):
+        load(tmp_path, user="cut = ['x']\n")
+
+
 def test_what_the_administrators_allow_is_theirs_alone(tmp_path: Path) -> None:
     assert load(tmp_path, "[site]\nharvest_unseen = true\n").site.harvest_unseen
     assert not load(tmp_path).site.harvest_unseen

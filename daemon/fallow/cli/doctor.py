@@ -91,8 +91,10 @@ def guarded(name: str, look: Callable[[], Check]) -> Check:
 def _configuration() -> Check:
     from fallow.config import load_config, user_file
 
-    load_config()
+    cut = load_config().cut
     path = user_file()
+    if cut:
+        return Check("configuration", Level.WARN, "; ".join(cut), f"set no more than that in {path}, or ask the site")
     return Check("configuration", Level.OK, str(path) if path.exists() else "defaults")
 
 

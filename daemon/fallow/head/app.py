@@ -121,6 +121,8 @@ class Head:
         self._harvest.recall(self._durable.notes)
         given_up = Turn(self._book, time.monotonic(), time.time())
         give_up_queued(given_up, "the head ended before it was submitted")
+        for words in config.cut:
+            given_up.record(None, "config", words)
         await self._persist(given_up)
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         port = former_port(paths) if config.head.port is None else config.head.port
