@@ -74,6 +74,8 @@ class Site(_Section, frozen=True):
     max_minutes: Annotated[int, Meta(ge=1)] | None = None
     queries_per_min: Annotated[float, Meta(ge=1)] | None = None
     submits_per_min: Annotated[float, Meta(ge=1)] | None = None
+    stop_file: Annotated[str, Meta(pattern="^/")] | None = None
+    "while it exists, nobody harvests; None: there is no such switch"
 
 
 class HeadSection(_Section, frozen=True):

@@ -270,6 +270,8 @@ def _head() -> Check:
     head = call(head_file, "status", Snapshot, timeout_s=10.0).head
     if head.slurm_error:
         return Check("head", Level.WARN, f"running (pid {head.pid}), but: {head.slurm_error}", "see the checks above")
+    if head.stopped:
+        return Check("head", Level.WARN, f"running (pid {head.pid}), harvests nothing: {head.stopped}", "ask the site")
     if head.not_harvested:
         text = "; ".join(f"partition {name} is not harvested: {why}" for name, why in head.not_harvested.items())
         return Check("head", Level.WARN, f"running (pid {head.pid}), but {text}", "see the checks above")

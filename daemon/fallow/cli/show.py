@@ -161,6 +161,8 @@ def show_runs(snapshot: Snapshot) -> None:
     )
     if head.slurm_error:
         click.echo(clean(f"Slurm does not answer: {head.slurm_error}"))
+    if head.stopped:
+        click.echo(clean(f"nothing is harvested: {head.stopped}"))
     for partition, why in head.not_harvested.items():
         click.echo(clean(f"partition {partition} is not harvested: {why}"))
     if not snapshot.runs:

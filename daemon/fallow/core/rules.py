@@ -30,6 +30,8 @@ class HarvestRules:
     refused: Mapping[str, str] = field(default_factory=dict)
     """partition -> why it must not be harvested whatever the configuration says; where its jobs are preempted on some
     nodes only, why the others must not"""
+    stopped: str = ""
+    "why nothing may be harvested anywhere; empty: it may be"
     groups: frozenset[str] | None = None
     "of the owner, for partitions that are open to some groups only; None: not known"
     max_pending: int = 4
@@ -131,6 +133,8 @@ def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInf
 
 def not_harvested(partition: PartitionInfo, rules: HarvestRules) -> str:
     """Why nothing may be asked for in a partition, in words; empty: it may be harvested."""
+    if rules.stopped:
+        return rules.stopped
     if not partition.up:
         return "the partition is down"
     if not open_to(partition, rules.groups):

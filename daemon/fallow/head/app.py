@@ -23,13 +23,14 @@ from fallow.head.asking import ordered
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Due, Heard, Inbox, Intake, Item, Polled, Submitted, Tick, TrialRefused
+from fallow.head.inbox import Asked, Due, Heard, Inbox, Intake, Item, Polled, Submitted, Switched, Tick, TrialRefused
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.submissions import give_up_queued
+from fallow.head.switch import Switch
 from fallow.head.turn import Turn
 from fallow.head.whereabouts import default_address, former_port, own_keys, write_head_file
 from fallow.head.window import Window
@@ -71,6 +72,7 @@ class Head:
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox)
+        self._switch = Switch(config.site.stop_file, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
         self._book: Book
         self._operations: Operations
@@ -85,7 +87,7 @@ class Head:
         try:
             await self._open()
             async with asyncio.TaskGroup() as tasks:
-                beside = [self._hear(), self._clock(), self._window.publish_snapshots()]
+                beside = [self._hear(), self._clock(), self._switch.watch(), self._window.publish_snapshots()]
                 all_tasks = [
                     tasks.create_task(source) for source in (*beside, *self._calls.sources(self._book), self._loop())
                 ]
@@ -124,6 +126,10 @@ class Head:
         for words in config.cut:
             given_up.record(None, "config", words)
         await self._persist(given_up)
+        if why := await self._switch.look():
+            # Before the first plan; the loop's first turn gives back what is held.
+            self._harvest.asking.stopped = why
+            self._inbox.put_nowait(Switched(why))
         self._router = Router(keys.public, keys.secret, self._book.allowed)
         port = former_port(paths) if config.head.port is None else config.head.port
         endpoint = await self._router.start(config.head.address or default_address(), port)
@@ -221,6 +227,8 @@ class Head:
                 return self._calls.take_due(turn, item)
             case Submitted():
                 self._calls.take_submission(turn, item)
+            case Switched(why):
+                self._harvest.asking.switch(turn, why)
             case TrialRefused(run_id, partition, reason):
                 self._harvest.tested(turn, self._book.runs[run_id], partition, reason)
             case Asked():

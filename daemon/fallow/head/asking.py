@@ -43,13 +43,16 @@ class Asking:
         "run -> time on the turns' clock before which nothing is asked for"
         self.interval_s = config.slurm.poll_interval_s
         "from one poll to the next, as things are"
+        self.stopped = ""
+        "why nothing is harvested at all; empty: it is"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
 
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
         experience = self._known.experience
-        return allowance.rules(self._limits, site, refused, experience, now, self.interval_s, self._groups)
+        found = allowance.rules(self._limits, site, refused, experience, now, self.interval_s, self._groups)
+        return replace(found, stopped=self.stopped)
 
     def plan(
         self, turn: Turn, cluster: ClusterState, rules: HarvestRules, standing: Standing, *, again: bool = False
@@ -64,6 +67,10 @@ class Asking:
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
         runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
+        if self.stopped:
+            # A submission of unknown outcome may have come to something after all.
+            for run in runs.values():
+                _give_all_back(turn, run, self.stopped)
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
         for run in runs.values():
             if run.id not in put_off and not again:
@@ -105,7 +112,7 @@ class Asking:
         self.unused = unused
         for run in runs.values():
             run.gain, run.target = known.get(run.id), aims.get(run.id)
-            if run.id not in put_off and not again:
+            if run.id not in put_off and not again and not self.stopped:
                 most = 1 if run.record.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff)
 
@@ -114,13 +121,18 @@ class Asking:
         run.record.paused_by_hand = True
         turn.dirty.add(run.id)
         turn.record(run, "pause", "paused by hand: harvest nodes are given back, and none is asked for")
-        for allocation in run.live_allocations():
-            if allocation.kind is AllocationKind.BASE or allocation.asked_at is not None:
-                continue
-            if allocation.agents:
-                turn.release_allocation(run, allocation, "the run is paused")
-            else:
-                turn.cancel(run, allocation, "the run is paused")
+        _give_all_back(turn, run, "the run is paused")
+
+    def switch(self, turn: Turn, why: str) -> None:
+        """Harvest nothing from now on, and give back what was, for this reason; empty: go on with the next poll."""
+        before, self.stopped = self.stopped, why
+        if why:
+            turn.record(None, "stop", f"nothing is harvested: {why}")
+        elif before:
+            turn.record(None, "stop", "nodes are harvested again: what had stopped it is over")
+        for run in turn.book.runs.values() if why else ():
+            if not run.spec.local:
+                _give_all_back(turn, run, why)
 
     def drain(self, turn: Turn, run: Run, nodes: list[str]) -> None:
         """Do without these nodes from now on. Requests that could still get one of them are made anew without."""
@@ -180,6 +192,17 @@ def _tried(run: Run, wanted: Demand) -> Demand:
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
+
+
+def _give_all_back(turn: Turn, run: Run, reason: str) -> None:
+    """End all that the head asked for on top of the base job."""
+    for allocation in run.live_allocations():
+        if allocation.kind is AllocationKind.BASE or allocation.asked_at is not None:
+            continue
+        if allocation.agents:
+            turn.release_allocation(run, allocation, reason)
+        else:
+            turn.cancel(run, allocation, reason)
 
 
 def ordered(config: Config) -> Asker:

@@ -155,6 +155,8 @@ class Harvest:
         may = _usable(run, there)
         if run.spec.max_nodes <= run.spec.min_nodes:
             return ""
+        if self.asking.stopped:
+            return self.asking.stopped
         if not there:
             why = [f"{name} is not harvested: {reason}" for name, reason in self.neighbours.refused.items()]
             none = "in no partition would others' jobs preempt ours; see allow_without_preemption under [harvest]"

@@ -55,11 +55,19 @@ class TrialRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Switched:
+    """The administrators' switch was turned."""
+
+    why: str
+    "nothing may be harvested; empty: it may be again"
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Tick
+Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Switched | Tick
 Inbox = asyncio.Queue[Item]
 
 TOGETHER = 64

@@ -160,6 +160,7 @@ class Window:
             poll_interval_s=calls.interval_s,
             polls=calls.polls,
             others_delayed=self._harvest.neighbours.report(now),
+            stopped=self._harvest.asking.stopped,
             not_harvested=self._harvest.neighbours.refused,
             agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
             workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),

@@ -230,6 +230,8 @@ class HeadView(Struct, frozen=True, kw_only=True):
     agents: int
     workers: int
     others_delayed: DelayReport = DelayReport()
+    stopped: str = ""
+    "why nothing is harvested at all; empty: it is"
     not_harvested: dict[str, str] = {}
     "partition -> why nodes are not asked for there, though the configuration would have it"
 

@@ -1,0 +1,124 @@
+"""The administrators' switch: a file that stops all harvesting while it exists."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Config, load_config
+from fallow.config import Harvest as HarvestSection
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.app import Head
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.inbox import Inbox, Switched
+from fallow.head.switch import Switch, exists
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, FallowError, RunSpec
+from fallow.slurm.fake import FakeSlurm
+
+WHY = "the site's administrators have stopped it: /stop exists"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+
+
+@pytest.fixture
+def book(paths: Paths) -> Book:
+    return Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: os.urandom(6).hex())
+
+
+@pytest.fixture
+def run(book: Book) -> Run:
+    run = book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=4), 0.0, 0.0)
+    run.record.base_wanted, run.record.slots = False, 1
+    return run
+
+
+async def test_all_that_is_harvested_goes_and_nothing_is_asked_for_until_the_switch_is_off(
+    book: Book, run: Run
+) -> None:
+    slurm = FakeSlurm(4)
+    harvest = Harvest(Config(harvest=HarvestSection(partitions=["scavenge"])))
+
+    async def poll() -> Turn:
+        slurm.advance(30.0)
+        turn = Turn(book, slurm.now, slurm.now)
+        harvest.polled(turn, await slurm.poll("fallow-"), await slurm.config())
+        return turn
+
+    assert (await poll()).submissions
+    base = book.new_allocation(run, AllocationKind.BASE, slurm.now, sent_by=slurm.now)
+    base.state, base.job_id = AllocationState.RUNNING, "1"
+    queued, pending, trains, *_ = (a for a in run.live_allocations() if a.kind is AllocationKind.HARVEST)
+    pending.state, pending.job_id, pending.sent_by = AllocationState.PENDING, "2", slurm.now
+    trains.state, trains.job_id, trains.sent_by = AllocationState.RUNNING, "3", slurm.now
+    trains.agents = {"n1": ["w1"]}
+    turn = Turn(book, slurm.now, slurm.now)
+    harvest.asking.switch(turn, WHY)
+    assert not queued.live
+    assert turn.cancels == [(run.id, pending.token, "2")]
+    assert (trains.state, trains.reason) == (AllocationState.RELEASING, WHY)
+    assert base.asked_at is None, "that is the user's own"
+    book.end_allocation(run, base, "")
+    assert turn.records[0].kind == "stop"
+    late = book.new_allocation(run, AllocationKind.HARVEST, slurm.now, sent_by=slurm.now)
+    late.state, late.job_id = AllocationState.PENDING, "4"
+    stopped = await poll()
+    assert stopped.submissions == []
+    assert (run.id, late.token, "4") in stopped.cancels
+    assert set(harvest.asking.unused.values()) == {f"not harvested: {WHY}"}
+    assert harvest.example(run) == WHY
+    harvest.asking.switch(turn, "")
+    assert (await poll()).submissions
+
+
+async def test_the_head_hears_of_the_file_as_it_comes_and_goes(
+    tmp_path: Path, paths: Paths, book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fallow.head.switch.LOOK_S", 0.01)
+    file, inbox = tmp_path / "stop", Inbox()
+    switch = Switch(str(file), inbox)
+    assert await switch.look() == ""
+    watching = asyncio.create_task(switch.watch())
+    try:
+        async with asyncio.timeout(20.0):
+            file.touch()
+            on = await inbox.get()
+            file.unlink()
+            off = await inbox.get()
+    finally:
+        watching.cancel()
+    assert isinstance(on, Switched) and str(file) in on.why
+    assert off == Switched("")
+    head = Head(paths, Config(), None)
+    head._take(Turn(book, 0.0, 0.0), on)
+    assert head._harvest.asking.stopped == on.why
+    head._take(Turn(book, 0.0, 0.0), off)
+    assert head._harvest.asking.stopped == ""
+
+
+def test_while_nobody_can_tell_the_switch_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert not exists(str(tmp_path / "file" / "stop"), True), "no folder, no file"
+
+    def stale(path: str) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("fallow.head.switch.os.lstat", stale)
+    assert (exists("/stop", True), exists("/stop", False)) == (True, False)
+
+
+def test_only_a_whole_path_names_a_switch(tmp_path: Path) -> None:
+    system = tmp_path / "system.toml"
+    system.write_text("[site]\nstop_file = '/etc/fallow/stop'\n")
+    assert load_config({"HOME": str(tmp_path)}, system).site.stop_file == "/etc/fallow/stop"
+    system.write_text("[site]\nstop_file = 'stop'\n")
+    with pytest.raises(FallowError, match="stop_file"):
+        load_config({"HOME": str(tmp_path)}, system)
