@@ -102,6 +102,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     reason: str = ""
     asked_at: float | None = None
     "Unix time at which its release began"
+    warned: bool = False
+    "Slurm warned its steps before their time, and nobody had asked for its release"
     wanted_at: float | None = None
     "Unix time at which somebody was first seen to wait for its node"
     gone_by: float | None = None

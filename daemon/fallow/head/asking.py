@@ -10,6 +10,7 @@ from fallow.core import allowance
 from fallow.core.allocations import Allocation
 from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
+from fallow.core.cancelled import Cancels
 from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.failures import unbar
 from fallow.core.learner import withdrawn
@@ -148,8 +149,8 @@ class Asking:
     def resume(self, turn: Turn, run: Run) -> None:
         """Ask for nodes again from the next poll on, whoever or whatever stopped it."""
         run.record.paused_by_hand, run.record.harvest_paused, run.record.drained = False, "", []
-        unbar(run.roster, run.record.fruitless.barred)
-        run.record.refusals, run.record.fruitless = {}, Duds()
+        unbar(run.roster, [*run.record.fruitless.barred, *run.record.cancelled.barred])
+        run.record.refusals, run.record.fruitless, run.record.cancelled = {}, Duds(), Cancels()
         self._not_before.pop(run.id, None)
         self._known.backoff.forget(run.asker)
         turn.dirty.add(run.id)

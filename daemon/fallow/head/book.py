@@ -12,6 +12,7 @@ import msgspec
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
+from fallow.core.cancelled import Cancels
 from fallow.core.duds import Duds
 from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
@@ -44,8 +45,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     "partition -> spells of refused submissions since one was taken there; empty: of the base job"
     fruitless: Duds = msgspec.field(default_factory=Duds)
     "jobs that ended before an agent came"
+    cancelled: Cancels = msgspec.field(default_factory=Cancels)
+    "harvest jobs that somebody else cancelled"
     harvest_paused: str = ""
-    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing"
+    "why nothing is asked for: Slurm refused too often, everywhere, or too many jobs came to nothing or were cancelled"
     paused_by_hand: bool = False
     drained: list[str] = []
     "nodes that somebody drained: the run does without them until it is resumed"

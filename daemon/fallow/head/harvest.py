@@ -15,7 +15,7 @@ from fallow.core.neighbour import Standing
 from fallow.core.polling import interval_s, longest_interval_s
 from fallow.core.preemption import as_for_us
 from fallow.core.rules import harvestable
-from fallow.head import accounts, orphans, submissions
+from fallow.head import accounts, cancelled, orphans, submissions
 from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run
 from fallow.head.jobs import take_in
@@ -86,7 +86,7 @@ class Harvest:
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
-        follow_jobs(turn, cluster)
+        cancelled.take_in(turn, follow_jobs(turn, cluster), self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)

@@ -289,6 +289,7 @@ class Peers:
         if allocation.kind is AllocationKind.BASE and why != "walltime":
             # The user's own job was ended by somebody: it is not asked for again behind their back.
             run.record.base_wanted = False
+        allocation.warned = why != "walltime"
         turn.release_allocation(run, allocation, why)
 
     @staticmethod

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fallow.core import budget
+from fallow.core.allocations import Allocation
 from fallow.core.spans import by_token, follow
 from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterState
+from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo
+
+Settled = tuple[Run, Allocation, Sequence[JobInfo]]
+"""An allocation whose jobs are over, and those."""
 
 
-def follow_jobs(turn: Turn, cluster: ClusterState) -> None:
-    """Note what every allocation's jobs held, also of those that are over for us and not yet for Slurm."""
+def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
+    """Note what every allocation's jobs held, also of those that are over for us and not yet for Slurm.
+
+    Returns:
+        Those that are settled now and were not before.
+    """
+    settled: list[Settled] = []
     jobs = by_token(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
     for run in turn.book.runs.values():
@@ -19,6 +30,9 @@ def follow_jobs(turn: Turn, cluster: ClusterState) -> None:
             mine = jobs.get(allocation.token, ())
             if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
                 turn.dirty.add(run.id)
+                if allocation.settled:
+                    settled.append((run, allocation, mine))
+    return settled
 
 
 def left_s(run: Run, at: float) -> float | None:

@@ -1,0 +1,52 @@
+"""What follows when somebody else cancels harvest jobs: their nodes are left alone, and then all are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fallow.core import cancelled, failures
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Backoff
+from fallow.core.cancelled import CANCELS
+from fallow.head.book import Run
+from fallow.head.spending import Settled
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind
+
+
+def take_in(turn: Turn, settled: Iterable[Settled], backoff: Backoff) -> None:
+    """Args: settled: allocations whose jobs have just been seen to be over, with these."""
+    for run, allocation, jobs in settled:
+        if cancelled.by_others(allocation, jobs):
+            _cancelled(turn, run, allocation, backoff)
+
+
+def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
+    node = allocation.nodes[0] if allocation.start_at is not None and allocation.nodes else ""
+    what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
+    text = f"somebody cancelled {what}"
+    turn.record(run, "cancelled", text, job=allocation.job_id, node=node)
+    turn.dirty.add(run.id)
+    if node:
+        _bar(turn, node, text)
+    else:
+        backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
+    enough = cancelled.note(run.record.cancelled, turn.now, node)
+    if enough and not run.record.harvest_paused and not run.roster.status.ended:
+        run.record.harvest_paused = (
+            f"{CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
+            f"if it may go on: fallow resume {run.id}"
+        )
+        turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+        for other in run.live_allocations():
+            if other.kind is AllocationKind.HARVEST and other.start_at is None and not other.agents:
+                turn.cancel(run, other, "harvest jobs of the run were cancelled by somebody")
+
+
+def _bar(turn: Turn, node: str, text: str) -> None:
+    """No run of ours asks for the node for a while, each time for longer."""
+    for run in turn.book.runs.values():
+        if not run.spec.local and not run.roster.status.ended and node not in run.roster.barred:
+            failures.bar(run.roster, node, text, turn.at)
+            turn.dirty.add(run.id)
+            turn.record(run, "bar", f"node {node} is barred from this run: {text}", node=node)

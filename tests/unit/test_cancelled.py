@@ -1,0 +1,158 @@
+"""Harvest jobs that somebody else cancels: their nodes are left alone for a while, then the run's harvesting pauses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Config
+from fallow.config import Harvest as HarvestSection
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import FIRST_S
+from fallow.core.cancelled import CANCELS, WITHIN_S, Cancels, by_others, note
+from fallow.core.failures import BAR_S
+from fallow.core.spans import Span
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, JobInfo, RunSpec
+from fallow.model.messages import Notice
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.virtual import FakeJob
+
+NOW = 1_000_000.0
+
+
+@pytest.mark.parametrize(
+    ("known", "preempted", "theirs"),
+    [
+        ({"warned": True, "start_at": NOW, "asked_at": NOW}, False, True),
+        ({"warned": True, "start_at": NOW, "asked_at": NOW}, True, False),
+        ({"start_at": NOW, "asked_at": NOW}, False, False),  # we asked it to leave
+        ({"start_at": NOW}, False, False),  # `fallow run` ended it
+        ({"spans": {"1": Span(nodes={}, start_at=NOW)}}, False, False),
+        ({}, False, True),  # it never started
+        ({"asked_at": NOW}, False, False),
+        ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
+        ({"kind": AllocationKind.BASE}, False, False),
+        ({"warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
+        ({"warned": True, "start_at": NOW, "slurm_state": "COMPLETED"}, False, False),
+    ],
+)
+def test_who_cancelled_a_job(known: dict[str, object], preempted: bool, theirs: bool) -> None:
+    ended = {"kind": AllocationKind.HARVEST, "state": AllocationState.ENDED, "slurm_state": "CANCELLED", **known}
+    allocation = Allocation(token="t", run="r", public_key="k", **ended)  # type: ignore[arg-type]
+    at = NOW if preempted else None
+    job = JobInfo(job_id="1", name="t", user="me", state="CANCELLED", partition="p", preempt_at=at)
+    assert by_others(allocation, [job]) == theirs
+
+
+def test_only_those_of_a_day_count() -> None:
+    cancels = Cancels()
+    assert [note(cancels, NOW + i * WITHIN_S / CANCELS, "n1") for i in range(2 * CANCELS)] == [
+        i >= CANCELS - 1 for i in range(2 * CANCELS)
+    ]
+    assert not note(cancels, NOW + 9 * WITHIN_S, "")
+    assert cancels.barred == ["n1"]
+
+
+class Desk:
+    """A head's Slurm side on a made-up cluster of six nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slurm = FakeSlurm(6)
+        paths = Paths(state=folder / "state", runtime=folder / "runtime").create()
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: os.urandom(6).hex())
+        self.harvest = Harvest(Config(harvest=HarvestSection(partitions=["scavenge"])))
+        self.told: list[tuple[str | None, str]] = []
+
+    def run(self, nodes: int) -> Run:
+        spec = RunSpec(run="", name="r", min_nodes=1, max_nodes=nodes, script="#!/bin/sh\ntrue\n", cwd="/tmp")
+        run = self.book.create(spec, 0.0, self.slurm.now)
+        run.record.base_wanted, run.record.slots = False, 1
+        return run
+
+    def turn(self) -> Turn:
+        return Turn(self.book, self.slurm.now, self.slurm.now)
+
+    async def poll(self) -> None:
+        self.slurm.advance(30.0)
+        turn = self.turn()
+        self.harvest.polled(turn, await self.slurm.poll("fallow-"), await self.slurm.config())
+        for run_id, token in turn.submissions:
+            run = self.book.runs[run_id]
+            request = self.harvest.request("/state", run, run.record.allocations[token], "/dev/null")
+            self.harvest.submitted(turn, run, token, await self.slurm.submit(request))
+        await self.slurm.cancel([job for _, _, job in turn.cancels])
+        self.told += [(record.run, record.kind) for record in turn.records]
+
+    async def cancel(self, run: Run) -> str:
+        """Somebody cancels one that runs: Slurm warns its step, then it is over."""
+        victim = next(a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
+        (node,) = victim.nodes
+        Peers._notice(self.turn(), run, victim, node, Notice(signal=15))
+        self.slurm.end(self.slurm.jobs[str(victim.job_id)], "CANCELLED")
+        await self.poll()
+        return node
+
+
+async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    run, other = desk.run(3), desk.run(1)
+    for _ in range(3):
+        await desk.poll()
+    node = await desk.cancel(run)
+    assert (run.record.shunned, other.record.shunned) == ([node], [node])
+    assert run.roster.bars[node].until == pytest.approx(desk.slurm.now + BAR_S)
+    assert "somebody cancelled job" in run.roster.barred[node]
+    for _ in range(3):
+        await desk.poll()
+    held = {n for a in run.live_allocations() for n in a.nodes}
+    assert len(held) == 3 and node not in held, "others do as well"
+    barred = {node, await desk.cancel(run)}
+    assert not run.record.paused
+    barred.add(await desk.cancel(run))
+    assert set(run.record.shunned) == barred
+    assert "3 of its harvest jobs were cancelled by somebody within a day, the last: job" in run.record.paused
+    assert f"fallow resume {run.id}" in run.record.paused
+    assert not other.record.paused
+    before = set(run.record.allocations)
+    for _ in range(3):
+        await desk.poll()
+    assert set(run.record.allocations) <= before, "nothing more is asked for"
+    assert desk.told.count((run.id, "cancelled")) == 3
+    desk.harvest.asking.resume(desk.turn(), run)
+    assert (run.record.paused, run.record.shunned, run.record.cancelled) == ("", [], Cancels())
+    await desk.poll()
+    assert set(run.record.allocations) - before
+
+
+async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    run = desk.run(1)
+    all_nodes = {"partition": "scavenge", "num_nodes": 6, "limit_s": None, "submit_at": desk.slurm.now}
+    desk.slurm.add(FakeJob(job_id="", name="x", user="al", **all_nodes))  # type: ignore[arg-type]
+    await desk.poll()
+    backoff = desk.harvest.asking._known.backoff
+    request = desk.book.new_allocation(run, AllocationKind.HARVEST, desk.slurm.now, partition="scavenge", minutes=5)
+    made = desk.harvest.request("/state", run, request, "/dev/null")
+    desk.harvest.submitted(desk.turn(), run, request.token, await desk.slurm.submit(made))
+    desk.slurm.end(desk.slurm.jobs[str(request.job_id)], "CANCELLED")
+    await desk.poll()
+    assert not request.live
+    assert backoff.until(run.asker, "scavenge") == pytest.approx(desk.slurm.now + FIRST_S)
+    assert run.record.shunned == []
+    # One that we withdraw ourselves says nothing.
+    again = desk.book.new_allocation(run, AllocationKind.HARVEST, desk.slurm.now, partition="scavenge", minutes=5)
+    made = desk.harvest.request("/state", run, again, "/dev/null")
+    turn = desk.turn()
+    desk.harvest.submitted(turn, run, again.token, await desk.slurm.submit(made))
+    turn.cancel(run, again, "not needed")
+    await desk.slurm.cancel([str(again.job_id)])
+    await desk.poll()
+    assert len(run.record.cancelled.at) == 1
