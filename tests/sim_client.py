@@ -99,6 +99,7 @@ class SimClient:
 
     def __init__(self, engine: Engine, head: RealHead) -> None:
         self.polls = 0
+        self.poll_requests = 1
         self.backend = "simulated"
         self._engine, self._head = engine, head
 

@@ -33,8 +33,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Slurm(_Section, frozen=True):
     poll_interval_s: Seconds = 30.0
     "5 s at most while we hold nodes that nothing but us would give back"
-    queries_per_min: Annotated[float, Meta(ge=1)] = 60.0
-    "most that slurmctld is asked; fewer where it is slow"
+    queries_per_min: Annotated[float, Meta(ge=1)] = 120.0
+    "requests to slurmctld, of which a poll is about six; fewer where it is slow"
     submits_per_min: Annotated[float, Meta(ge=1)] = 60.0
     client: Literal["auto", "cli", "pyslurm", "none"] = "auto"
     "auto: pyslurm where it imports and matches, else cli: the commands; none: no Slurm at all, as under `fallow local`"

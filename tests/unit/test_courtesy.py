@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.config import Config
 from fallow.core import checks
 from fallow.core.checks import Level
 from fallow.core.courtesy import MAX_NICE, Visibility, needed_nice, nice_for, refusals
 from fallow.core.delays import Delays
+from fallow.core.polling import WATCHFUL_S
 from fallow.model import ClusterConfig, ClusterState, DelayReport, FallowError, JobInfo, NodeInfo, PartitionInfo
 from fallow.slurm import parse
+from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.paced import BURST_S, CONFIG_S, STRAINED_S, UNKNOWN_S, Bucket, PacedClient
+from fallow.slurm.pyslurm_client import PyslurmClient
 
 NOW = 1_000_000.0
 PLAIN = PartitionInfo(partition="plain", nodes=["n1", "n2"])
@@ -266,6 +270,31 @@ async def test_polls_wait_for_their_turn_and_cancels_never_do() -> None:
     assert sum(clock.slept) == pytest.approx(5.0)
     await client.cancel(["1"])
     assert sum(clock.slept) == pytest.approx(5.0)
+
+
+async def test_what_is_really_sent_counts() -> None:
+    clock = Clock()
+    client, slurm = paced(clock)
+    slurm.poll_requests = 6
+    for _ in range(4):
+        await client.poll("fallow-")
+    assert sum(clock.slept) == pytest.approx(4 * 6 - BURST_S), "the first three and a bit are the burst"
+    before = len(clock.slept)
+    clock.now += 3600.0
+    await client.owner()
+    await client.cancel([str(number) for number in range(1000)])
+    assert len(clock.slept) == before
+    # However many were cancelled, the next poll waits for no more than itself.
+    await client.poll("fallow-")
+    assert clock.slept[before:] == [pytest.approx(6.0)]
+
+
+def test_every_client_says_what_a_poll_sends() -> None:
+    assert CliClient().poll_requests == PyslurmClient().poll_requests == 6
+    asked = PyslurmClient()
+    asked._child = object()  # type: ignore[assignment]
+    assert asked.poll_requests == 5
+    assert Config().slurm.queries_per_min * WATCHFUL_S / 60 >= CliClient().poll_requests
 
 
 async def test_the_configuration_is_asked_for_once_an_hour() -> None:

@@ -26,7 +26,7 @@ from fallow.files import Paths
 from fallow.local.driver import Driver
 from fallow.local.headprocess import HeadProcess
 from fallow.model import EventRecord, Exit, FallowError, RunReport, RunStatus, RunView, Snapshot
-from fallow.slurm.cli import CliClient
+from fallow.slurm.cli import POLL_REQUESTS, CliClient
 from fallow.testbed.api import up
 from fallow.testbed.cluster import Testbed
 
@@ -36,13 +36,10 @@ POLL_S = 2.0
 CALIBRATION_STEPS = 30
 """Steps of one member alone that show how long a step takes on this machine."""
 
-RPCS_PER_POLL = 6
-"""What one batch of the command-line client costs on 22.05, as sdiag counts it: nodes, partitions (three times), jobs,
-reservations."""
-
 TRAINING = ["--layers", "4", "--width", "128", "--context", "64", "--batch-size", "4"]
 SETTINGS = {
     "FALLOW_SLURM__POLL_INTERVAL_S": str(POLL_S),
+    "FALLOW_SLURM__QUERIES_PER_MIN": "600",
     "FALLOW_HARVEST__MAX_MINUTES": "2",
     "FALLOW_HARVEST__MIN_MINUTES": "1",
     "FALLOW_HARVEST__MAX_PENDING": str(NODES),
@@ -146,7 +143,7 @@ class Demo:
             idle_node_s=used.idle_node_s,
             harvested_node_s=used.harvested_node_s,
             others_delayed=others_delayed(observer.samples),
-            slurmctld_rpcs_per_min=60.0 * (polls * RPCS_PER_POLL + self._requests) / max(1.0, spent_s),
+            slurmctld_rpcs_per_min=60.0 * (polls * POLL_REQUESTS + self._requests) / max(1.0, spent_s),
             released_late=sum(1 for e in self._events if e.kind == "eject"),
             seconds=spent_s,
         )

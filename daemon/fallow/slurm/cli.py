@@ -29,6 +29,8 @@ from fallow.slurm.state import cluster_state, earlier, on_our_clock, user_name
 QUERY_TIMEOUT_S = 30.0
 "A hung slurmctld holds scontrol for 20 s (two tries of MessageTimeout=10); a busy one may need as long."
 SUBMIT_TIMEOUT_S = 60.0
+POLL_REQUESTS = 6
+"As sdiag of 22.05 counts a poll: nodes, partitions (three times), jobs, reservations."
 ACCOUNTING_TIMEOUT_S = 5.0
 "Polls wait for this answer, and slurmdbd may be away while slurmctld is well."
 
@@ -48,6 +50,8 @@ class CliClient:
         conf: the slurm.conf to use; None: what the environment says.
         why: why the commands and nothing else, for `backend`.
     """
+
+    poll_requests = POLL_REQUESTS
 
     def __init__(
         self,

@@ -49,6 +49,11 @@ class SlurmClient(Protocol):
     backend: str
     "what answers, and why that, in words"
 
+    @property
+    def poll_requests(self) -> int:
+        """Requests to slurmctld that a `poll` takes, as things are."""
+        ...
+
     async def config(self) -> ClusterConfig:
         """What rarely changes. Call it first: it also learns the offset to slurmctld's clock, which is taken off all
         times that `poll` and `find` return."""

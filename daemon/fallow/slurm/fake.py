@@ -38,6 +38,7 @@ class FakeSlurm(VirtualCluster):
         self.unknown_submits: list[bool] = []
         "for each next submit: it times out, and the job exists (True) or does not (False)"
         self.polls = 0
+        self.poll_requests = 1
         self.backend = "fake"
         self.signals: list[tuple[str, str]] = []
         "(job id, signal) of every `cancel` with a signal"

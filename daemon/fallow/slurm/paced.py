@@ -37,6 +37,9 @@ STRAINED_S = 300.0
 TEST_COST = 5.0
 """A will-run request takes slurmctld's locks for writing; it counts as so many queries."""
 
+OWNER_COST = 3.0
+"""Requests of `SlurmClient.owner`."""
+
 
 class Bucket:
     """Tokens that come at a rate and are kept up to a number.
@@ -61,6 +64,11 @@ class Bucket:
         self._at = now
         self._tokens -= cost
         return max(0.0, -self._tokens / rate)
+
+    def spend(self, cost: float) -> None:
+        """Take tokens for what cannot wait, as far as there are any: nothing after it waits for longer than for one."""
+        self.take(0.0)
+        self._tokens = min(self._tokens, max(0.0, self._tokens - cost))
 
     def strain(self) -> None:
         """It was too much: nothing is left, and for some time less comes."""
@@ -99,6 +107,10 @@ class PacedClient:
         self._slurm.polls = number
 
     @property
+    def poll_requests(self) -> int:
+        return self._slurm.poll_requests
+
+    @property
     def backend(self) -> str:
         return self._slurm.backend
 
@@ -125,7 +137,7 @@ class PacedClient:
         return found
 
     async def poll(self, names_prefix: str) -> ClusterState:
-        await self._wait(self._queries)
+        await self._wait(self._queries, self.poll_requests)
         began = self._clock()
         found = await self._watch(self._slurm.poll(names_prefix))
         # How long no answer took says nothing about slurmctld's load once it is back.
@@ -144,7 +156,8 @@ class PacedClient:
         return await self._watch(self._slurm.find(token))
 
     async def cancel(self, job_ids: Sequence[str], signal: str | None = None) -> None:
-        # Never held up: somebody may be waiting for the node.
+        # Never held up: somebody may be waiting for the node. But what asks next is.
+        self._queries.spend(len(job_ids))
         await self._watch(self._slurm.cancel(job_ids, signal))
 
     async def test_only(self, request: JobRequest) -> str:
@@ -152,7 +165,7 @@ class PacedClient:
         return await self._watch(self._slurm.test_only(request))
 
     async def owner(self) -> OwnerView:
-        await self._wait(self._queries)
+        await self._wait(self._queries, OWNER_COST)
         return await self._watch(self._slurm.owner())
 
     async def close(self) -> None:

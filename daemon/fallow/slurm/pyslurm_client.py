@@ -30,6 +30,8 @@ START_TIMEOUT_S = 20.0
 CANCEL_TIMEOUT_S = 5.0
 "After that scancel is tried; nodes that others wait for are given back meanwhile."
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
+POLL_REQUESTS = 5
+"Nodes with their partitions, partitions, reservations, jobs."
 ANSWERS_PER_CHILD = 1000
 "pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
 
@@ -66,6 +68,10 @@ class PyslurmClient:
         self._not_before = 0.0
         self.backend = "pyslurm, not asked yet"
         self.polls = 0
+
+    @property
+    def poll_requests(self) -> int:
+        return self._cli.poll_requests if self._child is None else POLL_REQUESTS
 
     async def config(self) -> ClusterConfig:
         found = await self._configure()
