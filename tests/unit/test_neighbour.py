@@ -19,6 +19,7 @@ from fallow.core.constraint import alternatives
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.neighbourhood import Manners, Neighbourhood
+from fallow.core.sbatch import harvest_options
 from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
 from fallow.model import (
     AllocationKind,
@@ -29,6 +30,7 @@ from fallow.model import (
     NodeInfo,
     PartitionInfo,
     ReservationInfo,
+    RunSpec,
 )
 
 NOW = 1_000_000.0
@@ -163,6 +165,31 @@ def test_what_could_not_start_without_us_either_changes_nothing(job: JobInfo) ->
     element = runs("5", ["n9"], array_job_id="1")
     found = standing(FOUR, [job, element], THREE, partitions=partitions)
     assert found in (Standing(), Standing(wanted=frozenset({job.partition})))
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurried: bool) -> None:
+    token = "fallow-r-1-h3-0a1b2c"
+    options = harvest_options(
+        RunSpec(run="r", name="r", min_nodes=1, max_nodes=2), token, "p", 5, "o", 1, hurried=hurried
+    )
+    comment = next(word.partition("=")[2] for word in options if word.startswith("--comment="))
+    request = waits("1", name=token, comment=comment, priority=5)
+    ours = [*THREE[:2], held("n9", state=AllocationState.PENDING)]
+    nodes = [*FOUR[:2], node("n4")]
+    found = standing(nodes, [request, runs("91", [], name="ours-n9", state="PENDING", priority=5)], ours)
+    if hurried:
+        # A job of normal priority, like anybody's.
+        assert (found.wanted, found.compete) == ({"p"}, {"ours-n9"})
+        assert is_waiting(request)
+    else:
+        assert found == Standing()
+        assert not is_waiting(request)
+    full = standing(FOUR[:2], [request], THREE[:2])
+    assert given_back(full) == (["n2"] if hurried else [])
+    # Words alone, in a job of somebody's own, do not make it one.
+    own = waits("1", name="train", comment=f"{token} harvest")
+    assert given_back(standing(FOUR[:2], [own], THREE[:2])) == ["n2"]
 
 
 HIGHER = "Nodes required for job are DOWN, DRAINED{} or reserved for jobs in higher priority partitions"

@@ -268,8 +268,8 @@ def test_a_harvest_job_gives_way_and_is_findable() -> None:
     options = harvest_options(spec("--account=a", "--qos=q"), "r1.3", "low", 30, "/s/%j.log", 100_000)
     wanted = (
         "--export=ALL --propagate=NONE --ignore-pbs --exclusive --mem=0 --nodes=1 --no-requeue --nice=100000 "
-        "--mail-type=NONE --open-mode=append --output=/s/%j.log --chdir=/home/u --job-name=r1.3 --comment=r1.3 "
-        "--time=30 --partition=low --account=a --qos=q"
+        "--mail-type=NONE --open-mode=append --output=/s/%j.log --chdir=/home/u --job-name=r1.3 "
+        "'--comment=r1.3 harvest' --time=30 --partition=low --account=a --qos=q"
     )
     for word in shlex.split(wanted):
         assert word in options

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fallow.core.waiting import is_ours, wants_nodes
+from fallow.core.waiting import is_ours, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 UNUSABLE = frozenset(
@@ -115,8 +115,8 @@ def find_holes(
 
 
 def waits(job: JobInfo) -> bool:
-    """It is pending for nothing but nodes."""
-    return job.state == "PENDING" and wants_nodes(job.reason)
+    """It is pending for nothing but nodes, and not to pick up idle ones."""
+    return job.state == "PENDING" and wants_nodes(job.reason) and not picks_up(job)
 
 
 def idle_parts(node: NodeInfo) -> list[Part]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fallow.core.holes import Part
 from fallow.core.sbatch_line import Component, Given, parse_nodes, split
 from fallow.core.sbatch_table import Reach
+from fallow.core.waiting import PICKS_UP
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
 STRIPPED = (
@@ -137,6 +138,7 @@ def harvest_options(
     least_minutes: int | None = None,
     node: str = "",
     part: Part | None = None,
+    hurried: bool = False,
 ) -> list[str]:
     """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
 
@@ -150,6 +152,7 @@ def harvest_options(
         least_minutes: lets Slurm give it less than `minutes`.
         node: the only one that it may take.
         part: GPUs of a node that other jobs use too.
+        hurried: it is asked for with normal priority, so other heads give way to it as to any job.
     """
     _check_id(token, "token")
     if not _PARTITION.fullmatch(partition):
@@ -168,7 +171,7 @@ def harvest_options(
         "output": output,
         "chdir": spec.cwd or "/",
         "job-name": token,
-        "comment": token,
+        "comment": token if hurried else f"{token} {PICKS_UP}",
         "time": str(minutes),
         "partition": partition,
         **(_whole() if part is None else _part(part)),

@@ -18,6 +18,9 @@ _WANTING = re.compile(
 last two stand for nodes that a job in a partition of a higher tier waits for, too, which backfill may give it all the
 same; whether it is nodes of ours is worked out anyway (`core.neighbour`)."""
 
+PICKS_UP = "harvest"
+"""Word in the comment of a job that was made to pick up an idle node, beside its token, which is its name, too."""
+
 LOOKED_AT = 500
 """As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
 
@@ -53,12 +56,25 @@ def is_ours(job: JobInfo, tokens: Collection[str]) -> bool:
     return job.name in tokens or (job.comment != "" and any(word in tokens for word in job.comment.split()))
 
 
+def picks_up(job: JobInfo) -> bool:
+    """Was it made by a head, of whomever, for a node that lies idle?
+
+    Such a job comes after everybody else's and would be given up for any of them, so nobody owes it a node that trains:
+    two heads would take turns in giving back to each other. Who gets an idle node, Slurm decides.
+    """
+    words = job.comment.split()
+    return job.name.startswith("fallow-") and job.name in words and PICKS_UP in words
+
+
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:
-    """Pending jobs that a free node could start and that are no allocations of ours (`tokens`), in Slurm's order."""
+    """Pending jobs that a free node could start and that are no allocations of ours (`tokens`), in Slurm's order.
+
+    What other heads have asked for idle nodes is not among them.
+    """
     tiers = {p.partition: p.priority_tier for p in cluster.partitions}
     groups: dict[str, list[JobInfo]] = {}
     for job in cluster.jobs:
-        if job.state == "PENDING" and not is_ours(job, tokens):
+        if job.state == "PENDING" and not is_ours(job, tokens) and not picks_up(job):
             groups.setdefault(job.het_job_id or job.job_id, []).append(job)
     running = _running_elements(cluster.jobs)
     found = [

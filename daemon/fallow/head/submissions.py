@@ -42,6 +42,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             least_minutes=allocation.least_minutes,
             node=allocation.pinned,
             part=allocation.part,
+            hurried=allocation.hurried,
         )
         script = harvest_copy(spec.script)
     else:
