@@ -13,6 +13,7 @@ from fallow.config import Config
 from fallow.config import Harvest as HarvestSection
 from fallow.core import events as ev
 from fallow.core.allocations import SUBMIT_S, Allocation
+from fallow.core.allowance import AHEAD
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
@@ -667,6 +668,16 @@ def test_no_more_requests_wait_in_all_than_half_of_those_that_backfill_looks_at(
 def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     assert [rules(max_pending=most).ahead for most in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 2]
     assert rules(config()).ahead == 1, "two may wait where backfill looks at four"
+    together = Known()
+    together.experience.came(20, 0.0)
+
+    def ahead(at: float, every_s: float = 30.0) -> int:
+        asking = Asking(Config(), together)
+        asking.interval_s = every_s
+        return asking.rules(at, None, {}).ahead
+
+    assert [ahead(0.0), ahead(3600.0), ahead(7 * 3600.0)] == [20, 10, AHEAD], "as many as came at once of late"
+    assert ahead(0.0, every_s=5.0) == 17, "half of those that may wait at once"
 
 
 def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:

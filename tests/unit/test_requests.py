@@ -18,6 +18,7 @@ from fallow.core.backoff import Asker, Backoff
 from fallow.core.experience import Experience, HoleWatch
 from fallow.core.holes import Part, find_holes, planned_ends
 from fallow.core.kinds import Kind, likeness, may_use
+from fallow.core.learner import Learner
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask
@@ -753,6 +754,22 @@ def test_holes_are_followed_until_others_have_them() -> None:
     assert look(120.0, node("n1")) == [] and watch.age_s("n1", 120.0) == 105.0
     assert look(150.0, node("n1", "ALLOCATED", flags=["COMPLETING"])) == []
     assert look(180.0, busy) == [] and look(210.0, busy) == [("scavenge", Spell(135.0, True, 0.0))]
+
+
+def test_nodes_that_come_at_once_are_counted_and_count_less_with_time() -> None:
+    learner, rules = Learner(), HarvestRules()
+
+    def at_once(at: float, *idle: str, ours: tuple[str, ...] = ()) -> float:
+        mine = [held(name, nodes=[name], start_at=at - 10.0) for name in ours]
+        nodes = [node(f"n{i}", "IDLE" if f"n{i}" in idle else "ALLOCATED") for i in range(9)]
+        learner.take_in(replace(cluster(nodes), at=at), [(a, Asker()) for a in mine], rules, at)
+        return learner.known.experience.at_once(at)
+
+    assert at_once(0.0, "n1", "n2") == 0.0, "nobody knows since when"
+    assert at_once(30.0, "n1", "n2", "n3", "n4") == 2.0
+    assert at_once(60.0, "n1", ours=("n2", "n5", "n6", "n7")) == 3.0, "those that a request waited for, too"
+    assert at_once(90.0, "n1", "n8", ours=("n2", "n5", "n6", "n7")) == pytest.approx(3.0, rel=0.01)
+    assert at_once(3660.0, "n1", "n8") == 1.5
 
 
 def test_only_so_much_is_remembered() -> None:

@@ -32,7 +32,7 @@ PENDING = 100
 """Requests that may wait at once: far more than a site would like."""
 
 AHEAD = 2
-"""Requests that wait for nodes of others, as the head has them."""
+"""Requests that wait for nodes of others, as the head has them where nodes come one by one."""
 
 PARTITIONS = 8
 SHARED = 3

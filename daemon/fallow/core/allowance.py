@@ -12,8 +12,9 @@ from fallow.core.rules import HarvestRules
 from fallow.model import ClusterConfig
 
 AHEAD = 2
-"""Requests that wait for nodes which others still have, and no more than half of those that may wait at all: what is
-idle comes first. Jobs mostly end one by one; what a larger one leaves is seen with the next poll."""
+"""So many requests at least wait for nodes which others still have, and as many as nodes came at once of late: what a
+large job leaves is lost until the next poll but for these. No more than half of those that may wait at all: what is
+idle comes first."""
 
 BACKFILL_S = 30.0
 """From one cycle of backfill to the next, unless Slurm has said: its own default."""
@@ -80,7 +81,7 @@ def rules(
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
         whole_nodes=whole_nodes(site),
-        ahead=min(AHEAD, at_once // 2),
+        ahead=min(max(AHEAD, round(experience.at_once(now))), at_once // 2),
     )
 
 

@@ -27,6 +27,9 @@ SAMPLES = 32
 FRESH_S = 6 * 3600.0
 """Starts that are longer ago say nothing: a cluster that was slow for a day must not stay unused."""
 
+HALF_S = 3600.0
+"""Nodes that came at once count half as many after so long: it may not happen again."""
+
 START_S, WAIT_S = 30.0, 15.0
 """What a start costs and a request takes, until the head has seen some."""
 
@@ -44,6 +47,8 @@ class Experience(msgspec.Struct, kw_only=True):
     "jobs with --time-min that were granted more than that, and less than --time"
     kept_short: int = 0
     "jobs with --time-min that were granted exactly that"
+    together: tuple[float, int] = (0.0, 0)
+    "(Unix time, nodes that became holes between two polls): the most of late"
 
     def remember(self, partition: str, spell: Spell) -> None:
         kept = self.spells.setdefault(partition, [])
@@ -67,6 +72,16 @@ class Experience(msgspec.Struct, kw_only=True):
         elif limit_s == shortest * 60 < longest * 60:
             self.kept_short += 1
         # The full length says nothing: the main pass of Slurm's scheduler grants it wherever nobody waits.
+
+    def came(self, nodes: int, at: float) -> None:
+        """So many nodes have become holes since the poll before."""
+        if nodes > self.at_once(at):
+            self.together = at, nodes
+
+    def at_once(self, at: float) -> float:
+        """As many nodes may become holes between two polls."""
+        then, nodes = self.together
+        return nodes * float(0.5 ** (max(0.0, at - then) / HALF_S))
 
     @property
     def stretches(self) -> bool | None:
@@ -133,6 +148,8 @@ class HoleWatch:
     """Holes that are open now, by node, and what becomes of them."""
 
     def __init__(self) -> None:
+        self.new = 0
+        "nodes that have become holes between the last two polls"
         self._open: dict[str, _Sighting] = {}
         self._last_at: float | None = None
 
@@ -152,6 +169,7 @@ class HoleWatch:
         over: list[tuple[str, Spell]] = []
         matter = frozenset(partitions)
         there = set()
+        self.new = 0
         for node in cluster.nodes:
             there.add(node.node)
             sighting = self._open.get(node.node)
@@ -160,6 +178,7 @@ class HoleWatch:
                     mine = [name for name in node.partitions if name in matter]
                     since = ours.get(node.node, node.idle_since)
                     self._open[node.node] = self._sight(cluster.at, since, mine)
+                    self.new += bool(mine) and self._last_at is not None
                 else:
                     sighting.seen, sighting.taken = cluster.at, None
             elif sighting is not None and "COMPLETING" not in node.flags:

@@ -71,6 +71,7 @@ class Learner:
         """Take in what a poll says of holes alone, one that shows nothing else than the last one did."""
         for partition, spell in self.known.watch.look(cluster, self._ours, self._partitions):
             self.known.experience.remember(partition, spell)
+        self.known.experience.came(self.known.watch.new, cluster.at)
 
     def _ease(self, harvest: Sequence[Asked], now: float) -> None:
         """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
