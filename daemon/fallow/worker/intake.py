@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
 
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
 from fallow.worker import state
 from fallow.worker.group import Group, Interrupted
 from fallow.worker.prepared import Prepared
 from fallow.worker.stream import Bytes, arrays, receive, receive_piece
-from fallow.worker.supply import ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
+from fallow.worker.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
 
 _CHANGED = (
     "weights changed while they were sent to a newcomer: the script changes them before a backward; the step is done "
     "again, and weights are sent inside the pause from now on"
 )
+
+_T = TypeVar("_T")
+
+TRIES = 3
+"""Of a piece that arrives damaged. All from the same donor: another may be at work by then, and its buffers change."""
 
 
 class Changed(Interrupted):
@@ -71,9 +79,13 @@ class Intake:
             line = streams.line(rank)
             line.sendall(ASK.pack(number, pieces))
             length, crc = HEAD.unpack(receive(line, HEAD.size))
-            self._agree(receive(line, length) if number == 0 else None, crc)
+            text: bytes | None = None
+            if number == 0:
+                text = self._whole(line, rank, lambda: _outline(line, length, crc))
+                line.sendall(DONE)
+            self._agree(text, crc)
             for part in PARTS:
-                got = self._receive(line, part, number, pieces)
+                got = self._receive(line, rank, part, number, pieces)
                 line.sendall(DONE)
                 with self._changed:
                     self._received[part] += got
@@ -99,13 +111,30 @@ class Intake:
             if line is not None:
                 streams.drop(line)
 
-    def _receive(self, line: socket.socket, part: int, number: int, pieces: int) -> int:
+    def _receive(self, line: socket.socket, rank: int, part: int, number: int, pieces: int) -> int:
+        memory = self._parts[part]
         try:
-            return receive_piece(line, self._parts[part], number, pieces, self._group.moved)
+            return self._whole(line, rank, lambda: receive_piece(line, memory, number, pieces, self._group.moved))
         except FallowError:
-            if part == MIDDLE:  # the sum was taken before the donor's memory changed
+            if part == MIDDLE:  # each sum was taken before the donor's memory changed
                 raise Changed(_CHANGED) from None
             raise
+
+    def _whole(self, line: socket.socket, rank: int, take: Callable[[], _T]) -> _T:
+        """What comes next on the line, sent again if it arrives damaged."""
+        where = f"generation {self._group.generation}: state from rank {rank} to rank {self._group.rank}"
+        for _ in range(TRIES - 1):
+            try:
+                return take()
+            except FallowError:
+                sys.stderr.write(f"fallow: {where} arrived damaged; it is sent again\n")
+                line.sendall(AGAIN)
+        try:
+            return take()
+        except FallowError:
+            raise FallowError(
+                f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
+            ) from None
 
     def _agree(self, text: bytes | None, crc: int) -> None:
         """The first donor's outline makes the room for everybody's bytes; the others must have the same."""
@@ -244,3 +273,10 @@ class Intake:
         self._group.interrupt("given up")
         for thread in self._threads:
             thread.join()
+
+
+def _outline(line: socket.socket, length: int, crc: int) -> bytes:
+    text = receive(line, length)
+    if zlib.crc32(text) != crc:
+        raise FallowError("the outline arrived damaged", Exit.TEMPFAIL)
+    return text

@@ -218,15 +218,16 @@ def receive_piece(
 
     Raises:
         OSError: the line broke.
-        FallowError: what arrived is not what was sent.
+        FallowError: what arrived is not what was sent. All of it was read, so the line can be used on.
     """
-    total = 0
+    total, damaged = 0, False
     for chunk in cut(memory, number, pieces):
         total += sum(part.size for part in chunk)
         told = bytearray(8)
         _receive_into(line, [*(part.data for part in chunk), memoryview(told)], moved)
-        if int.from_bytes(told, "little") != word_sum(chunk):
-            raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
+        damaged = damaged or int.from_bytes(told, "little") != word_sum(chunk)
+    if damaged:
+        raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
     return total
 
 

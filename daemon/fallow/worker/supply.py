@@ -4,7 +4,7 @@ Three parts, one after the other on each line. *Early*: buffers, small tensors a
 wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer changes; the
 receiver waits for them before its first forward, donors are at work by then. *Late*: large tensors of plain optimizers,
 which come while the receiver's first forward and backward run, straight into its optimizer. Each receiver takes an
-equal piece of all parts from several donors at once.
+equal piece of all parts from several donors at once. What arrives damaged is sent again.
 
 Donors send from live memory where it is plain, on the CPU. It stays as it is until every receiver has everything, since
 a receiver takes part in the first step's reduction only then, and nobody's optimizer acts before that reduction is
@@ -18,6 +18,8 @@ import socket
 import struct
 import threading
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -37,8 +39,8 @@ ASK = struct.Struct("<II")
 HEAD = struct.Struct("<QI")
 """Length and CRC of the outline, which follows on the first line only."""
 
-DONE = b"\x01"
-"""From the receiver, after each part."""
+DONE, AGAIN = b"\x01", b"\x02"
+"""From the receiver, after the outline and after each part: it is here, or it arrived damaged."""
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +96,9 @@ class Supply:
         try:
             line.sendall(HEAD.pack(len(self._text), self._crc))
             if number == 0:
-                line.sendall(self._text)
+                _until_done(line, lambda: line.sendall(self._text))
             for part in PARTS:
-                send_piece(line, self._parts[part], number, pieces)
-                receive(line, len(DONE))
+                _until_done(line, partial(send_piece, line, self._parts[part], number, pieces))
                 with self._changed:
                     self._open[part] -= 1
                     self._changed.notify_all()
@@ -125,3 +126,11 @@ class Supply:
             self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
             if self._open[part]:
                 raise Interrupted(self._group.broken)
+
+
+def _until_done(line: socket.socket, send: Callable[[], object]) -> None:
+    """Send it until it is there; the receiver bounds the tries. Its memory is as it was until then: see above."""
+    while True:
+        send()
+        if receive(line, len(DONE)) == DONE:
+            return
