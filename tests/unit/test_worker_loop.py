@@ -6,11 +6,12 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import (
     BatchSampler,
@@ -915,3 +916,50 @@ def test_p2_the_members_whose_weights_came_apart_from_most_are_named(pieces: lis
     with pytest.raises(Apart, match=re.escape(whose)):
         control.check(told, plan, size, 0, 7, drift=False)
     control.check(told, plan, size, 0, 7, drift=True)
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """As a script makes one that has found a store of its own."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("own_group")
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("final", [True, False])
+def test_collectives_in_a_body_over_a_group_that_does_not_follow_the_membership_are_refused(
+    elastic: bool, final: bool
+) -> None:
+    """Between two loops they stay the script's own affair, and in a fixed world everywhere."""
+    run, model = world(), net()
+    run._loop.step.watch._elastic = elastic
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16)
+    distributed.all_reduce(torch.ones(1))
+
+    def train(*, by_hand: bool) -> None:
+        for x, y in run.steps(loader):
+            F.mse_loss(model(x), y).backward()
+            if by_hand and run.final_shard == final:
+                distributed.all_reduce(torch.ones(1))
+            optimizer.step()
+
+    train(by_hand=False)
+    distributed.barrier()
+    refused = (
+        pytest.raises(FallowError, match=r"does not follow the membership.*run\.mean") if elastic else nullcontext()
+    )
+    with refused:
+        train(by_hand=True)
+
+
+def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for lookout in (lambda: distributed.init_process_group("gloo"), distributed.get_rank, distributed.barrier):
+        with pytest.raises(ValueError, match=r"rendezvous|not been initialized") as caught:
+            lookout()
+        assert "run.mean(x)" in world()._advice(caught.value)
+    assert world()._advice(ValueError("a sample is broken")) == ""

@@ -31,6 +31,9 @@ from fallow.worker.turn import SwitchedOut
 _DELIVERY_S = 5.0
 """How long the end of a process waits for the head to have heard of it."""
 
+_NO_GROUP = ("env:// rendezvous", "Default process group has not been initialized")
+"""In what torch.distributed says where nobody has told it of a fixed world."""
+
 
 class Released(SystemExit):
     """This worker has left the run at a step boundary; the process ends with code 0."""
@@ -375,6 +378,12 @@ class Run:
         session.deliver(failed, _DELIVERY_S)
 
     def _advice(self, error: BaseException) -> str:
+        if isinstance(error, ValueError) and any(words in str(error) for words in _NO_GROUP):
+            return (
+                "Fallow makes no process group for torch.distributed, since none could follow the membership: leave "
+                "init_process_group and what needs it out. backward() sums gradients by itself; use run.rank and "
+                "run.size, run.mean(x) for a metric, run.barrier() for a barrier"
+            )
         missing = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
         if not missing or not self._loop.step.left_void:
             return ""

@@ -42,7 +42,7 @@ class Step:
         self.shard = 0
         self.weight = 0.0
         self.means = Means()
-        self.watch = Watch(member.prepared, member.gate)
+        self.watch = Watch(member.prepared, member.gate, elastic=member.session is not None)
         self._examples: dict[int, Any] = {}
         "phase -> the last batch with which a body came to a backward"
         self.phases = Phases(member.gate, member.seed)

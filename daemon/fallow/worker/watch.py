@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared import Gate, Prepared
@@ -22,11 +23,20 @@ _CANARY = 1024
 
 
 class Watch:
-    """Looks at what bodies do to the prepared objects. One per run."""
+    """Looks at what bodies do to the prepared objects. One per run.
 
-    def __init__(self, prepared: Prepared, gate: Gate) -> None:
+    Args:
+        prepared: those objects.
+        gate: what they ask before they act.
+        elastic: the membership may change.
+    """
+
+    def __init__(self, prepared: Prepared, gate: Gate, *, elastic: bool) -> None:
         self._prepared = prepared
         self._gate = gate
+        self._elastic = elastic
+        self._collectives = 0
+        "that the script had begun by itself before the body"
         self._known: list[nn.Parameter] | None = None
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._weights: list[nn.Parameter] = []
@@ -162,6 +172,7 @@ class Watch:
         self._gate.refusal = None
         self._prepared.modes.begin_body()
         self._versions = _version(self._weights)
+        self._collectives = _own_collectives()
         self._frozen_versions = _version(self._frozen) if void else 0
 
     def wrote(self) -> bool:
@@ -201,6 +212,14 @@ class Watch:
         if gate.refusal is not None:
             raise gate.refusal
         self.check_buffers()
+        if self._elastic and _own_collectives() > self._collectives:
+            raise FallowError(
+                "a body has made a collective of torch.distributed over the script's own process group, which does not "
+                "follow the membership: who joins is not in it, and the others would wait for ever for who has left. "
+                "backward() sums gradients by itself; write run.mean(x) for a metric, run.barrier() for a barrier, and "
+                "leave init_process_group out",
+                Exit.DATA,
+            )
         if self._first:
             self._check_hooks()
         if void and (self.wrote() or _version(self._frozen) != self._frozen_versions):
@@ -292,6 +311,18 @@ class _NoForward:
 def _version(parameters: list[nn.Parameter]) -> int:
     """Changes when one of them is written to."""
     return sum(map(_its_version, parameters))
+
+
+def _own_collectives() -> int:
+    """How many collectives this process has begun over process groups that the script made."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    total = 0
+    groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            total += group._get_sequence_number_for_group()
+    return total
 
 
 def _idle() -> _NoForward:
