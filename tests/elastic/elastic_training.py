@@ -59,6 +59,20 @@ class Stream(IterableDataset[Any]):
         return (self.data[index] for index in order.tolist())
 
 
+class Noisy(Dataset[Any]):
+    """Samples with noise that is drawn where they are loaded."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + 0.1 * torch.randn(8), y
+
+
 class Guest:
     """A prepared object without a state of its own."""
 
@@ -129,6 +143,7 @@ def main() -> None:
     parser.add_argument("--drift", help="STEP-WORKER whose weights change by themselves in that step")
     parser.add_argument("--wide", type=int, default=16, help="width of the model")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
+    parser.add_argument("--loaders", type=int, help="processes that load samples, with noise of their own")
     parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
@@ -153,7 +168,8 @@ def main() -> None:
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     data = TensorDataset(inputs, targets)
     source: Dataset[Any] = Stream(data) if args.stream else data
-    loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream)
+    source = source if args.loaders is None else Noisy(data)
+    loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
     rich = (scaler, average, pull) if args.rich else ()
     objects = (model, optimizer, scheduler, *rich, Guest(args.gates), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)

@@ -6,9 +6,10 @@ Scenario ids: README.md.
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
-from elastic_rig import Elastic, Rig, judge
+from elastic_rig import Elastic, Rig, alive, judge, send, until
 from elastic_training import FROZEN, RESTS_NO_MORE
 
 from conftest import MakeRig, Undisturbed
@@ -74,6 +75,27 @@ async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(
     judge(report, await undisturbed("--steps", 60))
     assert [g.kind for g in report.generations] == ["start", "eject", "eject"]
     assert report.generations[1].first_step == SWITCH + 1
+
+
+@pytest.mark.parametrize("part", ["early", "late"])
+async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for(
+    part: str, make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """In the pause, and while all compute. Woken up, it sends the rest to nobody."""
+    async with make_rig(membership__lease_s=1.5) as rig:
+        run = await switching(rig, 2)
+        gate = run.hold_part("give", part, "w0")
+        await run.grow()
+        await run.held_part("give", part, "w0")
+        run.signal("w0", signal.SIGSTOP)
+        gate.unlink()
+        await run.becomes(["w1", "w2"])
+        send(run.pids["w0"], signal.SIGCONT)
+        await until(lambda: not alive(run.pids["w0"]), "the zombie lives")
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [g.kind for g in report.generations] == ["start", "eject"]
+    assert "w0" in report.generations[1].reason
 
 
 async def test_s18_weights_that_a_script_changes_while_they_are_sent(

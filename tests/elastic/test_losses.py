@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from elastic_rig import alive, judge, phase, send, until
 
@@ -60,6 +61,34 @@ async def test_t6_o2_a_step_that_is_interrupted_is_discarded_by_everybody(
     judge(report, await undisturbed("--steps", 40))
     assert report.steps_discarded == 1
     assert report.generations[1].first_step == 12
+
+
+async def test_s21_batches_that_loader_processes_have_ready_are_neither_lost_nor_repeated(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """By an absorb, a release of rank 0 and a kill in the middle of a step; and no such process is left behind."""
+    async with make_rig() as rig:
+        run = await (await rig.run("--steps", 60, "--loaders", 2)).begin(2)
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w0", "w1", "w2"])
+        loaders = [child for name in ("w0", "w1") for child in psutil.Process(run.pids[name]).children()]
+        assert len(loaders) == 4
+        await run.release("w0")
+        await run.becomes(["w1", "w2"])
+        step = (await run.view()).step + 3
+        run.hold("w1", step)
+        await run.held("w1", step)
+        run.kill("w1")
+        await run.becomes(["w2"])
+        await until(lambda: not any(map(alive, (child.pid for child in loaders))), "loader processes are left")
+        await run.arrive()
+        await run.grow()
+        await run.becomes(["w2", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60, "--loaders", 0))
+    assert [g.kind for g in report.generations] == ["start", "absorb", "release", "eject", "absorb"]
+    assert report.steps_discarded == 1
 
 
 async def test_h3_r1_all_are_lost_and_many_come(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
