@@ -232,6 +232,35 @@ async def test_s5_e5_t7_n9_the_coordinator_dies_during_a_change(
         assert prepared not in [g.generation for g in report.generations]
 
 
+@pytest.mark.parametrize("what", ["head", "store"])
+async def test_s5_the_coordinator_dies_between_a_commit_and_the_switch(
+    what: str, make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """Both members know of the commit, and neither has switched. It holds, and costs no step."""
+    async with make_rig() as rig:
+        run = await rig.run("--steps", 60)
+        gates = []
+        for worker in ("w0", "w1"):
+            run.plan("switch", worker, 10)
+            gates.append(run.hold(worker, 10))
+        await run.begin(2)
+        await run.arrive()
+        await run.grow()
+        for worker in ("w0", "w1"):
+            await run.held(worker, 10)
+        assert (await run.roster()).generation == 2
+        await (rig.kill_head() if what == "head" else rig.kill_store())
+        for gate in gates:
+            gate.unlink()
+        if what == "head":
+            await rig.start_head()
+        await run.becomes(["w0", "w1", "w2"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 60))
+    assert [(g.generation, g.kind, g.first_step) for g in report.generations] == [(1, "start", 0), (2, "absorb", 11)]
+    assert report.steps_discarded == 0
+
+
 async def test_e5_a_member_dies_while_the_head_is_away(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
     """The survivors wait for it, and go on when it is back."""
     async with make_rig(membership__lease_s=1.5) as rig:
