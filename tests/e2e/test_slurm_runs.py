@@ -239,6 +239,7 @@ def _play_preemption(rig: Rig, idle: int) -> Training:
     training.finish()
     assert training.trace(base.worker).pid == base.pid
     assert "TIMEOUT" not in {rig.job_states()[job] for job in training.jobs()}
+    assert not training.events("cancelled")
     return training
 
 
@@ -249,6 +250,7 @@ def test_jobs_that_are_cancelled_from_outside_leave_in_order(rig: Rig) -> None:
     rig.scancel(next(job for job, token in training.jobs().items() if token == harvested.token))
     training.wait_for("it left", lambda: harvested.worker not in {m.worker for m in training.members()})
     training.wait_members(3)
+    training.wait_for("it is known whose doing it was", lambda: training.events("cancelled"))
     rig.scancel(training.job)
     training.wait_for("w0 left", lambda: "w0" not in {m.worker for m in training.members()})
     training.wait_steps()
