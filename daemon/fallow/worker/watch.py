@@ -318,10 +318,11 @@ def _own_collectives() -> int:
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0
     total = 0
-    groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
-    for group in groups:
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            total += group._get_sequence_number_for_group()
+    with contextlib.suppress(AttributeError):  # a torch that keeps its groups elsewhere
+        groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
+        for group in groups:
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                total += group._get_sequence_number_for_group()
     return total
 
 
