@@ -12,7 +12,7 @@ import pytest
 
 from fallow.core.preemption import as_for_us
 from fallow.core.rules import HarvestRules, harvestable
-from fallow.core.waiting import WANTING, others_waiting
+from fallow.core.waiting import others_waiting
 from fallow.model import ClusterState, JobInfo, JobRequest
 from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmClient, SlurmUnavailable, SubmitRejected
@@ -178,7 +178,7 @@ async def test_elements_of_an_array_run_one_by_one_and_wait_together(setup: Setu
 
     free = await setup.client.submit(request_of("fallow-f", "--array=0,3,7"))  # one node is left for its elements
     single = await setup.client.submit(request_of("fallow-s"))
-    jobs = await setup.until(lambda: queue(4, "JobArrayTaskLimit", *WANTING))
+    jobs = await setup.until(lambda: queue(4, "JobArrayTaskLimit", "Resources", "Priority"))
     found = {job.job_id: job for job in jobs}
     assert (found[free].array_job_id, found[free].array_tasks) == (free, "3,7")
     assert (found[single].array_job_id, found[single].array_tasks) == ("", "")

@@ -48,7 +48,8 @@ class Exact:
 
     Summation in float32 may err by n 2^-24 sum|w_i g_i|. So this is at least as accurate for all elements with
     sum|w_i g_i| >= 2^-22 G (2^-30 G while G stays), and by far more accurate for the large ones. For float64 parameters
-    the same bound says: as accurate as a float64 sum in the parameter's largest elements, absolutely in the others.
+    the same bound says: as accurate as a float64 sum in the parameter's largest elements while G stays, up to 2^8 times
+    worse in a step in which it has fallen by 2^DECLINE; in the others the error is as small in absolute terms only.
 
     A parameter for which some shard had an infinity or a NaN gets NaN in every element, on all members, so that
     GradScaler skips the step; its reference stays.
