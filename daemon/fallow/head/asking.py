@@ -177,8 +177,7 @@ class Asking:
             what = f"{failures} jobs in a row came to nothing"
             if wait_s is None:
                 why = f"{what}, with longer and longer waits in between; to try again: fallow resume {run.id}"
-                run.record.harvest_paused = f"{why}; the last: {duds.last or run.roster.message}"
-                turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+                turn.stop_asking(run, f"{why}; the last: {duds.last or run.roster.message}")
             elif wait_s:
                 self._not_before[run.id] = turn.at + wait_s
                 turn.record(run, "pause", f"{what}; the next one is tried in {wait_s:.0f} s")

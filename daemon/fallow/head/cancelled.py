@@ -33,11 +33,11 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
         backoff.strike(text, run.asks_as(allocation), allocation.partition, None, turn.now)
     enough = cancelled.note(run.record.cancelled, turn.now, node)
     if enough and not run.record.harvest_paused and not run.roster.status.ended:
-        run.record.harvest_paused = (
+        turn.stop_asking(
+            run,
             f"{CANCELS} of its harvest jobs were cancelled by somebody within a day, the last: {what}; "
-            f"if it may go on: fallow resume {run.id}"
+            f"if it may go on: fallow resume {run.id}",
         )
-        turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
         for other in run.live_allocations():
             if other.kind is AllocationKind.HARVEST and other.start_at is None and not other.agents:
                 turn.cancel(run, other, "harvest jobs of the run were cancelled by somebody")

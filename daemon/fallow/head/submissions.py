@@ -101,8 +101,7 @@ def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[st
     turn.dirty.add(run.id)
     turn.record(run, "refused", f"{token}: Slurm refused it: {reason}")
     if _everywhere(refusals, usable) and not run.record.harvest_paused:
-        run.record.harvest_paused = f"Slurm refused {REFUSALS} submissions in a row: {reason}"
-        turn.record(run, "pause", f"no more nodes are asked for: {run.record.harvest_paused}")
+        turn.stop_asking(run, f"Slurm refused {REFUSALS} submissions in a row: {reason}")
 
 
 def _place(allocation: Allocation) -> str:

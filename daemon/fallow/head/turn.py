@@ -163,6 +163,12 @@ class Turn:
         elif allocation.job_id is not None and not run.spec.local:
             self.cancels.append((run.id, allocation.token, allocation.job_id))
 
+    def stop_asking(self, run: Run, why: str) -> None:
+        """Ask for no more nodes until somebody resumes the run; what it has stays."""
+        run.record.harvest_paused = why
+        self.dirty.add(run.id)
+        self.record(run, "pause", f"no more nodes are asked for: {why}")
+
     def let_go_of_empty(self, run: Run) -> None:
         """End allocations all of whose workers are gone, because they left or because they cannot go on."""
         if run.roster.status.ended:
