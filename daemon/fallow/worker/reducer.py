@@ -373,7 +373,7 @@ class Reducer:
                 else:
                     self._add(number, one, grad, weight)
                 fired[one] = True
-            if speakers.learning:
+            if speakers.learned is None:
                 speakers.heard(index)
             if whole:
                 bucket.waiting -= 1

@@ -59,10 +59,8 @@ class Speakers:
         self._handles: dict[int, RemovableHandle] = {}
         self.spoken_for: list[list[int]] = []
         "by speaker: its chunk, itself the last"
-        self._learned: tuple[bool, ...] | None = None
-        "which parameters were trained when the order was learned; None: all that are speak for themselves"
-        self.learning = True
-        "there is no order yet: `heard` makes one"
+        self.learned: tuple[bool, ...] | None = None
+        "which parameters were trained when the order was learned; None: each that is speaks for itself"
         self._waiting: list[int] = []
         "by bucket: speakers"
         self._order: list[int] = []
@@ -73,11 +71,11 @@ class Speakers:
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward begins: tells the buckets how many speakers they wait for."""
         trained = tuple(map(_trains, self._params))
-        if self._learned is not None and (self._broken or trained != self._learned):
+        if self.learned is not None and (self._broken or trained != self.learned):
             self._tries -= 1
             self._each_for_itself()
         self._order.clear()
-        if self._learned is not None:
+        if self.learned is not None:
             for bucket, waiting in zip(buckets, self._waiting, strict=True):
                 bucket.waiting = waiting
             return
@@ -89,7 +87,7 @@ class Speakers:
                 self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _each_for_itself(self) -> None:
-        self._learned, self._broken, self.learning = None, False, True
+        self.learned, self._broken = None, False
         self.spoken_for = [[index] for index in range(len(self._params))]
 
     def heard(self, index: int) -> None:
@@ -102,13 +100,13 @@ class Speakers:
 
     def end(self, buckets: Buckets) -> None:
         """The same backward is over."""
-        if self._learned is not None:
+        if self.learned is not None:
             self._broken = self._broken or any(bucket.waiting for bucket in buckets.all)
             return
         trained = tuple(map(_trains, self._params))
         if not self._tries or sorted(self._order) != [index for index, trains in enumerate(trained) if trains]:
             return
-        self._learned, self.learning = trained, False
+        self.learned = trained
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._params]
         found = {chunk[-1]: chunk for chunk in chunks(self._order, sizes, buckets.of)}
         for speaker, chunk in found.items():

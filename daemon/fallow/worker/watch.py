@@ -172,7 +172,7 @@ class Watch:
         self._gate.refusal = None
         self._prepared.modes.begin_body()
         self._versions = _version(self._weights)
-        self._collectives = _own_collectives()
+        self._collectives = _own_collectives() if self._elastic else 0
         self._frozen_versions = _version(self._frozen) if void else 0
 
     def wrote(self) -> bool:
