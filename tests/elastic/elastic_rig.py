@@ -291,6 +291,11 @@ class Elastic:
     def kill(self, worker: str) -> None:
         self.signal(worker, signal.SIGKILL)
 
+    async def wakes_to_end(self, worker: str) -> None:
+        """Its stopped process goes on after others took its place, and ends by itself."""
+        self.signal(worker, signal.SIGCONT)
+        await until(lambda: not alive(self.pids[worker]), "the zombie lives")
+
     def plan(self, action: str, worker: str, step: int) -> Path:
         """Have this worker do that (see the training) in its last body of that step."""
         gate = self.gates / f"{action}-{step}-{worker}"

@@ -9,7 +9,7 @@ import asyncio
 import signal
 
 import pytest
-from elastic_rig import Elastic, Rig, alive, judge, send, until
+from elastic_rig import Elastic, Rig, judge
 from elastic_training import FROZEN, RESTS_NO_MORE
 
 from conftest import MakeRig, Undisturbed
@@ -90,12 +90,13 @@ async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for
         run.signal("w0", signal.SIGSTOP)
         gate.unlink()
         await run.becomes(["w1", "w2"])
-        send(run.pids["w0"], signal.SIGCONT)
-        await until(lambda: not alive(run.pids["w0"]), "the zombie lives")
+        await run.wakes_to_end("w0")
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert [g.kind for g in report.generations] == ["start", "eject"]
-    assert "w0" in report.generations[1].reason
+    kinds = [g.kind for g in report.generations]
+    # While all compute, the donor may have told the head that it has switched before it is stopped, or not.
+    assert kinds in (["start", "eject"], ["start", "absorb", "eject"][: 3 * (part == "late")])
+    assert "w0" in report.generations[-1].reason
 
 
 async def test_s18_weights_that_a_script_changes_while_they_are_sent(
