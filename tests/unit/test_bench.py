@@ -28,7 +28,12 @@ def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_g
     finished = [done(w, s, 1, s + 0.1) for s in range(3) for w in ("w0", "w1")]
     # Killed at 2.5; w1 still ends step 3 of the old generation, which is no recovery.
     finished += [done("w1", 3, 1, 2.6), done("w0", 3, 2, 2.8), done("w1", 4, 2, 2.9), done("w0", 4, 2, 3.0)]
-    assert recovery.recoveries(finished, [2.5]) == [pytest.approx(0.4)]
+    # The others of that generation tell how long a step takes; a newcomer's generation does not.
+    finished += [done(w, 5 + s, 2, 3.25 + 0.25 * s) for s in range(4) for w in ("w0", "w1")]
+    finished += [done(w, 9 + s, 3, 6.0 + s) for s in range(20) for w in ("w0", "w1", "w2")]
+    (found,) = recovery.recoveries(finished, [2.5])
+    assert found == pytest.approx((0.4, 0.25))
+    assert recovery.recoveries(finished, [100.0]) == []
 
 
 def test_standstill_is_what_progress_fell_behind() -> None:
