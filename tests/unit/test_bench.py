@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fallow.bench import checkpoint, pause, planner, recovery, steady, steplog
+from fallow.bench import chaos, checkpoint, pause, planner, recovery, steady, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
@@ -34,6 +34,34 @@ def test_recovery_is_until_the_slowest_survivor_has_finished_a_step_of_the_new_g
     (found,) = recovery.recoveries(finished, [2.5])
     assert found == pytest.approx((0.4, 0.25))
     assert recovery.recoveries(finished, [100.0]) == []
+
+
+def test_useful_is_what_was_finished_once_and_available_what_was_there_and_sound() -> None:
+    killed, released = chaos.Node(came=0.0, ready=2.0, gone=10.0), chaos.Node(came=0.0, ready=2.0, gone=14.0)
+    newcomers = chaos.Node(came=10.0, ready=12.0), chaos.Node(came=13.0)  # the second is still starting at the end
+    never_ready = chaos.Node(came=11.0, gone=12.0)
+    nodes = [killed, released, *newcomers, never_ready, chaos.Node(came=-5.0, ready=0.0, gone=10.0)]
+    found = chaos.span([9.0, 10.0, 10.5, 12.0, 20.0, 20.5], nodes, 10.0, 20.0, 1.5)
+    assert found.useful == pytest.approx(3 * 1.5)
+    assert found.available == pytest.approx(4 + 10 + 7 + 1)
+    assert found.starting == pytest.approx(2 + 7 + 1)
+    assert found.share == pytest.approx(4.5 / 22)
+
+
+def test_the_figure_of_chaos_is_of_all_node_seconds_together() -> None:
+    """Two members; the second fault kills one, and the newcomer in its place starts up for 3 s and waits for 1 s."""
+    nodes = [chaos.Node(came=0.0, ready=1.0), chaos.Node(came=0.0, ready=1.0, gone=30.0)]
+    nodes.append(chaos.Node(came=30.0, ready=33.0))
+    hits = [chaos.Hit(chaos.Fault.RELEASE, 20.0, False), chaos.Hit(chaos.Fault.KILL, 30.0, True)]
+    times = [float(at) for at in range(1, 31)] + [30.0 + 2 * step for step in range(1, 3)]
+    times += [34.0 + step for step in range(1, 7)]
+    row = chaos.row(2, hits, times, nodes, 1.0, "end")
+    assert row.ratio == pytest.approx((20 + 16) / 40)
+    assert (row.ours.p50, row.ours.n) == (pytest.approx(0.8), 2)
+    assert "kill 0.800 (1), release 1.000 (1), the worst 0.800; rank 0 was hit 1 time" in row.note
+    assert "start-ups 0.075, all else 0.025" in row.note
+    with pytest.raises(FallowError, match=r"over 1\.0 s before the end"):
+        chaos.row(2, hits, times[:-1], nodes, 1.0, "end")
 
 
 def test_standstill_is_what_progress_fell_behind() -> None:

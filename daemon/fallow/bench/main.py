@@ -16,6 +16,7 @@ from fallow.model import Exit, FallowError
 BENCHES: dict[str, str] = {
     "pause": "planned changes of the membership",
     "recovery": "SIGKILL of a member",
+    "chaos": "a fault every 10 s for half an hour, and the same training undisturbed",
     "steady": "our step beside DistributedDataParallel's, with an unchanged membership",
     "reproducible": "a step of the reproducible mode, against the fast one",
     "state": "the state's way to a newcomer, against a checkpoint",

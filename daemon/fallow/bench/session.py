@@ -61,9 +61,22 @@ def train(
     Raises:
         FallowError: it did not finish, or samples were lost or repeated: then no figure is worth anything.
     """
-    command = [sys.executable, "-m", "fallow.bench.training", "--params", str(params), "--steps", str(steps)]
-    command += ["--global-batch", str(most), *options]
-    driver = Driver(scratch, command, members, schedule, max_members=most, output=sys.stderr.fileno())
+    argv = command(params, steps, most, options)
+    return trained(Driver(scratch, argv, members, schedule, max_members=most, output=sys.stderr.fileno()))
+
+
+def command(params: int, steps: int, shards: int, options: Sequence[str] = ()) -> list[str]:
+    """The training's argv."""
+    argv = [sys.executable, "-m", "fallow.bench.training", "--params", str(params), "--steps", str(steps)]
+    return [*argv, "--global-batch", str(shards), *options]
+
+
+def trained(driver: Driver) -> Trained:
+    """Have it train to the end.
+
+    Raises:
+        FallowError: as for `train`.
+    """
     report = asyncio.run(driver.train())
     samples = report.samples
     if report.status is not RunStatus.FINISHED or samples.lost or samples.duplicated:

@@ -21,21 +21,29 @@ def main() -> None:
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True, help="samples, which is shards, of a step")
-    parser.add_argument("--log", type=Path, help="folder for finished steps")
+    parser.add_argument(
+        "--log", type=Path, help="folder for finished steps; a worker raises when it finds WORKER.raise there"
+    )
     parser.add_argument("--checkpoint-blocks", type=int, help="steps in a block, see fallow.bench.checkpoint")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes besides its computing")
+    parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--slow", help="the worker whose shards take --slow-factor as long")
     parser.add_argument("--slow-factor", type=float, default=1.0)
     args = parser.parse_args()
     model, optimizer = workload.make(args.params)
     loader = DataLoader(workload.Text(), batch_size=1)
     run = fallow.init()
-    model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
-    shard_s = args.shard_s * (args.slow_factor if os.environ.get("FALLOW_WORKER") == args.slow else 1.0)
-    log = StepLog(args.log, os.environ.get("FALLOW_WORKER", str(os.getpid()))) if args.log is not None else None
+    model, optimizer, loader = run.prepare(
+        model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
+    )
+    worker = os.environ.get("FALLOW_WORKER", str(os.getpid()))
+    shard_s = args.shard_s * (args.slow_factor if worker == args.slow else 1.0)
+    log = StepLog(args.log, worker) if args.log is not None else None
     for tokens, targets in run.steps(loader, max_steps=args.steps):
         began = time.monotonic()
+        if args.log is not None and (args.log / f"{worker}.raise").exists():
+            raise ValueError(f"{worker}: a sample is broken")
         if shard_s:
             time.sleep(shard_s)
         loss = workload.loss_of(model, tokens, targets)

@@ -40,6 +40,7 @@ def bench(
     \b
     pause         planned changes of the membership
     recovery      SIGKILL of a member
+    chaos         a fault every 10 s for half an hour (--n: so many faults)
     steady        a step, against DDP
     reproducible  a step of the reproducible mode, against the fast one
     state         the state's way to a newcomer, against a checkpoint
