@@ -67,7 +67,7 @@ def test_every_time_of_a_poll_is_ours(offset_s: float) -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset_s=OFFSETS)
-def test_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_says(
+def test_s5_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_says(
     tmp_path: Path, offset_s: float
 ) -> None:
     names = iter(range(1000))
@@ -89,7 +89,7 @@ def test_no_node_is_held_into_the_margin_before_its_end_whatever_slurms_clock_sa
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset_s=OFFSETS)
-def test_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: Path, offset_s: float) -> None:
+def test_s5_no_request_is_withdrawn_early_whatever_slurms_clock_says(tmp_path: Path, offset_s: float) -> None:
     names = iter(range(1000))
     paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
     book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(names):06}")
@@ -142,7 +142,7 @@ async def test_both_clients_measure_the_offset_and_take_it_off(monkeypatch: pyte
     assert state.nodes[0].idle_since == pytest.approx(time.time() - 50.0, abs=4.0)
 
 
-async def test_the_offset_is_measured_again_when_our_own_clock_steps() -> None:
+async def test_s5_the_offset_is_measured_again_when_our_own_clock_steps() -> None:
     asked: list[float] = []
     wall, clock = NOW, 0.0
 

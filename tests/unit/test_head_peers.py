@@ -16,10 +16,12 @@ from fallow.head.peers import Peers
 from fallow.head.turn import Turn
 from fallow.model import (
     PROTOCOL,
+    AgentEnd,
     AgentHello,
     AgentLeft,
     AgentPlan,
     AllocationKind,
+    AllocationState,
     Beat,
     BeatAck,
     Checkpointed,
@@ -31,6 +33,7 @@ from fallow.model import (
     RunSpec,
     Welcome,
     WorkerHello,
+    WorkerReady,
 )
 
 
@@ -175,3 +178,29 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     allocation.end_at = end_at
     hear(turn, peer, Notice(signal=15))
     assert turn.taken == taken
+
+
+@pytest.mark.parametrize(("left_s", "joins"), [(21.0, True), (19.9, False), (-5.0, False)])
+@pytest.mark.parametrize("late", ["agent", "worker"])
+def test_s4_who_gets_ready_with_too_little_walltime_left_is_let_go_and_not_let_in(
+    turn: Turn, run: Run, allocation: Allocation, late: str, left_s: float, joins: bool
+) -> None:
+    """By a tick of the head, of which many come between an agent's first word and its worker's being ready."""
+    peers = Peers(Membership(release_margin_s=20.0), Checkpoint())
+    allocation.end_at = turn.now + left_s
+    if late == "worker":
+        turn.now -= 600.0
+        hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+        peers.tick(turn)
+        assert allocation.state is AllocationState.RUNNING
+        turn.now += 600.0
+    else:
+        hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    run.agent_seen[allocation.token, "n1"] = turn.at
+    peers.tick(turn)
+    run.record.worker_keys["w0"] = "key"
+    turn.book.principals["key"] = Principal(run.id, allocation.token, "w0")
+    hear(turn, "key", WorkerReady(worker="w0", signature="s", layout=[], shards=4, global_batch=4))
+    assert (run.roster.change is not None) == joins
+    ends = [message for _, message in turn.messages if isinstance(message, AgentEnd)]
+    assert [(end.code, end.reason) for end in ends] == [(Exit.NO_RESTART, "walltime")] * (not joins)
