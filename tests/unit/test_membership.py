@@ -260,18 +260,23 @@ def written(worker: str, generation: int, step: int, *, asked: bool = False) -> 
     )
 
 
-def test_last_member_leaving_suspends_with_a_checkpoint_and_comes_back() -> None:
+@pytest.mark.parametrize("room", [True, False], ids=["", "full disk"])
+def test_last_member_leaving_suspends_with_a_checkpoint_and_comes_back(room: bool) -> None:
+    """What is told says from where it goes on: there may have been no room for that checkpoint."""
     m = started("w0")
     out = m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="walltime"))
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
     assert prepare.members == []
     m.handle(ev.Said(at=1, message=Vote(worker="w0", generation=prepare.generation, ok=True)))
-    m.handle(ev.CheckpointWritten(at=2, written=written("w0", 1, 5), keep=2))
-    m.handle(ev.Said(at=2, message=Left(worker="w0", generation=1, step=0)))
+    if room:
+        m.handle(ev.CheckpointWritten(at=2, written=written("w0", 1, 5), keep=2))
+    out = m.handle(ev.Said(at=2, message=Left(worker="w0", generation=1, step=0)))
     assert m.roster.status is RunStatus.SUSPENDED
+    (told,) = [i.text for i in out if isinstance(i, ev.Record) and i.kind == "suspend"]
+    assert told.endswith(f"; the run goes on from {'the checkpoint of step 5' if room else 'its beginning'}")
     out = join(m, "w1", at=3)
     prepare = next(i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare))
-    assert prepare.checkpoints == ["/c1-5"]
+    assert prepare.checkpoints == ["/c1-5"] * room
 
 
 def test_all_killed_goes_on_from_the_checkpoint_but_a_failing_script_ends_the_run() -> None:

@@ -215,9 +215,10 @@ class Changes:
         else:
             r.status = RunStatus.SUSPENDED
         pause = "" if change.pause_s is None else f", pause {change.pause_s:.3f} s"
+        then = "" if change.members else f"; the run goes on from {self._kept()}"
         self._effects.record(
             change.kind.value if change.members else "suspend",
-            f"generation {change.generation}: {change.reason}; {counted(len(change.members), 'member')}{pause}",
+            f"generation {change.generation}: {change.reason}; {counted(len(change.members), 'member')}{pause}{then}",
             generation=change.generation,
             members=list(change.members),
             nodes=[r.workers[w].node for w in change.members],
@@ -271,11 +272,14 @@ class Changes:
             self.end(RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
         else:
             r.status = RunStatus.SUSPENDED
-            usable = r.usable_checkpoints()
-            where = f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
-            self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {where}")
+            self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {self._kept()}")
             for name in names:  # those who were leaving, before they had the state
                 self._effects.dismiss(name, Exit.OK, r.workers[name].leaving_because)
+
+    def _kept(self) -> str:
+        """Where those begin who come when nobody is left."""
+        usable = self._roster.usable_checkpoints()
+        return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
 
     def cut_off(self, at: float) -> list[str]:
         """Members whom the votes so far prove unreachable, once enough votes are in. A planned change is burned.
