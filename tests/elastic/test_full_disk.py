@@ -13,6 +13,7 @@ from elastic_rig import until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus
+from lacking import lacks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,7 +27,7 @@ def small_disk(folder: Path) -> Iterator[None]:
     try:
         subprocess.run(mount, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {getattr(error, 'stderr', '') or error}")
+        lacks(f"no file system can be mounted here: {getattr(error, 'stderr', '') or error}")
     try:
         shutil.copytree(before, folder, dirs_exist_ok=True)
         yield
@@ -41,6 +42,20 @@ def fill(disk: Path) -> Path:
         while True:
             file.write(bytes(4096))
     return filler
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_where_nothing_may_be_mounted_it_fails_in_ci_and_is_left_out_elsewhere(
+    ci: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(command: list[str], **_: object) -> None:
+        raise subprocess.CalledProcessError(32, command, stderr="only root can do that")
+
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(outcome, match="only root can do that"), small_disk(tmp_path / "disk"):
+        pass
 
 
 async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(

@@ -12,6 +12,7 @@ from elastic_rig import Elastic, Rig, judge, phase
 from network import HUB, Network, NoNetworkError
 
 from conftest import MakeRig, Undisturbed
+from lacking import lacks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -23,19 +24,29 @@ MakeNetwork = Callable[[int], Network]
 
 @pytest.fixture
 def make_network() -> Iterator[MakeNetwork]:
-    """`make_network(3)`: a hub and so many nodes; skips where they cannot be had."""
+    """`make_network(3)`: a hub and so many nodes; see `lacks` where they cannot be had."""
     made: list[Network] = []
 
     def make(nodes: int) -> Network:
         try:
             made.append(Network(nodes))
         except NoNetworkError as error:
-            pytest.skip(str(error))
+            lacks(str(error))
         return made[-1]
 
     yield make
     for network in made:
         network.close()
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_without_the_commands_for_it_it_fails_in_ci_and_is_left_out_elsewhere(
+    ci: str, outcome: type[BaseException], make_network: MakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr("network.shutil.which", lambda *_, **__: None)
+    with pytest.raises(outcome, match="no command `ip`"):
+        make_network(1)
 
 
 async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:
