@@ -304,7 +304,11 @@ class Elastic:
 
     def hold_newcomer(self, worker: str) -> Path:
         """Have this worker wait while it takes over the members' state."""
-        gate = self.gates / f"hold-load-{worker}"
+        return self.plan_newcomer("hold", worker)
+
+    def plan_newcomer(self, action: str, worker: str) -> Path:
+        """Have this worker do that (`hold`, `fail`) while it takes over the members' state."""
+        gate = self.gates / f"{action}-load-{worker}"
         gate.touch()
         return gate
 

@@ -10,6 +10,7 @@ while the members compute. In the folder `--gates` the tests say what happens wh
 `fast`: steps take no longer than they must, from now on
 `late-WORKER`: this worker waits at the end of the script until the file is gone
 `hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
+`fail-load-WORKER`: this worker raises there
 `hold-give-PART-WORKER`, `hold-take-PART-WORKER`: before it sends, or receives, that part of the state (`PARTS`)
 
 There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line).
@@ -77,14 +78,16 @@ class Guest:
     """A prepared object without a state of its own."""
 
     def __init__(self, gates: Path) -> None:
-        self.gate = gates / f"hold-load-{WORKER}"
+        self.gates = gates
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.gate.exists():
-            hold(self.gate)
+        for action in (hold, fail):
+            gate = self.gates / f"{action.__name__}-load-{WORKER}"
+            if gate.exists():
+                action(gate)
 
 
 class Pull:

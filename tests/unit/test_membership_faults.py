@@ -454,6 +454,40 @@ def test_the_same_exception_twice_on_one_node_does_not_end_the_run_but_on_the_on
     assert "the only member" in m.roster.message
 
 
+def test_the_same_exception_twice_on_the_only_node_ends_the_run() -> None:
+    """Before so many have raised that the node would be barred for it."""
+    m = started("w0", "w1", "w2", "w3", nodes=dict.fromkeys(("w0", "w1", "w2", "w3"), "a"))
+    fail(m, "w1", 1)
+    assert not m.roster.status.ended
+    out = fail(m, "w3", 1.1)
+    assert m.roster.status is RunStatus.FAILED
+    assert "ValueError: bad (step 5, on w1, node a and again on w3, node a)" in m.roster.message
+    assert m.roster.traceback == "Traceback: here"
+    assert not records(out, "bar")
+
+
+def test_newcomers_on_the_only_node_that_raise_do_not_end_the_run_of_those_who_compute() -> None:
+    m = started("w0", nodes={"w0": "a"})
+    for number in (1, 2):
+        beats(m, number, step=7, w0=(WORKING, 0.0))
+        join(m, f"w{number}", at=number, node="a")
+        for worker in ("w0", f"w{number}"):
+            m.handle(ev.Said(at=number, message=Vote(worker=worker, generation=m.roster.high, ok=True)))
+        fail(m, f"w{number}", number, step=0)  # it loads the state
+        assert not m.roster.status.ended
+        finish_change(m, at=number, first_step=7)
+    assert m.roster.members == ["w0"]
+
+
+def test_who_goes_before_the_generation_without_another_is_complete_is_told_of_with_it() -> None:
+    m = started("w0", "w1", "w2")
+    fail(m, "w1", 1)
+    m.handle(ev.WorkerGone(at=1.1, worker="w2", reason="killed by signal 9", signal=9))
+    finish_change(m, at=1.2, first_step=5)
+    reason = m.roster.history[-1].reason
+    assert reason == "w1 on n-w1 is gone: ValueError: bad; w2 on n-w2 is gone: killed by signal 9"
+
+
 def test_a_crash_of_the_only_member_is_tried_again_and_ends_the_run_when_it_comes_again_at_the_same_step() -> None:
     m = started("w0")
     beats(m, 0.5, step=7, w0=(WORKING, 0.0))

@@ -253,6 +253,9 @@ class Changes:
         self._watch.suspicion = None
         if r.finishing:
             return
+        if change is not None and change.interrupt:
+            # It never became complete, so no report would say why it was begun.
+            reason = f"{change.reason}; {reason}"
         names = [w for w in involved(r) if r.alive(w)]
         broken = {r.generation} | ({change.generation, change.replaces} if change is not None else set())
         if change is not None and not change.committed:

@@ -1,8 +1,9 @@
 """Failures: when one is the script's own and ends the run, and when a node has had too many. Pure, over the roster.
 
 An exception, and a crash likewise, is told apart from a node's trouble by repetition: the same one, at the same step,
-on two nodes has nothing to do with either node. Trouble that comes now and then over weeks is no node's: failures count
-against it for an hour. A barred node may have been mended, so it is tried again, ever later.
+on two nodes has nothing to do with either node. Where all members are on one node, an exception of two of them that
+nobody has come past is the script's: no other node can tell. Trouble that comes now and then over weeks is no node's:
+failures count against it for an hour. A barred node may have been mended, so it is tried again, ever later.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
     if failure.signature.startswith(APART):
         return f"{failure.text} (step {failure.step}, found by {_where(failure)})"
     same = [f for f in roster.failures if _alike(f, failure)]
-    elsewhere = next((f for f in same if f.place != failure.place), None)
-    if elsewhere is not None:
-        return f"{elsewhere.text} (step {failure.step}, on {_where(elsewhere)} and again on {_where(failure)})"
-    others = [w for w in roster.staying() + roster.leaving() if w != failure.worker]
+    others = [roster.workers[w] for w in roster.staying() + roster.leaving() if w != failure.worker]
+    again = next((f for f in same if f.place != failure.place), None)
+    if again is None and failure.kind is FailureKind.EXCEPTION:
+        past = any((w.token, w.node) != failure.place or w.step > failure.step for w in others)
+        again = None if past else next((f for f in same if f.worker != failure.worker), None)
+    if again is not None:
+        return f"{again.text} (step {failure.step}, on {_where(again)} and again on {_where(failure)})"
     alone = failure.worker in roster.members and not others
     if alone and (failure.kind is FailureKind.EXCEPTION or same):
         return f"{failure.text} (step {failure.step}, on {_where(failure)}, the only member)"
