@@ -285,6 +285,7 @@ class Prepared:
 
         Raises:
             FallowError: it does not fit them.
+            Exception: a script's own object raised it, which nobody but the script can explain.
         """
         try:
             with torch.no_grad():
@@ -302,15 +303,20 @@ class Prepared:
                 if _loads_plainly(optimizer):
                     _keep_dtypes(optimizer, saved)
                 _keep_strides(optimizer)
-            for thing, saved in zip(self.others, state["others"], strict=True):
-                thing.load_state_dict(saved)
             self.arithmetic.load(state["arithmetic"])
+            others = list(zip(self.others, state["others"], strict=True))
         except (KeyError, ValueError, RuntimeError) as error:
             raise FallowError(
                 f"the run's state does not fit what this script prepared: {error}; "
                 "use the same script, arguments and library versions in every allocation",
                 Exit.DATA,
             ) from None
+        for thing, saved in others:
+            try:
+                thing.load_state_dict(saved)
+            except Exception as error:
+                error.add_note(f"while this {type(thing).__name__} took over the run's state")
+                raise
 
     def _names(self) -> dict[int, tuple[str, nn.Parameter]]:
         """All modules' parameters by id."""
