@@ -632,10 +632,20 @@ async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch
 # -- how fast -------------------------------------------------------------------------------------------------------
 
 
-def rules(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> HarvestRules:
-    asking = Asking(Config(harvest=HarvestSection(**harvest)), Known())  # type: ignore[arg-type]
+def rules(
+    site: ClusterConfig | None = None,
+    every_s: float = 30.0,
+    known: Known | None = None,
+    at: float = 0.0,
+    **harvest: object,
+) -> HarvestRules:
+    asking = Asking(Config(harvest=HarvestSection(**harvest)), known or Known())  # type: ignore[arg-type]
     asking.interval_s = every_s
-    return asking.rules(0.0, site, {})
+    return asking.rules(at, site, {})
+
+
+def limited(parameters: str) -> ClusterConfig:
+    return msgspec.structs.replace(config(), scheduler_parameters=parameters)
 
 
 def at_once(site: ClusterConfig | None = None, every_s: float = 30.0, **harvest: object) -> int:
@@ -653,13 +663,12 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
     assert at_once(looks(1.0), every_s=5.0) == 6
     assert at_once(looks(1.0), every_s=1.0) == 4
     assert at_once(max_pending=2) == 2
-    crowded = msgspec.structs.replace(config(), scheduler_parameters="bf_max_job_user=20")
-    assert at_once(crowded) == 10, "half of those that Slurm looks at"
+    assert at_once(limited("bf_max_job_user=20")) == 10, "half of those that Slurm looks at"
 
 
 def test_no_more_requests_wait_in_all_than_half_of_those_that_backfill_looks_at() -> None:
     def in_all(parameters: str) -> int:
-        return rules(msgspec.structs.replace(config(), scheduler_parameters=parameters)).max_waiting
+        return rules(limited(parameters)).max_waiting
 
     assert in_all("bf_max_job_user=20,bf_max_job_assoc=12,bf_max_job_user_part=4") == 6
     assert min(in_all(""), in_all("bf_max_job_user_part=4"), rules().max_waiting) >= 1 << 30, "of one partition only"
@@ -671,13 +680,18 @@ def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     together = Known()
     together.experience.came(20, 0.0)
 
-    def ahead(at: float, every_s: float = 30.0) -> int:
-        asking = Asking(Config(), together)
-        asking.interval_s = every_s
-        return asking.rules(at, None, {}).ahead
-
-    assert [ahead(0.0), ahead(3600.0), ahead(7 * 3600.0)] == [20, 10, AHEAD], "as many as came at once of late"
-    assert ahead(0.0, every_s=5.0) == 17, "half of those that may wait at once"
+    waits = [rules(known=together, at=at).ahead for at in (0.0, 3600.0, 7 * 3600.0)]
+    assert waits == [20, 10, AHEAD], "as many as came at once of late"
+    together.experience.came(900, 0.0)
+    looked_at = [rules(limited(said), known=together).ahead for said in ("", "bf_max_job_test=60,bf_max_job_part=40")]
+    assert looked_at == [250, 20], "half of those that backfill looks at"
+    # They leave as many for idle nodes as could be submitted anyway, unless so many may not wait.
+    for found, expected in [
+        (rules(known=together), (60, 250, 250)),
+        (rules(limited("bf_max_job_user=200"), known=together), (60, 50, 40)),
+        (rules(max_pending=8, known=together), (8, 4, 0)),
+    ]:
+        assert (found.max_pending, found.ahead, found.apart) == expected
 
 
 def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:

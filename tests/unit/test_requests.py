@@ -427,6 +427,25 @@ def test_requests_wait_for_nodes_that_others_still_have_where_slurm_would_take_t
     assert asks(plan(drained, [run], mine, AHEAD, fixed())) == []
 
 
+def test_requests_ahead_keep_nobody_from_asking_for_what_is_idle() -> None:
+    """However many wait, and however long: those apart count only among all that may wait."""
+    there = [held(f"h{i}", AllocationState.PENDING, requested_at=NOW - 300, minutes=120, ahead=True) for i in range(4)]
+    fewer = HarvestRules(max_pending=2, ahead=4)
+    nodes = [node(f"i{i}", partitions=["scavenge"]) for i in range(7)]
+    idle = cluster([*busy().nodes, *nodes], busy().jobs)
+
+    def asked(rules: HarvestRules, waits: int, state: ClusterState = idle) -> list[bool]:
+        return [wish.ahead for wish in asks(plan(state, [Demand("r", 9)], there[:waits], rules, fixed()))]
+
+    apart = dataclass_replace(fewer, apart=4)
+    assert asked(apart, 4) == [False, False], "four of the seven are for those that wait"
+    assert asked(fewer, 4) == []
+    assert asked(apart, 0, busy()) == [True] * 4
+    assert asked(fewer, 0, busy()) == [True] * 2
+    assert asked(dataclass_replace(apart, max_waiting=5), 4) == [False]
+    assert asked(dataclass_replace(apart, max_waiting=3), 0, busy()) == [True] * 3
+
+
 def test_requests_ahead_go_to_the_run_that_gains_most() -> None:
     """And to none that loses nodes by the same plan: Slurm would give it the very nodes back, poll by poll."""
     one = Worth(as_many_as(64), base=1)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from fallow.core.experience import Experience
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
+from fallow.core.waiting import LOOKED_AT
 from fallow.model import ClusterConfig
 
 AHEAD = 2
 """So many requests at least wait for nodes which others still have, and as many as nodes came at once of late: what a
 large job leaves is lost until the next poll but for these. No more than half of those that may wait at all: what is
-idle comes first."""
+idle comes first. And no more than half of all jobs that backfill looks at: they come last, but take their time."""
 
 BACKFILL_S = 30.0
 """From one cycle of backfill to the next, unless Slurm has said: its own default."""
@@ -63,7 +64,8 @@ def rules(
         groups: of the owner; None: not known.
     """
     poll_s, margin_s = limits.poll_interval_s, limits.release_margin_s
-    at_once = _at_once(limits, site, interval_s)
+    at_once, most = _at_once(limits, site, interval_s), _most(limits, site)
+    ahead = min(max(AHEAD, round(experience.at_once(now))), _looked_at(site) // 2, most // 2)
     return HarvestRules(
         partitions=limits.partitions,
         allow_without_preemption=limits.allow_without_preemption,
@@ -81,19 +83,27 @@ def rules(
         # Two polls may pass before a wish is a job, and then it has to start.
         lead_s=margin_s + 2 * poll_s + experience.wait_s("", now) + experience.start_s("", now),
         whole_nodes=whole_nodes(site),
-        ahead=min(max(AHEAD, round(experience.at_once(now))), at_once // 2),
+        ahead=ahead,
+        apart=min(ahead, most - at_once),
     )
 
 
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:
-    """Requests that may wait at once: however many nodes fall idle, they are asked for as fast as may be.
+    """Requests for idle nodes that may wait at once: however many fall idle, they are asked for as fast as may be.
 
     One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth
     of the submissions through where polls come every 5 s.
     """
+    if limits.max_pending is not None:
+        return _most(limits, site)
     waits_s = interval_s + _backfill_s(site)
-    most = limits.max_pending or max(FEW, round(limits.submits_per_min * waits_s / 60.0))
-    return most if site is None else min(most, pending_allowed(site))
+    return min(_most(limits, site), max(FEW, round(limits.submits_per_min * waits_s / 60.0)))
+
+
+def _most(limits: Limits, site: ClusterConfig | None) -> int:
+    """Requests that may wait in a partition at once, whatever for."""
+    configured = limits.max_pending or 1 << 30
+    return configured if site is None else min(configured, pending_allowed(site))
 
 
 def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
@@ -102,6 +112,12 @@ def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     names = "user|assoc" if in_all else "user|assoc|user_part"
     limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
     return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)
+
+
+def _looked_at(site: ClusterConfig | None) -> int:
+    """Jobs of all users together that backfill looks at in a cycle, in a partition or in all."""
+    limits = [] if site is None else re.findall(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters)
+    return min((int(limit) for limit in limits if int(limit)), default=LOOKED_AT)
 
 
 def _backfill_s(site: ClusterConfig | None) -> float:

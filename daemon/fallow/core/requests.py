@@ -101,7 +101,13 @@ class Requests:
         self._fresh = 0
         self._stale: dict[str, int] = {}
         "requests by partition that have waited for long: they keep nobody from asking elsewhere"
+        self._apart = {a.token for a in islice((a for a in pending if a.ahead), rules.apart)}
+        "requests made ahead that keep nobody from asking for what is idle"
+        self._many_apart = len(self._apart)
+        "those, and the ones of this plan"
         for allocation in pending:
+            if allocation.token in self._apart:
+                continue
             if cluster.at - allocation.waits_since > rules.start_patience_s:
                 self._stale[allocation.partition] = self._stale.get(allocation.partition, 0) + 1
             else:
@@ -208,13 +214,13 @@ class Requests:
         if self.waiting >= self._rules.ahead or self._full() or self._limited(demand.asker):
             return None
         for hole in self._coming_for(demand, coming)[0]:
-            if hole.node in demand.barred or self._full(hole.partition) or not self.room(hole.partition):
+            if hole.node in demand.barred or self._full(hole.partition) or not self._room_ahead(hole.partition):
                 continue
             limit = self._limit(hole, demand, budget_node_s)
             if limit.minutes is None:
                 continue
             self.waiting += 1
-            self._count(demand, hole.partition, limit.minutes)
+            self._count(demand, hole.partition, limit.minutes, ahead=True)
             self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
             exclude = self._unsuitable(demand.kind, hole.partition, ahead=True)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, exclude=exclude, ahead=True)
@@ -257,7 +263,9 @@ class Requests:
         if allocation.run in self._sorts:
             self._waits_for[self._sorts[allocation.run][2]] += by
         self._held[name] += by
-        if self._cluster.at - allocation.waits_since > self._rules.start_patience_s:
+        if allocation.token in self._apart:
+            self._many_apart += by
+        elif self._cluster.at - allocation.waits_since > self._rules.start_patience_s:
             self._stale[name] += by
             self._all_stale += by
         else:
@@ -295,8 +303,11 @@ class Requests:
             self._why[hole.node, hole.partition] = limit.why
         return limit
 
-    def _count(self, demand: Demand, partition: str, minutes: int) -> None:
-        self._fresh += 1
+    def _count(self, demand: Demand, partition: str, minutes: int, ahead: bool = False) -> None:
+        if ahead and self._many_apart < self._rules.apart:
+            self._many_apart += 1
+        else:
+            self._fresh += 1
         self._waits_for[demand.asker] += 1
         self._limits.asked(demand.run, partition, minutes)
 
@@ -308,8 +319,14 @@ class Requests:
     def room(self, partition: str) -> int:
         """Requests more that may wait there. Of all partitions together at most twice as many may."""
         most = self._rules.max_pending
-        in_all = min(2 * most, self._rules.max_waiting) - self._all_stale
+        in_all = min(2 * most, self._rules.max_waiting - self._many_apart) - self._all_stale
         return max(0, min(most - self._stale.get(partition, 0), in_all) - self._fresh)
+
+    def _room_ahead(self, partition: str) -> bool:
+        """May one more wait there for a node that others still have?"""
+        if self._many_apart < self._rules.apart:
+            return self._many_apart + self._all_stale + self._fresh < self._rules.max_waiting
+        return self.room(partition) > 0
 
     def caps_bind(self, partition: str) -> bool:
         """May no more nodes be held, there or at all?"""

@@ -58,6 +58,8 @@ class HarvestRules:
     ahead: int = 0
     """So many requests may wait for nodes that others still have: Slurm starts them in the moment a node is idle.
     Never where nothing preempts: we might have the node a moment before somebody else comes."""
+    apart: int = 0
+    "so many of them do not count among `max_pending`"
 
 
 @dataclass(frozen=True, slots=True)
