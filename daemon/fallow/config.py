@@ -35,7 +35,8 @@ class Slurm(_Section, frozen=True):
     "5 s at most while we hold nodes that nothing but us would give back"
     queries_per_min: Annotated[float, Meta(ge=1)] = 120.0
     "requests to slurmctld, of which a poll is about six; fewer where it is slow"
-    submits_per_min: Annotated[float, Meta(ge=1)] = 60.0
+    submits_per_min: Annotated[float, Meta(ge=1)] = 120.0
+    "as fast as Slurm's own limiter gives a user new requests (rl_refill_rate=2 a second); needed where large jobs end"
     client: Literal["auto", "cli", "pyslurm", "none"] = "auto"
     "auto: pyslurm where it imports and matches, else cli: the commands; none: no Slurm at all, as under `fallow local`"
 

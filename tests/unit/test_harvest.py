@@ -658,9 +658,9 @@ def test_as_many_requests_may_wait_as_can_be_submitted_until_one_is_seen_to_star
     def looks(every_s: float) -> ClusterConfig:
         return msgspec.structs.replace(config(), backfill_interval_s=every_s, scheduler_parameters="")
 
-    assert at_once() == 60, "Slurm's own default, until it has told"
-    assert at_once(looks(30.0), every_s=5.0) == 35
-    assert at_once(looks(1.0), every_s=5.0) == 6
+    assert at_once() == 120, "Slurm's own default, until it has told"
+    assert at_once(looks(30.0), every_s=5.0) == 70
+    assert at_once(looks(1.0), every_s=5.0) == 12
     assert at_once(looks(1.0), every_s=1.0) == 4
     assert at_once(max_pending=2) == 2
     assert at_once(limited("bf_max_job_user=20")) == 10, "half of those that Slurm looks at"
@@ -687,8 +687,8 @@ def test_requests_ahead_leave_room_for_what_is_idle() -> None:
     assert looked_at == [250, 20], "half of those that backfill looks at"
     # They leave as many for idle nodes as could be submitted anyway, unless so many may not wait.
     for found, expected in [
-        (rules(known=together), (60, 250, 250)),
-        (rules(limited("bf_max_job_user=200"), known=together), (60, 50, 40)),
+        (rules(known=together), (120, 250, 250)),
+        (rules(limited("bf_max_job_user=300"), known=together), (120, 75, 30)),
         (rules(max_pending=8, known=together), (8, 4, 0)),
     ]:
         assert (found.max_pending, found.ahead, found.apart) == expected
@@ -709,4 +709,4 @@ def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:
         # All of them start before the next poll.
         del idle[: len(asked)]
         polls += 1
-    assert polls * 30.0 <= 1020.0, "as fast as 60 submissions a minute allow"
+    assert polls * 30.0 <= 510.0, "as fast as 120 submissions a minute allow"

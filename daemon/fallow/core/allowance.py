@@ -39,7 +39,7 @@ class Limits:
     max_minutes: int = 120
     min_minutes: int = 2
     poll_interval_s: float = 30.0
-    submits_per_min: float = 60.0
+    submits_per_min: float = 120.0
     release_margin_s: float = 20.0
 
 

@@ -329,7 +329,7 @@ class Options(Struct, frozen=True, kw_only=True):
     plans: Plans
     poll_s: float
     costs: Costs
-    submits_per_min: float = 60.0
+    submits_per_min: float = 120.0
     queries_per_min: float = 30.0
     pilot_minutes: int = 60
     "how long a job of the policies other than ours is, unless the policy says"
