@@ -7,9 +7,12 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
@@ -24,9 +27,28 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests share fixtures, and testbeds the machine: each of these groups runs in one process."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("slurm" if item.get_closest_marker("slurm") else item.path.name))
+    """First what waits for Slurm and what starts many processes; many short files are left for the end."""
+    items.sort(key=lambda item: ("slurm", "e2e", "elastic", "rest").index(_kind(item.nodeid)))
+
+
+def _kind(nodeid: str) -> str:
+    path = Path(nodeid.partition("::")[0])
+    if path.parent.name == "slurm" or path.name.startswith("test_slurm_"):
+        return "slurm"
+    return path.parent.name if path.parent.name in ("e2e", "elastic") else "rest"
+
+
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """A file's tests share fixtures, and testbeds the machine: a file is for one process, all testbeds for the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "slurm" if _kind(nodeid) == "slurm" else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
