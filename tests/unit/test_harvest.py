@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -496,37 +498,63 @@ class SlowSlurm(FakeSlurm):
         return await super().submit(request)
 
 
+class Loop:
+    """What the head's loop does with what it gets from Slurm's side."""
+
+    def __init__(self, site: Site, *, queries_per_min: float, submits_per_min: float) -> None:
+        self.site, self.inbox = site, asyncio.Queue[Item]()
+        client = PacedClient(site.slurm, queries_per_min=queries_per_min, submits_per_min=submits_per_min)
+        self.calls = SlurmCalls(client, site.book.paths, site.harvest, self.inbox)
+
+    def take(self, item: Item) -> Turn:
+        """One turn; what it asks for waits in our own queue."""
+        turn = Turn(self.site.book, self.site.slurm.now, self.site.slurm.now)
+        match item:
+            case Due():
+                self.calls.take_due(turn, item)()
+            case Submitted():
+                self.calls.take_submission(turn, item)
+            case Polled(cluster):
+                self.calls.take_poll(turn, cluster)
+        for run, token in turn.submissions:
+            self.calls.submit(run, token)
+        return turn
+
+    async def next(self) -> Turn:
+        """The turn for what comes next."""
+        return self.take(await asyncio.wait_for(self.inbox.get(), 10))
+
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Inside, what waits in the queue is submitted; nothing is polled."""
+        polling, submitting = self.calls.sources(self.site.book)
+        polling.close()
+        task = asyncio.create_task(submitting)
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+def asked_for(turn: Turn) -> list[str]:
+    return [token for _, token in turn.submissions]
+
+
 async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_there_is_not_submitted(
     tmp_path: Path,
 ) -> None:
     slurm = SlowSlurm()
-    site, inbox = Site(tmp_path, slurm), asyncio.Queue[Item]()
+    site = Site(tmp_path, slurm)
     run = site.run(nodes=4)
-    client = PacedClient(slurm, queries_per_min=60, submits_per_min=600)
-    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
+    loop = Loop(site, queries_per_min=60, submits_per_min=600)
     first, second, third = (
         site.book.new_allocation(run, AllocationKind.HARVEST, slurm.now - 500.0, partition="scavenge", minutes=5)
         for _ in range(3)
     )
     for allocation in (first, second, third):
-        calls.submit(run.id, allocation.token)
-
-    async def turn() -> Turn:
-        """The next of what the calls want of the head's loop."""
-        item = await asyncio.wait_for(inbox.get(), 10)
-        turn = Turn(site.book, slurm.now, slurm.now)
-        match item:
-            case Due():
-                calls.take_due(turn, item)()
-            case Submitted():
-                calls.take_submission(turn, item)
-        return turn
-
-    polling, submitting = calls.sources(site.book)
-    polling.close()
-    task = asyncio.create_task(submitting)
-    try:
-        assert run.id in (await turn()).dirty, "that it may exist is written down first"
+        loop.calls.submit(run.id, allocation.token)
+    with loop.submitting():
+        assert run.id in (await loop.next()).dirty, "that it may exist is written down first"
         assert first.sent_by == slurm.now + SUBMIT_S
         for _ in range(2):
             slurm.advance(SUBMIT_S / 2)
@@ -538,9 +566,7 @@ async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_th
         slurm.gate.release()
         slurm.gate.release()
         while third.job_id is None:
-            await turn()
-    finally:
-        task.cancel()
+            await loop.next()
     assert (first.state, first.sent_by, second.job_id) == (AllocationState.PENDING, slurm.now, None)
     assert [job.info().name for job in slurm.jobs.values()] == [first.token, third.token]
 
@@ -549,56 +575,34 @@ async def test_what_waits_in_our_own_queue_is_not_lost_and_what_was_withdrawn_th
 async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next_poll_plans_anew(
     site: Site, how: str
 ) -> None:
-    slurm, inbox = site.slurm, asyncio.Queue[Item]()
+    slurm = site.slurm
     run = site.run(nodes=2)
-    client = PacedClient(slurm, queries_per_min=60_000, submits_per_min=60_000)
-    calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)
-
-    async def take(item: Item) -> list[str]:
-        """As the head's loop does; returns the tokens that are newly asked for."""
-        turn = Turn(site.book, slurm.now, slurm.now)
-        match item:
-            case Due():
-                calls.take_due(turn, item)()
-            case Submitted():
-                calls.take_submission(turn, item)
-            case Polled(cluster):
-                calls.take_poll(turn, cluster)
-        asked = [token for _, token in turn.submissions]
-        for token in asked:
-            calls.submit(run.id, token)
-        return asked
-
-    calls.config = await slurm.config()
-    first, second = await take(Polled(await slurm.poll("fallow-")))
+    loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
+    loop.calls.config = await slurm.config()
+    first, second = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
     unknown = run.record.allocations[first]
     if how == "a poll":
-        await take(Polled(FallowError("Slurm does not answer")))
+        loop.take(Polled(FallowError("Slurm does not answer")))
     slurm.unknown_submits = [False] if how == "a submission" else []
-    polling, submitting = calls.sources(site.book)
-    polling.close()
-    task = asyncio.create_task(submitting)
-    try:
+    with loop.submitting():
         if how == "a submission":
-            await take(await asyncio.wait_for(inbox.get(), 10))
-            await take(await asyncio.wait_for(inbox.get(), 10))
+            await loop.next()
+            await loop.next()
             assert unknown.sent_by == slurm.now and unknown.live
         for _ in range(100):
             await asyncio.sleep(0)
-        assert inbox.empty(), "nobody's turn comes"
+        assert loop.inbox.empty(), "nobody's turn comes"
         assert run.record.allocations[second].queued
         # Meanwhile somebody has drained all nodes but one.
         for name in list(slurm.node_flags)[1:]:
             slurm.node_flags[name] = {"DRAIN"}
         slurm.advance(POLL_S)
-        asked = await take(Polled(await slurm.poll("fallow-")))
+        asked = asked_for(loop.take(Polled(await slurm.poll("fallow-"))))
         assert not run.record.allocations[second].live
         assert (len(asked), slurm.jobs) == (0 if unknown.live else 1, {})
         while any(run.record.allocations[token].job_id is None for token in asked):
-            await take(await asyncio.wait_for(inbox.get(), 10))
+            await loop.next()
         assert [job.info().name for job in slurm.jobs.values()] == asked
-    finally:
-        task.cancel()
 
 
 async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> None:
