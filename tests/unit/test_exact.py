@@ -5,16 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from fractions import Fraction
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from fallow.model import FallowError
+from fallow.worker.buckets import Buckets
 from fallow.worker.exact import DECLINE, GROWTH, Exact
+from fallow.worker.group import Group, build_group
 
 torch.set_num_threads(1)
 
@@ -22,11 +28,45 @@ LARGE = (1 << 14) + 5
 """Elements above which a gradient is converted by itself."""
 
 
+ALONE = Group(0, 0, 1, None)
+
+
+@cache
+def groups(size: int) -> list[Group]:
+    """Members of a real group, one for each thread."""
+    if size == 1:
+        return [ALONE]
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: build_group(1, rank, size, store, "127.0.0.1", 20), range(size)))
+
+
+def laid_out(exact: Exact, like: Sequence[torch.Tensor]) -> Buckets:
+    """Places for gradients like these, with something in them."""
+    buckets = Buckets([nn.Parameter(one) for one in like], exact.sum_dtype)
+    buckets.ensure()
+    for bucket in buckets.all:
+        bucket.flat.fill_(77)
+    return buckets
+
+
+def reduced(exact: Exact, group: Group, buckets: Buckets) -> list[torch.Tensor]:
+    """What one member hands out."""
+    for bucket in buckets.all:
+        exact.reduce(group, bucket)
+    group.wait()
+    results = exact.results(group, buckets, [True] * len(buckets.views))
+    return [results[index] for index in range(len(buckets.views))]
+
+
 def step(
     shards: Sequence[tuple[float, Sequence[torch.Tensor]]],
     members: Sequence[Sequence[int]],
     state: Exact | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    as_it_is: bool = True,
 ) -> tuple[list[torch.Tensor], Exact, int]:
     """One step as members do it that compute the given shards in the given order.
 
@@ -35,6 +75,7 @@ def step(
         members: each member's shards.
         state: references before the step.
         dtype: of the parameters.
+        as_it_is: where no member has several shards, gradients travel as they are.
 
     Returns:
         The gradients handed out (equal on all members), the state after the step, attempts.
@@ -44,34 +85,40 @@ def step(
     count = len(shards[0][1])
     for arithmetic in arithmetics:
         arithmetic.load(known)
+    like = [grad.to(dtype) for grad in shards[0][1]]
+    alone = as_it_is and all(len(mine) <= 1 for mine in members)
+    weights = [shards[mine[0]][0] if mine else 0.0 for mine in members]
     attempt = 0
     while attempt < 9:
         attempt += 1
         every = []
         for arithmetic, mine in zip(arithmetics, members, strict=True):
-            arithmetic.begin_step(0)
-            places = [torch.full(grad.shape, 77, dtype=torch.int64) for grad in shards[0][1]]
+            plain = arithmetic.begin_step(0, weights if alone else ())
+            buckets = laid_out(arithmetic, like)
+            buckets.lay(plain=plain)
+            if not mine:
+                for view in buckets.views:
+                    view.zero_()
             for turn, shard in enumerate(mine):
                 weight, grads = shards[shard]
                 for index in reversed(range(count)):
-                    arithmetic.add(0, index, places[index], grads[index].clone(), weight, first=turn == 0)
+                    arithmetic.add(0, index, buckets.views[index], grads[index].clone(), weight, first=turn == 0)
             arithmetic.settle()
-            every.append(places)
-        sums = {index: sum((places[index] for places in every[1:]), every[0][index]) for index in range(count)}
+            every.append(buckets)
         extents = [arithmetic.extent(0, count) for arithmetic in arithmetics]
         extent = torch.stack([e for e in extents if e is not None]).amax(0)
         verdicts = {arithmetic.judge(0, extent) for arithmetic in arithmetics}
         assert len(verdicts) == 1
         if verdicts == {True}:
             break
-    like = [nn.Parameter(grad.to(dtype)) for grad in shards[0][1]]
-    results = [arithmetic.results(sums, like) for arithmetic in arithmetics]
+    with ThreadPoolExecutor(len(members)) as pool:
+        results = list(pool.map(reduced, arithmetics, groups(len(members)), every))
     for result in results[1:]:
         assert all(torch.equal(result[i].nan_to_num(7), results[0][i].nan_to_num(7)) for i in range(count))
     for arithmetic in arithmetics:
         arithmetic.end_step()
         assert arithmetic.export() == arithmetics[0].export()
-    return [results[0][index] for index in range(count)], arithmetics[0], attempt
+    return results[0], arithmetics[0], attempt
 
 
 def exactly(shards: Sequence[tuple[float, Sequence[torch.Tensor]]], index: int) -> list[tuple[Fraction, Fraction]]:
@@ -140,6 +187,44 @@ def test_bits_do_not_depend_on_order_and_grouping(seed: int, sizes: list[int], r
             got, end, _ = step(shards, members, start)
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
             assert end.export() == after.export()
+    for as_it_is in (False, True):
+        got, end, _ = step(shards, [[shard] for shard in order] + [[]], state, as_it_is=as_it_is)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+        assert end.export() == other.export()
+
+
+def test_a_gradient_that_comes_in_parts_does_not_travel_as_it_is() -> None:
+    """By a step that is done again, once; a newcomer learns of it."""
+    exact = Exact()
+    buckets = laid_out(exact, [torch.zeros(3)])
+    seen = []
+    for attempt in range(3):
+        plain = exact.begin_step(0, [1.0])
+        buckets.lay(plain=plain)
+        for first in (True, False):
+            exact.add(0, 0, buckets.views[0], torch.full((3,), 0.01), 1.0, first=first)
+        extent = exact.extent(0, 1)
+        assert extent is not None
+        seen.append((plain, exact.judge(0, extent)))
+        if attempt:
+            assert torch.equal(reduced(exact, ALONE, buckets)[0], torch.full((3,), 0.02))
+            exact.end_step()
+    assert seen == [(True, False), (False, True), (False, True)]
+    newcomer = Exact()
+    newcomer.load(exact.export())
+    assert not newcomer.begin_step(0, [1.0])
+    assert newcomer.begin_step(1, [1.0])
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_each_parameter_has_its_own_scale_wherever_pieces_and_chunks_end(members: int, *, as_it_is: bool) -> None:
+    made = torch.Generator().manual_seed(4)
+    grads = [torch.randn(n, generator=made) * s for n, s in ((5, 1e-5), (10 * LARGE, 1e4), (300, 1.0), (7, 1e30))]
+    shards = [(1 / members, grads)] * members
+    got, _, _ = step(shards, [[shard] for shard in range(members)], as_it_is=as_it_is)
+    for one, other in zip(got, grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("numel", [5, LARGE])
@@ -225,22 +310,23 @@ def test_the_ends_of_the_range(value: float) -> None:
 
 
 def test_two_arrivals_of_the_largest_gradient_do_not_overflow() -> None:
-    exact, place = Exact(), torch.zeros(1, dtype=torch.int64)
+    exact = Exact()
     grad = torch.tensor([math.ldexp(1 - 2**-24, -6 + GROWTH)])
+    buckets = laid_out(exact, [grad])
     for first in (True, False):
-        exact.add(0, 0, place, grad, 1.0, first=first)
+        exact.add(0, 0, buckets.views[0], grad, 1.0, first=first)
         exact.settle()
     extent = exact.extent(0, 1)
     assert extent is not None
     assert exact.judge(0, extent)
-    assert torch.equal(exact.results({0: place}, [grad])[0], 2 * grad)
+    assert torch.equal(reduced(exact, ALONE, buckets)[0], 2 * grad)
 
 
 def test_gradients_that_change_by_themselves_end_in_words() -> None:
     exact, place = Exact(), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(FallowError, match="did not settle"):  # noqa: PT012
         for attempt in range(20):
-            exact.begin_step(0)
+            exact.begin_step(0, ())
             exact.add(0, 0, place, torch.tensor([2.0 ** (40 * (-1) ** attempt)]), 1.0, first=True)
             extent = exact.extent(0, 1)
             assert extent is not None
@@ -264,17 +350,18 @@ def test_a_change_of_the_group_forgets_the_attempt() -> None:
 
 
 def test_phases_and_backwards_have_scales_of_their_own() -> None:
-    exact, place = Exact(), torch.zeros(1, dtype=torch.int64)
+    exact = Exact()
+    buckets = laid_out(exact, [torch.zeros(1)])
     for attempts in (2, 1):
         for phase, number, value in ((0, 0, 1e-9), (0, 1, 1e3), (1, 0, 1e9)):
             for attempt in range(1, attempts + 1):
-                exact.begin_step(phase)
-                exact.add(number, 0, place, torch.tensor([value]), 1.0, first=True)
+                exact.begin_step(phase, ())
+                exact.add(number, 0, buckets.views[0], torch.tensor([value]), 1.0, first=True)
                 extent = exact.extent(number, 1)
                 assert extent is not None
                 assert exact.judge(number, extent) == (attempt == attempts)
                 if attempt == attempts:
-                    assert exact.results({0: place}, [torch.zeros(1)])[0].item() == pytest.approx(value)
+                    assert reduced(exact, ALONE, buckets)[0].item() == pytest.approx(value)
             exact.end_step()
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.core.audit import Done, Fed, Record, Start, audit
-from fallow.core.shards import duties, make_layout, mix, shard_crc
-from fallow.core.shares import divide
+from fallow.core.shards import duties, lone, make_layout, mix, shard_crc
+from fallow.core.shares import Division, divide
 from fallow.model import FallowError
 
 PACES = st.floats(0, 1e3, allow_nan=False)
@@ -116,3 +116,15 @@ def test_a_shard_that_two_members_fed_is_a_duplicate() -> None:
 def test_a_generation_that_computed_nothing_owns_nothing() -> None:
     report = audit(history(), {1: 0, 2: 2, 3: 3}, 3, 8)
     assert (report.lost, report.duplicated) == (0, 0)
+
+
+def test_who_computes_one_shard_each_is_known_by_the_full_step() -> None:
+    assert lone(2, 2, (6, 2)) == (0.75, 0.25)
+    assert lone(2, 3, (6, 2)) == (0.75, 0.25, 0.0)
+    assert lone(2, 2, (5,)) == (1.0, 0.0)
+    assert lone(3, 2, (5,)) == (), "a partial step of a run in which members compute several"
+    for shards, members in ((2, 2), (1, 4)):
+        shares = Division((1.0,) * members).shares(shards)
+        weights = lone(shards, members, (8,) * shards)
+        assert [bool(weight) for weight in weights] == [share == 1 for share in shares]
+    assert len(lone(2, 2)) == 2, "one who has left does not weigh, but speaks alike"

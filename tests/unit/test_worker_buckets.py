@@ -15,7 +15,7 @@ def _sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[f
     parameters = [
         torch.nn.Parameter(torch.empty(int(size * MEBI) // dtype.itemsize, dtype=dtype)) for size in mebibytes
     ]
-    laid_out = Buckets(parameters, Floating())
+    laid_out = Buckets(parameters, Floating().sum_dtype)
     laid_out.ensure()
     assert sorted(index for bucket in laid_out.all for index in bucket.members) == list(range(len(parameters)))
     return [bucket.flat.numel() * bucket.flat.element_size() / MEBI for bucket in laid_out.all]
@@ -37,6 +37,6 @@ def test_a_large_parameter_stays_whole() -> None:
 def test_types_do_not_mix_and_half_precision_counts_its_bytes() -> None:
     assert _sizes(100 * [1.0], torch.bfloat16) == _sizes(100 * [1.0])
     mixed = [torch.nn.Parameter(torch.empty(8, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float32)]
-    laid_out = Buckets(mixed, Floating())
+    laid_out = Buckets(mixed, Floating().sum_dtype)
     laid_out.ensure()
-    assert [bucket.members for bucket in laid_out.all] == [[0, 2], [1]]
+    assert [bucket.members for bucket in laid_out.all] == [[2, 0], [1]]

@@ -32,6 +32,7 @@ from fallow.worker import control
 from fallow.worker.group import Group
 from fallow.worker.ledger import Fed, Ledger, read_ledger
 from fallow.worker.run import Run
+from fallow.worker.scattered import Scattered
 from fallow.worker.turn import Turn
 
 torch.set_num_threads(1)
@@ -286,6 +287,7 @@ def test_zeros_are_no_gradient_of_a_parameter_that_is_used_no_more(reproducible:
 def test_what_is_frozen_for_long_is_not_sent(reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(Group, "all_reduce", lambda _group, tensor: sent.append(tensor.numel()))
+    monkeypatch.setattr(Scattered, "scatter", lambda scattered: sent.append(scattered.whole.numel()))
     for name in ("_FIRST_BYTES", "_LAST_BYTES", "BUCKET_BYTES"):
         monkeypatch.setattr(f"fallow.worker.buckets.{name}", 4)  # a bucket for each parameter
     monkeypatch.setattr("fallow.worker.idle.STEPS", 3)

@@ -28,7 +28,7 @@ def test_a_chunk_is_a_run_of_one_bucket_and_large_ones_end_it(data: st.DataObjec
     count = data.draw(st.integers(1, 12))
     order = data.draw(st.permutations(range(count)))
     sizes = data.draw(st.lists(st.integers(0, 2 * speakers.CHUNK_BYTES), min_size=count, max_size=count))
-    two = [buckets.Bucket(torch.empty(0), []) for _ in range(2)]
+    two = [buckets.Bucket(torch.empty(0), [], torch.float32, []) for _ in range(2)]
     bucket_of = data.draw(st.lists(st.sampled_from(two), min_size=count, max_size=count))
     found = chunks(order, sizes, bucket_of)
     assert [index for chunk in found for index in chunk] == list(order)
@@ -108,7 +108,7 @@ class Script:
         self.params = list(self.model.parameters())
         self.order: list[int] = []
         self.speakers = Speakers(self.params, self._make_hook)
-        self.buckets = Buckets(self.params, Floating())
+        self.buckets = Buckets(self.params, Floating().sum_dtype)
         self.buckets.ensure()
 
     def _make_hook(self, index: int):  # type: ignore[no-untyped-def]

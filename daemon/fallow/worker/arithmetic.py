@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fallow.worker.buckets import Bucket, Buckets
+from fallow.worker.group import Group
+
 SMALL = 1 << 14
 """Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
@@ -44,8 +47,16 @@ class Arithmetic(Protocol):
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type in which gradients of `dtype` are summed, over shards and over members."""
 
-    def begin_step(self, phase: int) -> None:
-        """A step, or that phase of it, begins, or begins again."""
+    def begin_step(self, phase: int, lone: Sequence[float]) -> bool:
+        """A step, or that phase of it, begins, or begins again.
+
+        Args:
+            phase: of the step.
+            lone: see `StepPlan`.
+
+        Returns:
+            Whether places are in the gradients' own type in this step, not in `sum_dtype`.
+        """
 
     def add(
         self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
@@ -58,16 +69,22 @@ class Arithmetic(Protocol):
     def settle(self) -> None:
         """Everything that was added is in its place when this returns."""
 
+    def reduce(self, group: Group, bucket: Bucket) -> None:
+        """Launch the sum of a full bucket over the members."""
+
     def extent(self, number: int, count: int) -> torch.Tensor | None:
         """What the members must tell each other beside the sums, for `count` parameters: reduced with MAX."""
 
     def judge(self, number: int, extent: torch.Tensor) -> bool:
         """Given all members' extent: True if the sums are good; False: the step must be done again, by all."""
 
-    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients by parameter's index, given their summed parts of the buckets; in the types of `like`, by index.
+    def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
+        """Gradients by parameter's index, for those that are `touched`, once the sums of that set are complete.
 
-        `places` belongs to the arithmetic.
+        They lie in memory of the set, until its next sums.
+
+        Raises:
+            Interrupted: the group broke.
         """
 
     def end_step(self) -> None:
@@ -98,8 +115,9 @@ class Floating:
         """The gradients' own."""
         return dtype
 
-    def begin_step(self, phase: int) -> None:
-        """Nothing."""
+    def begin_step(self, phase: int, lone: Sequence[float]) -> bool:
+        """They are the same."""
+        return False
 
     def add(
         self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
@@ -116,6 +134,10 @@ class Floating:
     def settle(self) -> None:
         """Nothing is put off."""
 
+    def reduce(self, group: Group, bucket: Bucket) -> None:
+        """As a whole, in place."""
+        group.all_reduce(bucket.flat)
+
     def extent(self, number: int, count: int) -> torch.Tensor | None:
         """Nothing."""
         return None
@@ -124,9 +146,9 @@ class Floating:
         """Never asked."""
         return True
 
-    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
         """The places themselves: no copy."""
-        return places
+        return {index: view for index, view in enumerate(buckets.views) if touched[index]}
 
     def end_step(self) -> None:
         """Nothing."""

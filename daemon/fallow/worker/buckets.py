@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fallow.worker.arithmetic import Arithmetic
+from fallow.worker.scattered import Scattered
 
 _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -26,11 +26,23 @@ class Bucket:
     """One flat tensor that is reduced as a whole."""
 
     flat: torch.Tensor
+    "of the sums' type"
     members: list[int]
-    "indices of its parameters"
+    "indices of its parameters, in the order of their places"
+    dtype: torch.dtype
+    "of the parameters"
+    offsets: list[int]
+    "where they begin"
     waiting: int = 0
     "those who have still to speak in the current backward"
     launched: bool = False
+    scattered: Scattered | None = None
+    "if it is not summed as a whole, in place"
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The same memory in the parameters' type, as far as that needs it."""
+        return self.flat.view(self.dtype)[: self.flat.numel()]
 
 
 class Buckets:
@@ -38,36 +50,56 @@ class Buckets:
 
     Args:
         params: parameters that require gradients, in model order; the layout is fixed from here on.
-        arithmetic: says of which type the sums are.
+        sum_dtype: says of which type the sums of a type are.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], arithmetic: Arithmetic) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], sum_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
         self._params = list(params)
-        self._arithmetic = arithmetic
+        self._sum_dtype = sum_dtype
         self._place = _layout(self._params)
         self.all: list[Bucket] = []
         self.views: list[torch.Tensor] = []
         "for each parameter its part of a bucket, in the parameter's shape and order of elements"
         self.of: list[Bucket] = []
         "for each parameter the bucket in which it has its place"
+        self._plain = False
+        self._ways: dict[bool, list[torch.Tensor]] = {}
 
     def ensure(self) -> None:
         """Take memory, if there is none."""
         if self.all or not self._params:
             return
         for number in range(1 + max(number for number, _, _ in self._place)):
-            members = [index for index, place in enumerate(self._place) if place[0] == number]
+            members = [index for index in reversed(range(len(self._place))) if self._place[index][0] == number]
             numel = sum(self._place[index][2] for index in members)
             first = self._params[members[0]]
-            flat = torch.zeros(numel, dtype=self._arithmetic.sum_dtype(first.dtype), device=first.device)
-            self.all.append(Bucket(flat, members))
-        for parameter, (number, offset, count) in zip(self._params, self._place, strict=True):
-            self.of.append(self.all[number])
-            self.views.append(_shaped(self.all[number].flat[offset : offset + count], parameter))
+            flat = torch.zeros(numel, dtype=self._sum_dtype(first.dtype), device=first.device)
+            self.all.append(Bucket(flat, members, first.dtype, [self._place[index][1] for index in members]))
+        self.of = [self.all[number] for number, _, _ in self._place]
+        for plain in (False, True):
+            parts: dict[int, torch.Tensor] = {}
+            for bucket in self.all:
+                parts |= self.parts(bucket, bucket.plain if plain else bucket.flat)
+            self._ways[plain] = [parts[index] for index in range(len(self._params))]
+        self.views = self._ways[self._plain]
+
+    def lay(self, *, plain: bool) -> None:
+        """Have `views` in the parameters' type, or in the sums', from now on; what is in them is lost."""
+        self._plain = plain
+        self.views = self._ways.get(plain, [])
+
+    def parts(self, bucket: Bucket, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+        """By parameter's index its part of a tensor that is laid out like the bucket."""
+        parts = {}
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            parameter = self._params[index]
+            parts[index] = _shaped(flat[offset : offset + parameter.numel()], parameter)
+        return parts
 
     def forget(self) -> None:
         """Give the memory up for good: a late peer may still write into it."""
         self.all, self.views, self.of = [], [], []
+        self._ways = {}
 
 
 def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,8 @@ class StepPlan:
     shards: int
     phase: int = 0
     "which part of the step, see run.phase"
+    lone: tuple[float, ...] = ()
+    "by rank, the weight of the only shard that it computes; empty: a full step has more shards than members"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.arithmetic import SMALL
+from fallow.worker.buckets import Bucket, Buckets
+from fallow.worker.group import Group
+from fallow.worker.scattered import Scattered
 
 BITS = 62
 """A place holds less than 2^BITS in steady use; the bit above it is for a gradient that arrives in two parts."""
@@ -51,6 +54,9 @@ class Exact:
     the same bound says: as accurate as a float64 sum in the parameter's largest elements while G stays, up to 2^8 times
     worse in a step in which it has fallen by 2^DECLINE; in the others the error is as small in absolute terms only.
 
+    While each member computes one shard, the gradients travel as they are, in half the bytes, and become integers where
+    they are added up: the same integers.
+
     A parameter for which some shard had an infinity or a NaN gets NaN in every element, on all members, so that
     GradScaler skips the step; its reference stays.
     """
@@ -65,13 +71,19 @@ class Exact:
         "exponents that this step is tried with, because the reference did not fit"
         self._largest: dict[tuple[int, int], int] = {}
         "exponents of this step's gradients, over all members, in the sums that are complete"
+        self._lone: tuple[float, ...] = ()
+        "by rank, the weight of the gradients that are added up as they are; empty: integers are"
+        self._in_parts: set[int] = set()
+        "phases in which a gradient came in parts, so that there is no one as it is"
+        self._parts = False
+        "one did in this attempt, here"
+        self._any_parts = False
+        "or on some member, in this or an earlier one"
         self._attempts = 0
         self.repeated = 0
         "finished steps that were done again because a scale did not fit"
         self._clear()
-        self._scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._grads: dict[int, torch.Tensor] = {}
-        "handed out; the same memory in every step"
+        self._scratch: dict[torch.device, _Room] = {}
         self._number = 0
         self._spoilt: set[int] = set()
         "parameters that are not finite in the sum that was judged last"
@@ -86,12 +98,15 @@ class Exact:
             )
         return torch.int64
 
-    def begin_step(self, phase: int) -> None:
+    def begin_step(self, phase: int, lone: Sequence[float]) -> bool:
         """Start from the references, or, in a repetition, from what the attempt before taught."""
         self._phase = phase
         self._clear()
+        self._lone = () if self._any_parts or phase in self._in_parts else tuple(lone)
+        return bool(self._lone)
 
     def _clear(self) -> None:
+        self._parts = False
         self._largest = {}
         self._peaks: list[tuple[int, int, tuple[torch.Tensor, ...]]] = []
         self._waiting: list[tuple[int, int, torch.Tensor, torch.Tensor, float, bool]] = []
@@ -116,6 +131,9 @@ class Exact:
             if first:
                 place.zero_()
             return
+        if self._lone and not first:
+            self._parts = True
+            return
         flat, into = _in_order(grad, place), _in_order(place, place)
         size = flat.numel()
         if size < SMALL:
@@ -124,18 +142,18 @@ class Exact:
             if self._elements >= _CHUNK:
                 self.settle()
             return
-        self._peaks.append((number, index, torch.aminmax(flat)))
-        factor = weight * 2.0 ** self._shift(number, index)
-        floats, integers = self._room(flat.device)
-        for start in range(0, size, floats.numel()):
-            part = flat[start : start + floats.numel()]
+        shift = self._shift(number, index)
+        room = self._room(flat.device)
+        for start in range(0, size, room.chunk):
+            part = flat[start : start + room.chunk]
             target = into[start : start + part.numel()]
-            wide = floats[: part.numel()]
-            wide.copy_(part).mul_(factor)
-            if first:
-                target.copy_(wide)
+            self._peaks.append((number, index, torch.aminmax(part)))
+            if self._lone:
+                target.copy_(part)
+            elif first:
+                room.whole(part, weight, [slice(None)], [shift], target)
             else:
-                target.add_(integers[: part.numel()].copy_(wide))
+                target.add_(room.whole(part, weight, [slice(None)], [shift], room.integers[: part.numel()]))
 
     def settle(self) -> None:
         """Convert the small gradients that wait, all at once."""
@@ -145,16 +163,19 @@ class Exact:
             self._convert([entry for entry in waiting if entry[3].device == device], device)
 
     def _convert(self, waiting: list[tuple[int, int, torch.Tensor, torch.Tensor, float, bool]], device: Any) -> None:
-        floats, integers = self._room(device)
+        room = self._room(device)
         wide, whole, used = [], [], 0
         for _, _, _, flat, _, _ in waiting:
-            wide.append(floats[used : used + flat.numel()])
-            whole.append(integers[used : used + flat.numel()])
+            wide.append(room.floats[used : used + flat.numel()])
+            whole.append(room.integers[used : used + flat.numel()])
             used += flat.numel()
         torch._foreach_copy_(wide, [entry[3] for entry in waiting])
         norms = torch._foreach_norm(wide, math.inf)
         for (number, index, *_), norm in zip(waiting, norms, strict=True):
             self._peaks.append((number, index, (norm,)))
+        if self._lone:
+            torch._foreach_copy_([entry[2] for entry in waiting], [entry[3] for entry in waiting])
+            return
         torch._foreach_mul_(wide, [entry[4] * 2.0 ** self._shift(entry[0], entry[1]) for entry in waiting])
         torch._foreach_copy_(whole, wide)
         fresh = [(entry[2], part) for entry, part in zip(waiting, whole, strict=True) if entry[5]]
@@ -165,20 +186,15 @@ class Exact:
         for place, part in more:
             place.add_(part)
 
-    def _room(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _room(self, device: torch.device) -> _Room:
         if device not in self._scratch:
-            # The small ones may exceed the chunk by less than one of them.
-            size = _CHUNK + SMALL if device.type == "cpu" else _CHUNK_CUDA
-            self._scratch[device] = (
-                torch.empty(size, dtype=torch.float64, device=device),
-                torch.empty(size, dtype=torch.int64, device=device),
-            )
+            self._scratch[device] = _Room(device)
         return self._scratch[device]
 
     # ------------------------------------------------------------------------------------------------- judging
 
     def extent(self, number: int, count: int) -> torch.Tensor | None:
-        """Per parameter the exponent of this member's largest gradient in the sum of that number; int32."""
+        """Exponents of this member's largest gradients in the sum of that number; whether one came in parts; int32."""
         self.settle()
         mine = [entry for entry in self._peaks if entry[0] == number]
         self._peaks = [entry for entry in self._peaks if entry[0] != number]
@@ -187,13 +203,15 @@ class Exact:
         for _, index, tensors in mine:
             for _ in tensors:
                 found[index] = max(found[index], _exponent_of(next(values)))
-        return torch.tensor(found, dtype=torch.int32)
+        return torch.tensor([*found, self._parts], dtype=torch.int32)
 
     def judge(self, number: int, extent: torch.Tensor) -> bool:
         """Compare what there was with what the scales are made for."""
-        good = True
+        *exponents, parts = extent.tolist()
+        good = not parts
+        self._any_parts = self._any_parts or bool(parts)
         self._number, self._spoilt = number, set()
-        for index, found in enumerate(extent.tolist()):
+        for index, found in enumerate(exponents):
             if found == _NOTHING:
                 continue
             if found == _NOT_FINITE:
@@ -217,36 +235,70 @@ class Exact:
 
     # ------------------------------------------------------------------------------------------------- results
 
-    def results(self, places: dict[int, torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients from the sum that was judged last, in memory of their own."""
-        small = []
-        for index, place in places.items():
-            grad = self._grads.get(index)
-            if grad is None:
-                grad = torch.empty_like(place, dtype=like[index].dtype)
-                self._grads[index] = grad
-            if index in self._spoilt:
-                grad.fill_(math.nan)
-            elif grad.numel() < SMALL and _direct(grad.dtype, self._shift(self._number, index)):
-                small.append(index)
-            else:
-                self._write(_in_order(grad, place), _in_order(place, place), self._shift(self._number, index))
-        if small:
-            grads = [self._grads[index] for index in small]
-            torch._foreach_copy_(grads, [places[index] for index in small])
-            torch._foreach_mul_(grads, [2.0 ** -self._shift(self._number, index) for index in small])
-        return {index: self._grads[index] for index in places}
+    def reduce(self, group: Group, bucket: Bucket) -> None:
+        """In pieces: a member turns one of them into gradients, not all of the sum."""
+        flat = bucket.plain if self._lone else bucket.flat
+        known = bucket.scattered
+        if known is None or not known.serves(group, flat):
+            whole = torch.empty_like(bucket.plain) if known is None else known.whole
+            bucket.scattered = known = Scattered(flat, whole, group)
+        known.scatter()
 
-    def _write(self, grad: torch.Tensor, place: torch.Tensor, shift: int) -> None:
-        floats, _ = self._room(grad.device)
-        direct = _direct(grad.dtype, shift)
-        for start in range(0, grad.numel(), floats.numel()):
-            target = grad[start : start + floats.numel()]
-            source = place[start : start + floats.numel()]
-            if direct:
-                target.copy_(source).mul_(2.0**-shift)
-            else:
-                target.copy_(floats[: source.numel()].copy_(source).mul_(2.0**-shift))
+    def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
+        """Gradients from the sum that was judged last."""
+        used = [bucket for bucket in buckets.all if any(touched[index] for index in bucket.members)]
+        found: dict[int, torch.Tensor] = {}
+        for bucket in used:
+            scattered = bucket.scattered
+            assert scattered is not None
+            self._turn(bucket, scattered)
+            scattered.gather()
+            found |= buckets.parts(bucket, scattered.whole)
+        group.wait()
+        for index in self._spoilt:
+            found[index].fill_(math.nan)
+        return {index: grad for index, grad in found.items() if touched[index]}
+
+    def _turn(self, bucket: Bucket, scattered: Scattered) -> None:
+        """Make gradients of this member's piece of the sum, a chunk at a time."""
+        room = self._room(bucket.flat.device)
+        position = 0
+        for start in range(scattered.start, scattered.stop, room.chunk):
+            stop = min(start + room.chunk, scattered.stop)
+            # The parameters in this chunk, each with its own scale.
+            parts, shifts = [], []
+            while position < len(bucket.members):
+                offset = bucket.offsets[position]
+                end = bucket.offsets[position + 1] if position + 1 < len(bucket.offsets) else bucket.flat.numel()
+                first, last = max(offset, start), min(end, stop)
+                if first < last:
+                    parts.append(slice(first - start, last - start))
+                    shifts.append(self._shift(self._number, bucket.members[position]))
+                if end > stop:
+                    break
+                position += 1
+            total = self._total(scattered.contributions(start, stop), parts, shifts, room)
+            room.back(total, parts, shifts, scattered.whole[start:stop])
+
+    def _total(
+        self, contributions: list[torch.Tensor], parts: list[slice], shifts: list[int], room: _Room
+    ) -> torch.Tensor:
+        """The sum in integers."""
+        if not self._lone:
+            total, *others = contributions
+            for other in others:
+                total.add_(other)
+            return total
+        size = contributions[0].numel()
+        total, more = room.integers[:size], room.more[:size]
+        begun = False
+        for weight, one in zip(self._lone, contributions, strict=True):
+            if weight and begun:
+                total.add_(room.whole(one, weight, parts, shifts, more))
+            elif weight:
+                begun = True
+                room.whole(one, weight, parts, shifts, total)
+        return total
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -257,12 +309,15 @@ class Exact:
             known = references.get(index)
             fits = known is not None and (number, index) not in self._trial
             references[index] = max(found, (known or 0) - 1) if fits else found
+        if self._any_parts:
+            self._in_parts.add(self._phase)
         self.repeated += bool(self._attempts)
         self.forget()
 
     def forget(self) -> None:
         """Back to the references of the last finished step."""
         self._trial = {}
+        self._any_parts = False
         self._attempts = 0
         self._clear()
 
@@ -270,6 +325,7 @@ class Exact:
         """References in order."""
         return {
             "references": [[*key, sorted(known.items())] for key, known in sorted(self._reference.items())],
+            "in_parts": sorted(self._in_parts),
             "repeated": self.repeated,
         }
 
@@ -277,7 +333,50 @@ class Exact:
         """Take over an exported state."""
         self.forget()
         self._reference = {(phase, number): dict(known) for phase, number, known in state["references"]}
+        self._in_parts = set(state["in_parts"])
         self.repeated = int(state["repeated"])
+
+
+class _Room:
+    """Memory to convert a chunk in, and how that is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.chunk = _CHUNK if device.type == "cpu" else _CHUNK_CUDA
+        "elements at a time"
+        size = self.chunk + SMALL  # the small ones may exceed it by less than one of them
+        self.floats = torch.empty(size, dtype=torch.float64, device=device)
+        self._singles = torch.empty(size, dtype=torch.float32, device=device)
+        self.integers = torch.empty(size, dtype=torch.int64, device=device)
+        self.more = torch.empty(size, dtype=torch.int64, device=device)
+
+    def whole(
+        self, numbers: torch.Tensor, weight: float, parts: list[slice], shifts: list[int], into: torch.Tensor
+    ) -> torch.Tensor:
+        """trunc(weight x number x 2^shift), with a shift for each part; returns `into`."""
+        factors = [weight * 2.0**shift for shift in shifts]
+        # Where a float32 holds each product, too, it is as exact as in float64.
+        single = numbers.dtype != torch.float64 and all(_single(weight, factor) for factor in factors)
+        scaled = (self._singles if single else self.floats)[: numbers.numel()]
+        if single and numbers.dtype == torch.float32 and len(parts) == 1:
+            torch.mul(numbers, factors[0], out=scaled)
+        else:
+            scaled.copy_(numbers)
+            torch._foreach_mul_([scaled[part] for part in parts], factors)
+        return into.copy_(scaled)
+
+    def back(self, total: torch.Tensor, parts: list[slice], shifts: list[int], into: torch.Tensor) -> None:
+        """total x 2^-shift, rounded once."""
+        if all(_direct(into.dtype, shift) for shift in shifts):
+            into.copy_(total)
+            torch._foreach_mul_([into[part] for part in parts], [2.0**-shift for shift in shifts])
+            return
+        # Each as if it were alone: the bits must not depend on where chunks and pieces end.
+        for part, shift in zip(parts, shifts, strict=True):
+            if _direct(into.dtype, shift):
+                into[part].copy_(total[part]).mul_(2.0**-shift)
+            else:
+                wide = self.floats[: part.stop - part.start]
+                into[part].copy_(wide.copy_(total[part]).mul_(2.0**-shift))
 
 
 def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -301,6 +400,11 @@ def _exponent_of(value: float) -> int:
     if not math.isfinite(value):
         return _NOT_FINITE
     return max(math.frexp(value)[1], _LEAST) if value else _NOTHING
+
+
+def _single(weight: float, factor: float) -> bool:
+    """The product of a float32 and the factor is a float32, unless it vanishes in the integer anyway."""
+    return math.frexp(weight)[0] == 0.5 and 2.0**-126 <= factor <= 2.0**127
 
 
 def _direct(dtype: torch.dtype, shift: int) -> bool:

@@ -129,6 +129,18 @@ class Group:
         options.rootTensor = 0
         self._launch(lambda pg: pg.broadcast([tensor], options), tensor)
 
+    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
+        """Launch an exchange of unlike parts; complete after `wait`.
+
+        Args:
+            given: what this rank has for the others, by rank.
+            counts: elements of it for each rank.
+            taken: filled with what the others have for this one, by rank.
+            arriving: elements from each rank.
+        """
+        if self._pg is not None:
+            self._launch(lambda pg: pg.alltoall_base(taken, given, arriving, counts), (given, taken))
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Launch a gather to all; the returned tensors, by rank, are complete after `wait`."""
         if self._pg is None:

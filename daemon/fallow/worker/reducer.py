@@ -77,7 +77,7 @@ class Reducer:
         self._params = [parameter for _, parameter in named]
         self.buffers = buffers
         self._arithmetic = arithmetic or Floating()
-        self._sets = [Buckets(self._params, self._arithmetic)]
+        self._sets = [Buckets(self._params, self._arithmetic.sum_dtype)]
         "by number of the backward in a body"
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
@@ -88,6 +88,8 @@ class Reducer:
         self._weight = 0.0
         self._number = 0
         "backwards finished in this body: which of the sets is at work"
+        self._plain = False
+        "gradients are put into the buckets in their own type"
         self._touched = [[False] * len(self._params)]
         "by number of the backward: parameters with something in their place"
         self._fired = [False] * len(self._params)
@@ -169,7 +171,9 @@ class Reducer:
         self._held = {}
         self._in_backward = False
         self._carried = dict(self._left)
-        self._arithmetic.begin_step(plan.phase)
+        self._plain = self._arithmetic.begin_step(plan.phase, plan.lone)
+        for buckets in self._sets:
+            buckets.lay(plain=self._plain)
         self.buffers.begin_step()
         self.skipped = False
         self.gathered.clear()
@@ -217,7 +221,8 @@ class Reducer:
     def before_backward(self) -> None:
         """Put gradients aside that are there already: of the round before, or left by the user on purpose."""
         while len(self._sets) <= self._number:
-            self._sets.append(Buckets(self._params, self._arithmetic))
+            self._sets.append(Buckets(self._params, self._arithmetic.sum_dtype))
+            self._sets[-1].lay(plain=self._plain)
             self._touched.append([False] * len(self._params))
         self._buckets.ensure()
         if self._in_backward and self._live and not self._adding:
@@ -276,7 +281,7 @@ class Reducer:
         """Reduce what is left, exchange control, give out gradients. After an interrupt gradients are None."""
         try:
             if not self.interrupted:
-                self._give_out(self._exchange())
+                self._give_out(*self._exchange())
                 return
         except Interrupted:
             self.interrupted = True
@@ -425,7 +430,7 @@ class Reducer:
                 if self._next == 0 and self.rounds == 0:
                     self.before_control()
                 if not stays:
-                    self._group.all_reduce(bucket.flat)
+                    self._arithmetic.reduce(self._group, bucket)
                 bucket.launched = True
                 self._next += 1
                 if self._next == len(buckets):
@@ -467,7 +472,8 @@ class Reducer:
             group.all_max(extent)
         self._told = _Told(vector, extent)
 
-    def _exchange(self) -> Control:
+    def _exchange(self) -> tuple[Control, dict[int, torch.Tensor]]:
+        """What the members told each other, and the gradients."""
         if not self._buckets.all:
             if self.rounds == 0:
                 self.before_control()
@@ -492,25 +498,23 @@ class Reducer:
         late = self._idle.count(self._plan.phase, self.rounds, self._buckets.all, control.touched)
         for bucket in late:
             self._fill(bucket, zeros=True)
-            self._group.all_reduce(bucket.flat)
+            self._arithmetic.reduce(self._group, bucket)
         if late:
             self._group.wait()
         if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
             self.again = True
             raise Interrupted("the sums are not good")
-        return control
+        with torch.no_grad():
+            return control, self._arithmetic.results(self._group, self._buckets, control.touched)
 
-    def _give_out(self, control: Control) -> None:
+    def _give_out(self, control: Control, results: dict[int, torch.Tensor]) -> None:
         self.control = control
         self.switch = max(self.switch, int(control.head.switch))
         self.checkpoint = self.checkpoint or control.head.checkpoint > 0
         self.rounds += 1
         self.loss = control.loss  # of all rounds so far
-        touched, views = control.touched, self._buckets.views
-        places = {index: views[index] for index, any_of_them in enumerate(touched) if any_of_them}
-        self.used = self.used or bool(places)
+        self.used = self.used or bool(results)
         with torch.no_grad():
-            results = self._arithmetic.results(places, self._params)
             for index, carried in self._carried.items():
                 result = results.get(index)
                 results[index] = carried if result is None else result.add_(carried)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.shards import Cut, mix
+from fallow.core.shards import Cut, lone, mix
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.control import StepPlan
@@ -75,7 +75,8 @@ class Step:
         mine = member.duties(shards)
         pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
-        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase))
+        alone = lone(loader.shards, member.group.size, cut.sizes)
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase, alone))
         self.watch.begin_step()
         # In its first step a newcomer's optimizers may still be under way.
         reducer.agreement = self.watch.agreement(rates=self._fed is not None and self._fed[0] == generation)
@@ -204,7 +205,8 @@ class Step:
         """
         member, reducer = self._member, self._member.reducer
         at = member.place.position
-        reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase))
+        alone = lone(loader.shards, member.group.size)
+        reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase, alone))
         reducer.left, reducer.ended = True, ended
         try:
             reducer.begin_body(0, 0.0, final=True, live=True)
