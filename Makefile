@@ -6,6 +6,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+# Tests start hundreds of processes: each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 ARGS ?=
 BIN := .venv/bin
