@@ -388,7 +388,8 @@ class Session:
             assert taken is not None
             self._next = None
             self._taken = taken.prepare.generation
-            self._held = None
+            # What it waits for from here on are the new generation's members.
+            self._held, self.progress.held = None, False
             old, self._current = self._current, taken.group
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)

@@ -238,7 +238,6 @@ class Turn:
         assert session is not None
         if message.generation == self._member.group.generation:
             session.send(message)
-            session.progress.held = False
             session.progress.generation = message.generation
 
     def settle(self) -> None:
