@@ -1,7 +1,8 @@
 """The training of `tests/elastic`: tiny, reproducible, with all that makes a step depend on where it is computed.
 
 Batch norm (buffers), dropout (random numbers), momentum (optimizer state), a scheduler and a last step of an epoch that
-is smaller than the others; with `--rich` AdamW, bfloat16 autocast, clipping, GradScaler and a moving average besides.
+is smaller than the others; with `--rich` Muon beside AdamW, bfloat16 autocast, clipping, GradScaler and a moving
+average besides.
 The runtime is told to take it for a large model: a step has several buckets, and parts of the state are handed over
 while the members compute. In the folder `--gates` the tests say what happens when:
 
@@ -41,6 +42,7 @@ from fallow.worker import arithmetic, buckets, exact, intake, stream, supply
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
+MATRICES: Any = getattr(torch.optim, "Muon", torch.optim.AdamW)  # it came with 2.9
 FROZEN, RESTS_NO_MORE = 5, 40
 "Steps of `--thaw`."
 
@@ -160,13 +162,15 @@ def main() -> None:
     model = nn.Sequential(
         *(nn.Linear(8, args.wide), nn.BatchNorm1d(args.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(args.wide, 3))
     )
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
     if args.rich:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        optimizers = [MATRICES(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20, enabled=args.rich)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     pull = Pull(model, average, scaler)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9) for optimizer in optimizers]
     inputs = torch.randn(args.samples, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long()
     data = TensorDataset(inputs, targets)
@@ -174,7 +178,7 @@ def main() -> None:
     source = source if args.loaders is None else Noisy(data)
     loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
     rich = (scaler, average, pull) if args.rich else ()
-    objects = (model, optimizer, scheduler, *rich, Guest(args.gates), loader)
+    objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
         if args.thaw:
@@ -197,16 +201,19 @@ def main() -> None:
         if run.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
             run.mean(loss)
         if args.rich:
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
             if run.final_shard:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
         if args.rich:
             average.update_parameters(model)
             pull.update()
-        scheduler.step()
-        optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        model.zero_grad()
         if args.thaw and run.step == RESTS_NO_MORE:
             model[1].train()  # for the next step
         if run.final_shard and run.is_main:

@@ -146,6 +146,9 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+RICH = ("--rich",)
+"""Half of the histories: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped."""
+
 TOGETHER: list[Event] = [
     *(("join-two", 0, False), ("leave", 0, False), ("join", 0, True)),
     *(("kill-two", 1, False), ("kill-during-join", 0, False), ("leave", 0, True)),
@@ -161,22 +164,22 @@ TOGETHER: list[Event] = [
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(history=st.lists(EVENTS, min_size=3, max_size=9))
-@example(history=TOGETHER)
+@given(history=st.lists(EVENTS, min_size=3, max_size=9), rich=st.booleans())
+@example(history=TOGETHER, rich=True)
 def test_d3_any_short_history(
-    history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event], rich: bool, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed))
+    loop.run(judged(history, nursery, undisturbed, *RICH[:rich]))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=10, max_size=40))
+@given(history=st.lists(EVENTS, min_size=10, max_size=40), rich=st.booleans())
 def test_p1_any_long_history(
-    history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event], rich: bool, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 600))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *RICH[:rich]))
 
 
 async def judged(history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, *options: object) -> None:
