@@ -9,12 +9,14 @@ while the members compute. In the folder `--gates` the tests say what happens wh
 `ACTION-STEP-WORKER`: in its last body of that step this worker does what `ACTIONS` says
 `switch-STEP-WORKER`: in its last body of that step this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
+`hold-evaluation-PLACE-STEP`: the main member waits in its evaluation at that place of that step (`--evaluate`)
 `late-WORKER`: this worker waits at the end of the script until the file is gone
 `hold-load-WORKER`: this worker waits while it takes over the state that others hand to it; `held-load-WORKER` says so
 `fail-load-WORKER`: this worker raises there
 `hold-give-PART-WORKER`, `hold-take-PART-WORKER`: before it sends, or receives, that part of the state (`PARTS`)
 
-There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line).
+There the main members also leave the time of each step (`times`, seconds of the monotonic clock, one per line), and
+what their evaluations gave (`evaluations`: step, place, value).
 """
 
 from __future__ import annotations
@@ -152,6 +154,8 @@ def main() -> None:
     parser.add_argument("--floating", action="store_true", help="not reproducible")
     parser.add_argument("--rich", action="store_true", help="with more that has a state")
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
+    parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each body begins by cutting off weights beyond that")
     args = parser.parse_args()
     take_for_large(args.gates)
@@ -168,6 +172,7 @@ def main() -> None:
         others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
         optimizers = [MATRICES(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20, enabled=args.rich)
+    forward: Any = torch.compile(model, backend="aot_eager") if args.compiled else model
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     pull = Pull(model, average, scaler)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9) for optimizer in optimizers]
@@ -178,16 +183,18 @@ def main() -> None:
     source = source if args.loaders is None else Noisy(data)
     loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
     rich = (scaler, average, pull) if args.rich else ()
-    objects = (model, *optimizers, *schedulers, *rich, Guest(args.gates), loader)
+    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
+        if args.evaluate and run.step % 10 == 9:
+            evaluate("before", args.gates, run, model, inputs, targets)
         if args.thaw:
             thaw(run.step, model)
         if args.clip is not None:
             for parameter in model.parameters():
                 parameter.data.clamp_(-args.clip, args.clip)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
-            loss = nn.functional.cross_entropy(model(x).to(x.dtype), y)
+            loss = nn.functional.cross_entropy(forward(x).to(x.dtype), y)
         if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:
             loss = loss * torch.inf  # the scaler has everybody skip this step
         if run.final_shard and run.generation:
@@ -214,6 +221,8 @@ def main() -> None:
         for scheduler in schedulers:
             scheduler.step()
         model.zero_grad()
+        if args.evaluate and run.step % 10 == 9:
+            evaluate("after", args.gates, run, model, inputs, targets)
         if args.thaw and run.step == RESTS_NO_MORE:
             model[1].train()  # for the next step
         if run.final_shard and run.is_main:
@@ -227,6 +236,21 @@ def main() -> None:
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
+
+
+def evaluate(place: str, folder: Path, run: Any, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """In a final body: the main member alone, over all samples, while the others wait for it."""
+    if run.final_shard and run.is_main:
+        model.eval()
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        gate = folder / f"hold-evaluation-{place}-{run.step}"
+        if gate.exists():
+            hold(gate)
+        model.train()
+        with (folder / "evaluations").open("a") as file:
+            file.write(f"{run.step} {place} {float(loss).hex()}\n")
+    run.barrier()
 
 
 def thaw(step: int, model: nn.Sequential) -> None:

@@ -1,0 +1,76 @@
+"""What scripts do beside a plain training, under a real head. Scenario ids: see README.md."""
+
+from __future__ import annotations
+
+import pytest
+from elastic_rig import Elastic, judge, phase, until
+
+from conftest import MakeRig
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def test_s24_a_compiled_model_is_reproducible(make_rig: MakeRig) -> None:
+    """Each newcomer compiles for itself, in its rehearsal; one is absorbed, one is killed in the middle of a step."""
+    options = ("--compiled", "--steps", 30)
+    async with make_rig() as rig:
+        run, alone = await rig.run(*options), await rig.run(*options, "--pace", 0)
+        gate = run.hold("w0", 10)
+        await alone.arrive(ready=False)
+        await run.begin(1)
+        await run.arrive()
+        await run.held("w0", 10)
+        run.plan("switch", "w0", 11)
+        run.hold("w0", 15)
+        await run.grow()
+        gate.unlink()
+        await run.becomes(["w0", "w1"])
+        await run.held("w0", 15)
+        run.kill("w0")
+        await run.becomes(["w1"])
+        await alone.grow()
+        report, whole = await run.ends(), await alone.ends()
+    judge(report, whole)
+    assert [(g.kind, g.first_step) for g in report.generations] == [("start", 0), ("absorb", 12), ("eject", 15)]
+
+
+def evaluations(run: Elastic) -> dict[tuple[int, str], str]:
+    """Step and place -> the value; the same one each time that the main member came there."""
+    found: dict[tuple[int, str], str] = {}
+    for line in (run.gates / "evaluations").read_text().splitlines():
+        step, place, value = line.split()
+        assert found.setdefault((int(step), place), value) == value, f"step {step}, {place}"
+    return found
+
+
+async def test_s25_members_die_while_the_main_one_evaluates(make_rig: MakeRig) -> None:
+    """One that waits, and the main member itself; before the step's backward, and after its optimizer has acted.
+
+    Who dies before the backward costs the step, so whoever is the main member then evaluates there. What acted is not
+    done again, so the value of a main member that dies behind it is the only one that is missing.
+    """
+    options = ("--evaluate", "--steps", 50)
+    deaths = ((9, "before", "w1"), (19, "after", "w2"), (29, "before", "w0"), (39, "after", "w3"))
+    left = [f"w{i}" for i in range(5)]
+    async with make_rig() as rig:
+        run = await rig.run(*options, most=5)
+        gates = [run.gates / f"hold-evaluation-{place}-{step}" for step, place, _ in deaths]
+        for gate in gates:
+            gate.touch()
+        await run.begin(5)
+        alone = await (await rig.run(*options, "--pace", 0)).begin(1)
+        for gate, (step, _, dies) in zip(gates, deaths, strict=True):
+            held = gate.with_name(gate.name.replace("hold", "held"))
+            await until(held.exists, f"nobody evaluates in step {step}")
+            run.kill(dies)
+            left.remove(dies)
+            await run.until(lambda view, dies=dies: phase(view, dies) is None, f"{dies} is not missed")
+            gate.unlink()
+            await run.becomes(left)
+        report, whole = await run.ends(), await alone.ends()
+        values, wanted = evaluations(run), evaluations(alone)
+    judge(report, whole, losses=4)
+    missing = wanted.keys() - values.keys()
+    assert missing <= {(39, "after")}
+    assert values.items() <= wanted.items()
+    assert len(wanted) == 10
