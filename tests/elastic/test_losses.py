@@ -450,15 +450,20 @@ async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
     judge(report, await undisturbed())
 
 
-async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps(make_rig: MakeRig) -> None:
-    """Nobody can say which of two is right, so the run ends with what to look for."""
+async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps_and_named(make_rig: MakeRig) -> None:
+    """Its gradients are in everybody's weights by then, so the run ends, with what to look for."""
     async with make_rig() as rig:
-        run = await (await rig.run("--drift", "10-w1")).begin(2)
+        run = await (await rig.run("--drift", "10-w1")).begin(3)
         await run.until_ended(RunStatus.FAILED)
         report = await run.report()
+        codes = [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1", "w2")]
+        shown = (rig.folder / "agents.log").read_text()
     assert "the members' weights" in report.message
-    assert "differ" in report.message
+    assert "differ (the weights of rank 1 of 3 are not those of most members" in report.message
     assert 10 <= report.steps <= 14
+    assert [g.kind for g in report.generations] == ["start"], "somebody was ejected for it"
+    assert codes == [Exit.SOFTWARE, Exit.NO_RESTART, Exit.NO_RESTART], "w0's batch script is told"
+    assert "the weights of rank 1 of 3 are not those of most members" in shown
 
 
 async def test_p2_where_bits_may_differ_a_member_that_drifted_is_brought_back_and_told_of(make_rig: MakeRig) -> None:
