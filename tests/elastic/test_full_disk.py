@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_rig import until
+from elastic_rig import send, until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus
@@ -56,6 +57,40 @@ def test_where_nothing_may_be_mounted_it_fails_in_ci_and_is_left_out_elsewhere(
     monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(outcome, match="only root can do that"), small_disk(tmp_path / "disk"):
         pass
+
+
+async def test_s14_a_run_that_is_suspended_on_a_full_disk_keeps_what_was_saved_before(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """All nodes are taken away, with notice: what there is no room for is lost, and it is said, but nothing older."""
+    async with make_rig() as rig:
+        run = await rig.run("--steps", 60)
+        with small_disk(run.folder):
+            await run.begin(2)
+            await run.reaches(5)
+            await rig.call("checkpoint", run=run.id)
+            view = await run.until(lambda view: bool(view.checkpoints), "no checkpoint is written")
+            (saved,) = view.checkpoints
+            await run.reaches(saved.step + 3)
+            filler = fill(run.folder)
+            for worker in ("w0", "w1"):
+                send(run.agent_of[worker], signal.SIGTERM)
+            view = await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it goes on")
+            assert view.checkpoints == [saved]
+            (failed,) = [event for event in await run.events("checkpoint") if "failed" in event.data]
+            assert "No space left on device; make room on the file system of" in failed.text
+            (suspended,) = await run.events("suspend")
+            assert suspended.text.endswith(f"; the run goes on from the checkpoint of step {saved.step}")
+            filler.unlink()
+            await run.arrive()
+            await run.grow()
+            await run.becomes(["w2"])
+            report = await run.ends()
+    whole = await undisturbed("--steps", 60)
+    assert (report.status, report.message) == (RunStatus.FINISHED, "")
+    assert (report.steps, report.final_digest, report.samples) == (whole.steps, whole.final_digest, whole.samples)
+    # One may have been warned a step before the other.
+    assert [g.first_step for g in report.generations if g.kind == "start"] == [0, saved.step]
 
 
 async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(
