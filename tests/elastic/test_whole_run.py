@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from elastic_rig import alive, judge, send, until
+from elastic_rig import Elastic, alive, judge, send, until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import Exit, RunStatus
@@ -37,6 +37,41 @@ async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(
         report = await run.ends()
     judge(report, await undisturbed(*options))
     assert [g.first_step for g in report.generations] == [0, saved]
+
+
+INTERVAL_S = 1.0
+BUSY_S = 0.5
+"""A step, a heartbeat, and the writing, on a busy machine."""
+
+
+async def test_s26_all_nodes_and_the_head_are_lost_at_once(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """As without power: what is lost was computed within one interval, and the run goes on when they are back."""
+    async with make_rig(checkpoint__interval_s=INTERVAL_S, membership__lease_s=1.5) as rig:
+        run = await (await rig.run("--pace", 0.04)).begin(2)
+        await until(lambda: seconds(run)[-1] > 2 * INTERVAL_S, "it does not train")
+        await rig.kill_head()
+        for pid in (*run.agent_of.values(), *run.pids.values()):
+            send(pid, signal.SIGKILL)
+        await until(lambda: not any(map(alive, run.pids.values())), "a worker lives")
+        before = seconds(run)
+        await rig.start_head()
+        await run.until(lambda view: view.status is RunStatus.SUSPENDED, "nobody is missed")
+        await run.arrive(2)
+        await run.grow(2)
+        await run.becomes(["w2", "w3"])
+        report = await run.ends()
+    judge(report, await undisturbed())
+    _, again = report.generations
+    assert again.first_step, "there is no checkpoint"
+    lost_s = before[-1] - before[again.first_step - 1]
+    assert lost_s < INTERVAL_S + BUSY_S, f"{len(before) - again.first_step} steps"
+
+
+def seconds(run: Elastic) -> list[float]:
+    """When each step was finished, from the first on."""
+    file = run.gates / "times"
+    times = list(map(float, file.read_text().split())) if file.exists() else [0.0]
+    return [one - times[0] for one in times]
 
 
 async def test_s12_a_suspended_run_is_rolled_back_and_goes_on_from_there(
