@@ -36,7 +36,7 @@ lint: setup  ## ruff, mypy, direction of the layers
 	@$(BIN)/lint-imports
 
 test: lint  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
-	@$(BIN)/pytest -m "not soak and not gpu" -n 2 $(ARGS)
+	@$(BIN)/pytest -m "not soak and not gpu" -n 3 $(ARGS)
 
 bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --json"
 	@$(BIN)/fallow bench $(ARGS)

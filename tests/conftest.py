@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
@@ -26,15 +27,18 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+SLURM = "slurm"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what waits for Slurm and what starts many processes; many short files are left for the end."""
-    items.sort(key=lambda item: ("slurm", "e2e", "elastic", "rest").index(_kind(item.nodeid)))
+    items.sort(key=lambda item: (SLURM, "e2e", "elastic", "rest").index(_kind(item.nodeid)))
 
 
 def _kind(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
     if path.parent.name == "slurm" or path.name.startswith("test_slurm_"):
-        return "slurm"
+        return SLURM
     return path.parent.name if path.parent.name in ("e2e", "elastic") else "rest"
 
 
@@ -42,7 +46,14 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A file's tests share fixtures, and testbeds the machine: a file is for one process, all testbeds for the same."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "slurm" if _kind(nodeid) == "slurm" else nodeid.partition("::")[0]
+        return SLURM if _kind(nodeid) == SLURM else nodeid.partition("::")[0]
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """The process with the testbeds mostly waits: as a third one it does nothing else, and two go on in the end."""
+        if self.numnodes > 2 and SLURM in self.assigned_work[node]:
+            node.shutdown()  # when it has done what it has
+        else:
+            super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)
