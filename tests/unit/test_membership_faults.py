@@ -466,11 +466,13 @@ def test_the_same_exception_twice_on_the_only_node_ends_the_run() -> None:
     assert not records(out, "bar")
 
 
-def test_newcomers_on_the_only_node_that_raise_do_not_end_the_run_of_those_who_compute() -> None:
+@pytest.mark.parametrize("nodes", ["aa", "bc"])
+def test_newcomers_that_raise_do_not_end_the_run_of_those_who_compute(nodes: str) -> None:
+    """On the only node there is, or on one after the other: their files may have changed since the others began."""
     m = started("w0", nodes={"w0": "a"})
-    for number in (1, 2):
+    for number, node in enumerate(nodes, 1):
         beats(m, number, step=7, w0=(WORKING, 0.0))
-        join(m, f"w{number}", at=number, node="a")
+        join(m, f"w{number}", at=number, node=node)
         for worker in ("w0", f"w{number}"):
             m.handle(ev.Said(at=number, message=Vote(worker=worker, generation=m.roster.high, ok=True)))
         fail(m, f"w{number}", number, step=0)  # it loads the state

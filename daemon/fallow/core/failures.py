@@ -50,7 +50,9 @@ def verdict(roster: Roster, failure: Failure) -> str | None:
         return f"{failure.text} (step {failure.step}, found by {_where(failure)})"
     same = [f for f in roster.failures if _alike(f, failure)]
     others = [roster.workers[w] for w in roster.staying() + roster.leaving() if w != failure.worker]
-    again = next((f for f in same if f.place != failure.place), None)
+    # Members are at most one step apart: others who are further go on without trouble, and this was a newcomer's.
+    behind = any(w.step > failure.step + 1 for w in others)
+    again = None if behind else next((f for f in same if f.place != failure.place), None)
     if again is None and failure.kind is FailureKind.EXCEPTION:
         past = any((w.token, w.node) != failure.place or w.step > failure.step for w in others)
         again = None if past else next((f for f in same if f.worker != failure.worker), None)
