@@ -26,6 +26,7 @@ async def switching(rig: Rig, members: int, *options: object) -> Elastic:
     for i in range(members):
         run.plan("switch", f"w{i}", SWITCH)
     await run.begin(members)
+    await run.reaches(SWITCH)
     await run.arrive()
     return run
 

@@ -264,6 +264,7 @@ async def test_s5_the_coordinator_dies_between_a_commit_and_the_switch(
             run.plan("switch", worker, 10)
             gates.append(run.hold(worker, 10))
         await run.begin(2)
+        await run.reaches(10)
         await run.arrive()
         await run.grow()
         for worker in ("w0", "w1"):

@@ -148,7 +148,7 @@ async def test_s4_a_standby_takes_the_only_members_place(make_rig: MakeRig, undi
     async with make_rig() as rig:
         run = await (await rig.run()).begin(2)
         await run.arrive()
-        step = (await run.view()).step + 6
+        step = (await run.view()).step + 50  # far more than are done until the view is here
         gate = run.hold("w0", step)
         await run.held("w0", step)
         await run.release("w1")
