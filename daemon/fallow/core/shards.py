@@ -132,7 +132,8 @@ def lone(shards: int, members: int, sizes: Sequence[int] = ()) -> tuple[float, .
     """
     if shards > members:
         return ()
-    weights = [size / sum(sizes) for size in sizes]
+    total = sum(sizes)
+    weights = [size / total for size in sizes]
     return (*weights, *[0.0] * (members - len(sizes)))
 
 

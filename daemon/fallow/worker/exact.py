@@ -126,7 +126,7 @@ class Exact:
     def add(
         self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
     ) -> None:
-        """Add trunc(weight x grad x scale), in float64 up to the integer; a weight of 0 leaves no trace."""
+        """Add trunc(weight x grad x scale), or keep the gradient as it is; a weight of 0 leaves no trace."""
         if not weight or not grad.numel():
             if first:
                 place.zero_()
