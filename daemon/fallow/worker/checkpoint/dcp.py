@@ -100,14 +100,6 @@ def write_index(folder: Path, tensors: Sequence[TensorInfo], chunks: Sequence[Ch
     FileSystemWriter(folder, sync_files=True).finish(metadata, [results])
 
 
-def read_chunk(data: bytes | memoryview) -> torch.Tensor:
-    """One slice from a part's bytes; nothing but tensors is unpickled."""
-    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, torch.Tensor):
-        raise ValueError("it holds no tensor")
-    return found
-
-
 def _chunk(info: TensorInfo, piece: Slice) -> ChunkStorageMetadata:
     if not info.shape:
         return ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))

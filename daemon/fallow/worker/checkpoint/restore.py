@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 
 from fallow.files import open_private
 from fallow.model import Exit, FallowError
-from fallow.worker.checkpoint.dcp import read_chunk
 from fallow.worker.checkpoint.manifest import METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
 from fallow.worker.checkpoint.parts import TREE
 from fallow.worker.state import Encoded, TensorSpec, decode, dtype_named
@@ -97,9 +97,17 @@ def _read_file(
                 target = tensors[chunk.tensor]
                 rows = target[chunk.first : chunk.end] if target.dim() else target
                 try:
-                    rows.copy_(read_chunk(data[chunk.offset : chunk.offset + chunk.length]))
+                    rows.copy_(_read_chunk(data[chunk.offset : chunk.offset + chunk.length]))
                 except (RuntimeError, ValueError, EOFError) as error:
                     raise damaged(folder, f"{file.name}: {error}") from None
+
+
+def _read_chunk(data: bytes) -> torch.Tensor:
+    """One slice from a part's bytes; nothing but tensors is unpickled."""
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, torch.Tensor):
+        raise ValueError("it holds no tensor")
+    return found
 
 
 def _check_whole(folder: Path, manifest: Manifest, filled: list[int]) -> None:

@@ -20,7 +20,6 @@ import msgspec
 
 from fallow.files import check_dir, read_private, sync_dir, write_private
 from fallow.model import Checkpointed, CheckpointFailed, FallowError
-from fallow.worker.checkpoint.dcp import write_index, write_part
 from fallow.worker.checkpoint.manifest import (
     FORMAT,
     LARGEST_MANIFEST,
@@ -191,6 +190,8 @@ class Writer:
         parts = [_read_part(temporary / _part_name(rank)) for rank in range(snapshot.world)]
         if any(part.outline != parts[0].outline for part in parts):
             raise FallowError("the members hold states of different layout; prepare the same objects on all of them")
+        from fallow.worker.checkpoint.dcp import write_index
+
         chunks = [chunk for part in parts for chunk in part.chunks]
         write_index(temporary, snapshot.tensors, chunks)
         (temporary / METADATA).chmod(0o600)
@@ -247,6 +248,9 @@ def _part_name(rank: int) -> str:
 
 
 def _write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
+    # torch.distributed.checkpoint takes most of a second to import: no newcomer should wait for that.
+    from fallow.worker.checkpoint.dcp import write_part
+
     chunks = write_part(folder, snapshot)
     name = f"__{snapshot.rank}_0.distcp"
     (folder / name).chmod(0o600)
