@@ -59,7 +59,7 @@ def test_the_figure_of_chaos_is_of_all_node_seconds_together() -> None:
     assert row.ratio == pytest.approx((20 + 16) / 40)
     assert (row.ours.p50, row.ours.n) == (pytest.approx(0.8), 2)
     assert "kill 0.800 (1), release 1.000 (1), the worst 0.800; rank 0 was hit 1 time" in row.note
-    assert "start-ups 0.075, all else 0.025" in row.note
+    assert "start-ups 0.075, all else 0.025; without start-ups 0.973 of" in row.note
     with pytest.raises(FallowError, match=r"over 1\.0 s before the end"):
         chaos.row(2, hits, times[:-1], nodes, 1.0, "end")
 

@@ -102,6 +102,11 @@ class Span(NamedTuple):
         """Of what was available, what was useful."""
         return self.useful / self.available
 
+    @property
+    def up(self) -> float:
+        """The same of the time in which workers had started up: what a start takes is the script's imports."""
+        return self.useful / (self.available - self.starting)
+
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world, with a model too small to make members of one machine wait for processors."""
@@ -251,7 +256,7 @@ def row(
     note = (
         f"by fault: {', '.join(kinds)}, the worst {min(one.share for one in spans):.3f}; "
         f"rank 0 was hit {counted(main, 'time')}; not useful: newcomers' start-ups {starting:.3f}, "
-        f"all else {1 - starting - whole.share:.3f}; {words}"
+        f"all else {1 - starting - whole.share:.3f}; without start-ups {whole.up:.3f} of what was available; {words}"
     )
     return Row(
         name="chaos",
