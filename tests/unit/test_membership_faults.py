@@ -466,6 +466,40 @@ def test_the_same_exception_twice_on_the_only_node_ends_the_run() -> None:
     assert not records(out, "bar")
 
 
+def test_an_exception_of_all_workers_of_two_nodes_ends_the_run_and_bars_neither() -> None:
+    """Before the first of the other node has raised, more of this one's have than bar a node."""
+    names = [f"w{number}" for number in range(8)]
+    m = started(*names, nodes={name: "ab"[number // 4] for number, name in enumerate(names)})
+    out: list[ev.Instruction] = []
+    for name in names[:4]:
+        out += fail(m, name, 1)
+        assert not m.roster.status.ended, "the other node may come past it"
+    out += fail(m, "w4", 1.1)
+    assert m.roster.status is RunStatus.FAILED
+    assert "ValueError: bad (step 5, on w0, node a and again on w4, node b)" in m.roster.message
+    assert not records(out, "bar")
+
+
+def test_a_node_whose_workers_fail_alike_again_and_again_is_barred_for_it() -> None:
+    """Once for all of them each time, whoever comes in their place."""
+    m = started("w0", nodes={"w0": "a"})
+    out: list[ev.Instruction] = []
+    for number in range(3):
+        assert not records(out, "bar")
+        assert not m.roster.barred
+        names = [f"w{1 + 2 * number}", f"w{2 + 2 * number}"]
+        for name in names:
+            join(m, name, at=number, node="bad")
+        while m.roster.change is not None:
+            finish_change(m, at=number)
+        beats(m, number, step=7, w0=(WORKING, 0.0))
+        for name in names:
+            out += fail(m, name, number, step=0)
+            finish_change(m, at=number)
+    assert list(m.roster.barred) == ["bad"]
+    assert m.roster.status is RunStatus.TRAINING
+
+
 @pytest.mark.parametrize("nodes", ["aa", "bc"])
 def test_newcomers_that_raise_do_not_end_the_run_of_those_who_compute(nodes: str) -> None:
     """On the only node there is, or on one after the other: their files may have changed since the others began."""

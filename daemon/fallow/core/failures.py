@@ -3,7 +3,8 @@
 An exception, and a crash likewise, is told apart from a node's trouble by repetition: the same one, at the same step,
 on two nodes has nothing to do with either node. Where all members are on one node, an exception of two of them that
 nobody has come past is the script's: no other node can tell. Trouble that comes now and then over weeks is no node's:
-failures count against it for an hour. A barred node may have been mended, so it is tried again, ever later.
+failures count against it for an hour, and one that all of its workers have alike counts once. A barred node may have
+been mended, so it is tried again, ever later.
 """
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ def _alike(one: Failure, other: Failure) -> bool:
     return (one.kind, one.signature, one.step) == (other.kind, other.signature, other.step)
 
 
+def _echoes(failure: Failure, one: Failure) -> bool:
+    """The node's other workers had come already when one failed: that they do likewise says no more against the node.
+
+    Whether it is the script's fault is for the members elsewhere to show, once they come to that step.
+    """
+    return _alike(failure, one) and failure.worker != one.worker and failure.index < one.arrived
+
+
 def _where(failure: Failure) -> str:
     return f"{failure.worker}, node {failure.node}"
 
@@ -82,7 +91,8 @@ def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
     if roster.scripted or failure.node in roster.barred:
         return None
     since = failure.at - COUNT_S
-    kinds = [f.kind.value for f in roster.failures if f.node == failure.node and f.at > since]
+    recent = [f for f in roster.failures if f.node == failure.node and f.at > since]
+    kinds = [f.kind.value for number, f in enumerate(recent) if not any(_echoes(f, one) for one in recent[:number])]
     if len(kinds) < bar_after:
         return None
     reason = f"{len(kinds)} failures on it ({', '.join(sorted(set(kinds)))}), the last: {failure.text}"

@@ -179,6 +179,8 @@ class Losses:
             step=worker.step,
             text=text,
             at=at,
+            index=worker.index,
+            arrived=self._roster.next_index,
         )
 
     def _ended_before_ready(self, worker: Worker, reason: str, code: int | None) -> None:

@@ -66,6 +66,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     at: float = 0.0
     "on the events' clock"
+    index: int = 0
+    "the worker's arrival number"
+    arrived: int = 0
+    "workers that had come to the run until then"
 
     @property
     def place(self) -> tuple[str, str]:
