@@ -2,7 +2,8 @@
 
 Each is a network namespace that exists as long as this process holds it, so nothing is left however the tests end. A
 link between two nodes leads through the hub, where it can be cut: packets vanish, as they do behind a broken switch,
-and nobody is told. Or it can be made slow, by another link beside it that lets only so much through.
+and nobody is told. Or it can be made slow, or to swallow large packets, by another link beside it that lets only so
+much through, or only small ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ HUB = "10.77.0.1"
 _CLONE_NEWNET = 0x40000000
 _QUEUE = 8192
 """Bytes that wait before a slow link; what comes when it is full is lost."""
+_LARGE = 1000
+"""Bytes of the smallest packet that a link swallows which swallows large ones."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,7 +81,18 @@ class Network:
     @contextlib.contextmanager
     def at_the_hub(self) -> Iterator[None]:
         """Inside, this thread is in the hub, and what it starts is there for good."""
-        enter(self._hub)
+        with self._inside(self._hub):
+            yield
+
+    @contextlib.contextmanager
+    def at_node(self, number: int) -> Iterator[str]:
+        """Likewise; gives the node's address."""
+        with self._inside(self._nodes[number]):
+            yield _address(number)
+
+    @contextlib.contextmanager
+    def _inside(self, namespace: str) -> Iterator[None]:
+        enter(namespace)
         try:
             yield
         finally:
@@ -91,17 +105,23 @@ class Network:
 
     def slow_down(self, source: int, target: int, bits_per_s: int) -> None:
         """What goes from `source` to `target` goes no faster than that from now on."""
-        self._do(self._nodes[source], f"ip link add slow type veth peer name slow netns {self._nodes[target]}")
+        self._by_another_link(source, target, f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}")
+
+    def swallow_large(self, source: int, target: int) -> None:
+        """Large packets from `source` to `target` vanish from now on, and nobody is told."""
+        self._by_another_link(source, target, f"rate 1gbit burst {_LARGE} limit {1 << 20}")
+
+    def _by_another_link(self, source: int, target: int, queue: str) -> None:
+        self._do(self._nodes[source], f"ip link add beside type veth peer name beside netns {self._nodes[target]}")
         for here, there in ((source, target), (target, source)):
-            self._do(self._nodes[here], "ip link set slow up")
-            self._do(self._nodes[here], f"ip route add {_address(there)} dev slow src {_address(here)}")
-        queue = f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}"
-        self._do(self._nodes[source], f"tc qdisc add dev slow root tbf {queue}")
+            self._do(self._nodes[here], "ip link set beside up")
+            self._do(self._nodes[here], f"ip route add {_address(there)} dev beside src {_address(here)}")
+        self._do(self._nodes[source], f"tc qdisc add dev beside root tbf {queue}")
 
     def mend_slow(self, source: int, target: int) -> None:
         """The other way leads through the hub again."""
         for node in (source, target):
-            self._do(self._nodes[node], f"ip route del {_address(source + target - node)} dev slow")
+            self._do(self._nodes[node], f"ip route del {_address(source + target - node)} dev beside")
 
     def close(self) -> None:
         """Let go of the namespaces; the kernel ends them with the last process in them."""
@@ -137,12 +157,9 @@ class Network:
             self._do(node, f"ip route add default via {gate}")
 
     def _do(self, where: str, command: str) -> None:
-        enter(where)
-        try:
+        with self._inside(where):
             environ = {**os.environ, "PATH": _path()}
             subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=30, env=environ)
-        finally:
-            enter(self._home)
 
 
 def _address(node: int, host: int = 2) -> str:

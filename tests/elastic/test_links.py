@@ -5,6 +5,7 @@ The links to the head are whole: it hears of everybody, and has to find out who 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from elastic_rig import Elastic, Rig, judge, phase
 from network import HUB, Network, NoNetworkError
 
 from conftest import MakeRig, Undisturbed
+from fallow.worker.reach import Reach
 from lacking import lacks
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,6 +49,29 @@ def test_without_the_commands_for_it_it_fails_in_ci_and_is_left_out_elsewhere(
     monkeypatch.setattr("network.shutil.which", lambda *_, **__: None)
     with pytest.raises(outcome, match="no command `ip`"):
         make_network(1)
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_s13_a_path_that_swallows_large_packets_one_way_is_no_path(source: int, make_network: MakeNetwork) -> None:
+    """Whichever of the two calls."""
+    network = make_network(2)
+    for swallows in (False, True):
+        if swallows:
+            network.swallow_large(source, 1 - source)
+        with network.at_node(0) as address:
+            called = Reach(0, 2, address)
+        with network.at_node(1) as address:
+            calling = Reach(1, 2, address)
+            calling.call(0, called.entry)
+        sides = [called, calling]
+        threads = [threading.Thread(target=side.exchange, args=(set(), 1.0 if swallows else 20.0)) for side in sides]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert any(side.missing for side in sides) is swallows
+        for side in sides:
+            side.close()
 
 
 async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:

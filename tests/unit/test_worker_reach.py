@@ -83,6 +83,7 @@ def test_whoever_does_not_know_the_word_is_nobody() -> None:
     host, port, _ = reach.entry.decode().split()
     with socket.create_connection((host, int(port)), timeout=5) as stranger:
         stranger.sendall(b"x" * 16 + (1).to_bytes(4, "big"))
+        stranger.shutdown(socket.SHUT_WR)
         reach.exchange(set(), 0.5)
     assert reach.missing == {1}
     reach.close()

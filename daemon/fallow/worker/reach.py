@@ -1,7 +1,8 @@
 """Does this worker reach each other member, and each of them this one?
 
 gloo tells only that a group could not be built, after its whole timeout, and not with whom. So before it is asked,
-every two members exchange a byte over a plain connection between the addresses that the group will use. Nothing is
+every two members exchange a full packet over a plain connection between the addresses that the group will use: a path
+may let small ones through and swallow, without a word, those that are larger than some link on it takes. Nothing is
 trusted that comes in: whoever connects has to say the random word that went through the head.
 """
 
@@ -21,20 +22,26 @@ EXCHANGE_S = 4.0
 """A connection over a bad line takes two round trips and a lost packet or two."""
 
 _WORD = 16
+_HEAD = _WORD + 4
+"""Bytes of what the caller says first: the word and its rank."""
 _ANSWER = b"\x06"
+_READ = 1 << 16
 
 
 @dataclass(slots=True)
 class _Talk:
-    """One connection under way."""
+    """One connection under way: each side says a full packet and that this was all, the caller first."""
 
     socket: socket.socket
+    calls: bool
+    "this side does"
     rank: int | None
     "of the other side; None until it has said so"
     say: bytes
-    want: int
-    "bytes that are still to come"
+    "what is still to be said"
+    begun: bool = False
     heard: bytes = b""
+    "the beginning of what came in"
 
 
 class Reach:
@@ -68,7 +75,7 @@ class Reach:
         """Begin a connection to a member of a lower rank."""
         host, port, word = entry.decode().split()
         one = socket.socket(self._family, socket.SOCK_STREAM)
-        talk = _Talk(one, rank, bytes.fromhex(word) + self._rank.to_bytes(4, "big"), len(_ANSWER))
+        talk = _Talk(one, True, rank, bytes.fromhex(word) + self._rank.to_bytes(4, "big"))
         one.setblocking(False)
         # What comes of it shows when it becomes writable.
         one.connect_ex((host, int(port)))
@@ -88,34 +95,48 @@ class Reach:
         with contextlib.suppress(OSError):
             one, _ = self._listener.accept()
             one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, _Talk(one, None, b"", _WORD + 4))
+            self._selector.register(one, selectors.EVENT_READ, _Talk(one, False, None, b""))
 
     def _go_on(self, talk: _Talk) -> None:
         one = talk.socket
         try:
-            if talk.say:
-                one.send(talk.say)  # a few bytes into an empty buffer: never in part
-                talk.say = b""
-                self._selector.modify(one, selectors.EVENT_READ, talk)
+            if self._say(talk) if talk.say else self._hear(talk):
                 return
-            more = one.recv(talk.want - len(talk.heard))
-            talk.heard += more
-            if more and len(talk.heard) < talk.want:
-                return
-            self._settle(talk)
         except OSError:
             # Refused or reset: it stays missing.
             pass
         self._selector.unregister(one)
         one.close()
 
-    def _settle(self, talk: _Talk) -> None:
+    def _say(self, talk: _Talk) -> bool:
+        """As much as goes out; True: the talk goes on."""
+        if not talk.begun:
+            talk.begun = True
+            talk.say = talk.say.ljust(talk.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), b"\0")
+        talk.say = talk.say[talk.socket.send(talk.say) :]
+        if talk.say:
+            return True
+        talk.socket.shutdown(socket.SHUT_WR)
+        if talk.calls:
+            self._selector.modify(talk.socket, selectors.EVENT_READ, talk)
+        elif talk.rank is not None:
+            self.missing.discard(talk.rank)
+        return talk.calls
+
+    def _hear(self, talk: _Talk) -> bool:
+        """What has come in; True: the talk goes on."""
+        more = talk.socket.recv(_READ)
+        talk.heard += more[: _HEAD - len(talk.heard)]
+        if more:
+            return True
         if talk.rank is not None:
-            if talk.heard == _ANSWER:
+            if talk.heard.startswith(_ANSWER):
                 self.missing.discard(talk.rank)
-        elif len(talk.heard) == talk.want and hmac.compare_digest(talk.heard[:_WORD], self._word):
-            talk.socket.send(_ANSWER)
-            self.missing.discard(int.from_bytes(talk.heard[_WORD:], "big"))
+        elif len(talk.heard) == _HEAD and hmac.compare_digest(talk.heard[:_WORD], self._word):
+            talk.rank, talk.say = int.from_bytes(talk.heard[_WORD:], "big"), _ANSWER
+            self._selector.modify(talk.socket, selectors.EVENT_WRITE, talk)
+            return True
+        return False
 
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -126,7 +147,7 @@ class Reach:
 
 
 def unreachable(store: HeadStore, rank: int, size: int, address: str, timeout_s: float) -> list[int]:
-    """Exchange a byte with every other member; returns the ranks with whom it failed, those who never came included.
+    """Exchange a packet with every other member; returns the ranks with whom it failed, those who never came included.
 
     Args:
         store: rendezvous, private to the generation.
