@@ -290,7 +290,9 @@ def test_a_cancelled_run_ends_all_its_jobs(rig: Rig) -> None:
 def test_jobs_that_come_to_nothing_are_not_asked_for_without_end(rig: Rig) -> None:
     broken = rig.submit("--nodes=1:2", before="exit 3")
     broken.wait_for("failed", lambda: broken.view().status is RunStatus.FAILED)
-    assert broken.view().message.startswith(f"job {broken.job} ended (FAILED) before its script reached `fallow run`")
+    assert broken.view().message.startswith(
+        f"job {broken.job} ended (FAILED) before an agent of it had come to the head"
+    )
     broken.wait_jobs_gone()
     # Where the script works on the base node only, the training goes on there, and requests become rare.
     training = rig.submit("--nodes=1:2", before='[ "$FALLOW_KIND" = base ] || exit 3')

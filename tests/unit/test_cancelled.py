@@ -34,8 +34,12 @@ NOW = 1_000_000.0
         ({"warned": True, "start_at": NOW, "asked_at": NOW}, False, True),
         ({"warned": True, "start_at": NOW, "asked_at": NOW}, True, False),
         ({"start_at": NOW, "asked_at": NOW}, False, False),  # we asked it to leave
-        ({"start_at": NOW}, False, False),  # `fallow run` ended it
-        ({"spans": {"1": Span(nodes={}, start_at=NOW)}}, False, False),
+        ({"start_at": NOW, "agents": {"n1": ["w1"]}}, False, False),  # `fallow run` ended it
+        ({"start_at": NOW, "nodes": ["n1"]}, False, True),  # no agent of it ever came
+        ({"spans": {"1": Span(nodes={"n1": 0}, start_at=NOW)}, "nodes": ["n1"]}, False, True),
+        ({"start_at": NOW, "nodes": ["n1"], "asked_at": NOW}, False, False),
+        ({"start_at": NOW, "nodes": ["drained"]}, False, False),  # its prolog failed
+        ({"warned": True, "start_at": NOW, "nodes": ["drained"]}, False, True),
         ({}, False, True),  # it never started
         ({"asked_at": NOW}, False, False),
         ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
@@ -49,7 +53,7 @@ def test_who_cancelled_a_job(known: dict[str, object], preempted: bool, theirs: 
     allocation = Allocation(token="t", run="r", public_key="k", **ended)  # type: ignore[arg-type]
     at = NOW if preempted else None
     job = JobInfo(job_id="1", name="t", user="me", state="CANCELLED", partition="p", preempt_at=at)
-    assert by_others(allocation, [job]) == theirs
+    assert by_others(allocation, [job], {"drained"}) == theirs
 
 
 def test_only_those_of_a_day_count() -> None:
@@ -130,6 +134,35 @@ async def test_a_node_is_left_alone_by_all_runs_and_after_three_the_run_pauses(t
     assert (run.record.paused, run.record.shunned, run.record.cancelled) == ("", [], Cancels())
     await desk.poll()
     assert set(run.record.allocations) - before
+
+
+async def test_one_that_is_cancelled_before_its_agent_came_counts_unless_slurm_drained_its_node(tmp_path: Path) -> None:
+    """An administrator who looks at a node may find a job of ours there that has just begun."""
+    desk = Desk(tmp_path)
+    run = desk.run(1)
+    nodes: list[str] = []
+    for drained in (True, False):
+        for _ in range(2):
+            await desk.poll()
+        (young,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
+        nodes += young.nodes
+        desk.slurm.end(desk.slurm.jobs[str(young.job_id)], "CANCELLED")
+        desk.slurm.set_node(young.nodes[0], flags=["DRAIN"] if drained else [])
+        await desk.poll()
+    assert run.record.cancelled.barred == run.record.shunned == nodes[1:]
+
+
+async def test_an_orphan_that_we_cancel_is_not_taken_for_somebody_elses_doing(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    run = desk.run(1)
+    for _ in range(2):
+        await desk.poll()
+    (lost,) = (a for a in run.live_allocations() if a.state is AllocationState.RUNNING)
+    desk.book.end_allocation(run, lost, "no longer in Slurm")
+    for _ in range(2):
+        await desk.poll()
+    assert lost.settled and lost.slurm_state == "CANCELLED"
+    assert run.record.cancelled == Cancels()
 
 
 async def test_where_requests_are_cancelled_the_partition_is_left_alone_for_a_while(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fallow
 from fallow.cli.run import script_processes
 from fallow.core.step import step_command, step_environment
 from fallow.files import Paths, write_struct
@@ -67,6 +68,7 @@ class Job:
             "SLURM_JOB_ID": "5",
             "SLURM_JOB_NUM_NODES": "1",
             "HOME": str(folder),
+            "PYTHONPATH": str(Path(fallow.__file__).parents[1]),
             "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"],
         }
         paths = Paths.default(self.environ).create().run("r1").create()
@@ -74,7 +76,7 @@ class Job:
         write_struct(paths.key("r1.0"), key)
         (folder / "bin").mkdir()
         self.command("srun", 'printf "%s\\n" "$@" >srun.args; exit ${TEST_CODE:-0}')
-        self.command("scancel", "echo $1 >scancel.args")
+        self.command("scancel", "echo $1 >scancel.args; kill -CONT $PPID")
 
     def command(self, name: str, body: str) -> None:
         file = self.folder / "bin" / name
@@ -142,10 +144,25 @@ def test_a_trap_does_not_bring_the_next_line_about(base: Job) -> None:
     assert "after" not in done.stdout
 
 
+def watch_script(job: Job) -> None:
+    """Have scancel note whether the script, two above it, is still there."""
+    above = "$(cut -d' ' -f4 /proc/$PPID/stat)"
+    job.command("srun", f"echo {above} >script; kill -${{TEST_SIGNAL:-0}} $PPID; exit ${{TEST_CODE:-0}}")
+    job.command("scancel", f"test {above} = $(cat script) && echo cancelled >how || echo failed >how; kill -CONT $PPID")
+
+
 def test_a_harvest_job_ends_whatever_the_code(harvest: Job) -> None:
-    for code in (1, 137, Exit.NO_RESTART):
+    watch_script(harvest)
+    for code, how in ((Exit.TEMPFAIL, "failed"), (Exit.NO_RESTART, "cancelled")):
         assert harvest.run(code).stdout == ""
+        assert (harvest.folder / "how").read_text() == f"{how}\n"
     assert harvest.run(0).stdout == "code 0\nafter\n"
+
+
+def test_a_harvest_job_that_is_ended_from_outside_is_none_that_failed(harvest: Job) -> None:
+    watch_script(harvest)
+    assert harvest.run(143, TEST_SIGNAL="CONT").stdout == ""
+    assert (harvest.folder / "how").read_text() == "cancelled\n"
 
 
 def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:

@@ -103,7 +103,7 @@ async def test_a_script_that_works_nowhere_is_tried_alone_and_then_paused(site: 
     assert len(_died(site)) == 20 + ROUNDS, "all that were idle, and then one at a time"
     assert max(per_poll[per_poll.index(20) + 1 :] if 20 in per_poll else per_poll[5:]) == 1
     message = run_view(run, site.slurm.now, site.slurm.now).message
-    assert f"fallow resume {run.id}" in message and "before its script reached `fallow run`" in message
+    assert f"fallow resume {run.id}" in message and "before an agent of it had come to the head" in message
     assert "jobs in a row came to nothing" in message and run.record.paused
     run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(run.record), type=RunRecord)
     await poll(site, run)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -42,19 +43,22 @@ def run(command: tuple[str, ...]) -> int:
         if not os.environ.get("SLURM_JOB_ID") or rest_belongs_here():
             raise
         say(error.message)
-        end_job("the rest of the script belongs to another allocation")
+        end_job("the rest of the script belongs to another allocation", failed=not _signs and not is_over())
 
 
 def rest_belongs_here() -> bool:
     """After an error: may the script go on? Not in a harvest job, and not when the run has ended (elsewhere)."""
+    return os.environ.get("FALLOW_KIND") != AllocationKind.HARVEST and not is_over()
+
+
+def is_over() -> bool:
+    """Has the run ended, as its folder says?"""
     from fallow.files import Paths
 
-    if os.environ.get("FALLOW_KIND") == AllocationKind.HARVEST:
-        return False
     try:
-        return not Paths.default().run(os.environ.get("FALLOW_RUN", "")).report.exists()
+        return Paths.default().run(os.environ.get("FALLOW_RUN", "")).report.exists()
     except FallowError:
-        return True
+        return False
 
 
 def train(command: tuple[str, ...]) -> int:
@@ -65,7 +69,7 @@ def train(command: tuple[str, ...]) -> int:
     agent = [sys.executable, "-m", "fallow.agent", "--key-file", str(key_file), "--", *command]
     argv = step_command(os.environ, agent)
     # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _let_pass)
     code = wait_for_step(argv, step_environment(os.environ))
     if code == Exit.OK:
@@ -73,7 +77,7 @@ def train(command: tuple[str, ...]) -> int:
     if code == Exit.NO_RESTART:
         end_job("this allocation is done")
     if kind is AllocationKind.HARVEST:
-        end_job(f"the step ended with {code}")
+        end_job(f"the step ended with {code}", failed=not _signs)
     return code
 
 
@@ -121,12 +125,20 @@ def wait_for_step(argv: list[str], environment: dict[str, str]) -> int:
     return 128 - code if code < 0 else code
 
 
+_signs: list[int] = []
+"Signals that have come: Slurm, or somebody through it, ends the job."
+
+
 def _let_pass(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN: that would be inherited by srun."""
+    _signs.append(number)
 
 
-def end_job(reason: str) -> NoReturn:
-    """Ends this job as cancelled; nothing that follows in the script may run.
+def end_job(reason: str, failed: bool = False) -> NoReturn:
+    """Ends this job as cancelled, or as `failed`; nothing that follows in the script may run.
+
+    The head takes a cancelled job of which no agent came for one that somebody else has cancelled (`core.cancelled`),
+    and a failed one for a node that swallows jobs, or a script that works nowhere (`core.duds`).
 
     scancel alone does not see to that: a script with a trap for SIGTERM, or one that called the script with our
     line, goes on when what it waits for has died. Killing the script alone would make the job a failed one. So
@@ -137,6 +149,10 @@ def end_job(reason: str) -> NoReturn:
     script = script_processes()
     signs = {signal.SIGCONT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signs)
+    if failed:
+        # As the script's own end; should more have been above it than can be seen, scancel ends that.
+        _kill(script)
+        signal.sigtimedwait(signs, SIGNAL_S)
     end = time.monotonic() + SCANCEL_S
     try:
         scancel = subprocess.Popen(["scancel", job], stdin=subprocess.DEVNULL)
@@ -146,10 +162,15 @@ def end_job(reason: str) -> NoReturn:
                 end = min(end, time.monotonic() + SIGNAL_S)
     except OSError as error:
         say(f"scancel {job} cannot be started ({error.strerror}); the script is ended all the same")
-    for pid in script:
+    if not failed:
+        _kill(script)
+    os._exit(Exit.NO_RESTART)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    os._exit(Exit.NO_RESTART)
 
 
 def script_processes(proc: Path = Path("/proc")) -> list[int]:

@@ -1,13 +1,14 @@
 """Harvest jobs that somebody else cancelled: an administrator, or their owner by hand. Pure.
 
 Whoever does that does not want them there. A harvest job also ends by scancel when it is done (`fallow run` calls it),
-so not every cancelled one counts: only a request that never started and that we did not cancel, and a job whose steps
-Slurm warned out of the blue, and that was neither preempted nor at its limit.
+so not every cancelled one counts: only one that we did not cancel and of which no agent ever came (where its script
+cannot train, the job fails), and one whose steps Slurm warned out of the blue, and that was neither preempted nor at
+its limit. Slurm itself cancels a job whose prolog fails, and drains the node (tried on 22.05).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -29,13 +30,19 @@ class Cancels(msgspec.Struct, kw_only=True):
     "nodes that were barred for it"
 
 
-def by_others(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
-    """Was it? To be asked once it is settled. Args: jobs: its own, as the poll shows them that settled it."""
+def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collection[str] = ()) -> bool:
+    """Was it? To be asked once it is settled.
+
+    Args:
+        allocation: that is settled.
+        jobs: its own, as the poll shows them that settled it.
+        closed: nodes that take no jobs any more.
+    """
     asked_for = allocation.kind is AllocationKind.HARVEST and allocation.state is not AllocationState.LOST
     if not asked_for or allocation.slurm_state != "CANCELLED" or any(job.preempt_at is not None for job in jobs):
         return False
-    never_started = allocation.start_at is None and not allocation.spans and not allocation.agents
-    return allocation.warned or (never_started and allocation.asked_at is None)
+    in_vain = not allocation.agents and allocation.asked_at is None
+    return allocation.warned or (in_vain and not any(node in closed for node in allocation.nodes))
 
 
 def note(cancels: Cancels, now: float, node: str) -> bool:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fallow.core import cancelled, failures
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Backoff
 from fallow.core.cancelled import CANCELS
+from fallow.core.holes import CLOSED
 from fallow.head.book import Run
 from fallow.head.spending import Settled
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind
+from fallow.model import AllocationKind, NodeInfo
 
 
-def take_in(turn: Turn, settled: Iterable[Settled], backoff: Backoff) -> None:
+def take_in(turn: Turn, settled: Sequence[Settled], nodes: Iterable[NodeInfo], backoff: Backoff) -> None:
     """Args: settled: allocations whose jobs have just been seen to be over, with these."""
+    closed = {node.node for node in nodes if not CLOSED.isdisjoint(node.flags)} if settled else ()
     for run, allocation, jobs in settled:
-        if cancelled.by_others(allocation, jobs):
+        if cancelled.by_others(allocation, jobs, closed):
             _cancelled(turn, run, allocation, backoff)
 
 
 def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:
-    node = allocation.nodes[0] if allocation.start_at is not None and allocation.nodes else ""
+    started = allocation.start_at is not None or bool(allocation.spans)
+    node = allocation.nodes[0] if started and allocation.nodes else ""
     what = f"job {allocation.job_id}" + (f" on {node}" if node else f", a request in {allocation.partition}")
     text = f"somebody cancelled {what}"
     turn.record(run, "cancelled", text, job=allocation.job_id, node=node)

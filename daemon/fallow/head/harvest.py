@@ -86,7 +86,7 @@ class Harvest:
         cluster = as_for_us(cluster, site, self._config.harvest.qos)
         self.cluster, self._site = cluster, site
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
-        cancelled.take_in(turn, follow_jobs(turn, cluster), self._learning.known.backoff)
+        cancelled.take_in(turn, follow_jobs(turn, cluster), cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         for run in turn.book.runs.values():
             keep_within_budget(turn, run, cluster.at)

@@ -75,12 +75,12 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
 
 
 def _came_to_nothing(turn: Turn, run: Run, allocation: Allocation) -> None:
-    """The script ended before `fallow run` had an agent start: it is wrong, or something that it needs is away."""
+    """No agent came: the script is wrong, something that it needs is away, or the head cannot be reached from there."""
     turn.dirty.add(run.id)
     log = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
     where = log if allocation.kind is AllocationKind.HARVEST else "its output"
     how = f"job {allocation.job_id} ended ({allocation.reason})"
-    text = f"{how} before its script reached `fallow run`; see {where}"
+    text = f"{how} before an agent of it had come to the head; see {where}"
     turn.record(run, "failed", text)
     r = run.roster
     node = allocation.nodes[0] if allocation.kind is AllocationKind.HARVEST and len(allocation.nodes) == 1 else ""

@@ -31,3 +31,6 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
             for job_id in there.get(allocation.token, ()):
                 turn.record(run, "orphan", f"job {job_id} of the ended {allocation.token} is cancelled")
                 turn.cancels.append((run.id, allocation.token, job_id))
+                # That it was us is asked later (`core.cancelled`).
+                allocation.asked_at = allocation.asked_at or turn.now
+                turn.dirty.add(run.id)
