@@ -95,7 +95,7 @@ def test_a_request_is_shorter_than_its_hole_by_what_the_plan_of_slurm_is_rounded
     """Else backfill finds that it does not fit, and the node stays idle."""
     state = cluster([node("n1")], [waiting(planned_nodes=["n1"], start_at=NOW + 1860)])
     for resolution_s, minutes in ((0.0, 31), (1.0, 30), (60.0, 30), (61.0, 29), (600.0, 21)):
-        rules = dataclass_replace(RULES, resolution_s=resolution_s)
+        rules = replace(RULES, resolution_s=resolution_s)
         assert [a.minutes for a in asks(plan(state, [Demand("r", 1)], [], rules, fixed()))] == [minutes]
 
 
@@ -437,13 +437,13 @@ def test_requests_ahead_keep_nobody_from_asking_for_what_is_idle() -> None:
     def asked(rules: HarvestRules, waits: int, state: ClusterState = idle) -> list[bool]:
         return [wish.ahead for wish in asks(plan(state, [Demand("r", 9)], there[:waits], rules, fixed()))]
 
-    apart = dataclass_replace(fewer, apart=4)
+    apart = replace(fewer, apart=4)
     assert asked(apart, 4) == [False, False], "four of the seven are for those that wait"
     assert asked(fewer, 4) == []
     assert asked(apart, 0, busy()) == [True] * 4
     assert asked(fewer, 0, busy()) == [True] * 2
-    assert asked(dataclass_replace(apart, max_waiting=5), 4) == [False]
-    assert asked(dataclass_replace(apart, max_waiting=3), 0, busy()) == [True] * 3
+    assert asked(replace(apart, max_waiting=5), 4) == [False]
+    assert asked(replace(apart, max_waiting=3), 0, busy()) == [True] * 3
 
 
 def test_requests_ahead_go_to_the_run_that_gains_most() -> None:
@@ -500,7 +500,7 @@ def test_nobody_waits_ahead_for_fewer_nodes_than_the_next_stair_takes() -> None:
         return len(asks(plan(busy(), [Demand("r", 5, worth=Worth(speeds, base=1, going=True))], [], rules, fixed())))
 
     assert [asked(stair) for stair in (2, 3, 4)] == [1, 2, 0], "two may wait, beside the one that it has"
-    for capped in (dataclass_replace(AHEAD, max_nodes=1), dataclass_replace(AHEAD, partition_nodes={"scavenge": 1})):
+    for capped in (replace(AHEAD, max_nodes=1), replace(AHEAD, partition_nodes={"scavenge": 1})):
         assert [asked(stair, capped) for stair in (2, 3)] == [1, 0], "one may be held"
 
 

@@ -67,8 +67,7 @@ def _plain(reason: str) -> str:
     return reason.strip().strip("()").replace("_", " ")
 
 
-@dataclass(frozen=True, slots=True)
-class Asker:
+class Asker(msgspec.Struct, frozen=True):
     """In whose name is asked; empty: the user's defaults."""
 
     account: str = ""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
 
+import msgspec
+
 FEW_NODES = 16
 """Jobs of more nodes than this are not packed together with others; they hardly ever share nodes."""
 
@@ -27,13 +29,12 @@ SMALL = 64
 """... among at most so many nodes; with more there is always another way, and no time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """What one node must give to one job."""
 
     cpus: int = 1
     memory_mb: int = 0
-    gpus: Mapping[str, int] = field(default_factory=dict)
+    gpus: Mapping[str, int] = {}
     "type -> number; the empty type is any"
     whole: bool = False
     "nothing else runs beside it"
@@ -43,8 +44,7 @@ class Share:
     "nobody else's jobs run beside it"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A node that could be had, and what of it."""
 
     node: str
@@ -73,8 +73,7 @@ class Place:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """A job, or one component of a heterogeneous one: so many different nodes with one share each."""
 
     nodes: int

@@ -7,8 +7,9 @@ A node's hole ends at the earliest planned start of a pending job on it, or at a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
+
+import msgspec
 
 from fallow.core.waiting import is_ours, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
@@ -34,8 +35,7 @@ WANTED_BACK = {
 """Flags of nodes that their administrators want, and what for: it waits for the end of our job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """Idle GPUs of a node that runs other jobs too, with their share of its CPUs and memory."""
 
     node: str
@@ -46,8 +46,7 @@ class Part:
     "0: the site does not count memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(msgspec.Struct, frozen=True):
     """An idle node, or part of one, as one of its partitions offers it, and the time for which nobody is known to want
     it."""
 

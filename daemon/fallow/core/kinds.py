@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from fallow.core.constraint import suits
 from fallow.core.holes import Part
@@ -13,8 +14,7 @@ Likeness = tuple[str, int, tuple[tuple[str, int], ...], tuple[str, ...]]
 """Architecture, CPUs, GPUs by type, features: nodes that share it compute the same bits, as far as Slurm can tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """What a node must be to be of use to a run. The default: any node."""
 
     arch: str = ""

@@ -12,9 +12,12 @@ into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+
+import msgspec
+from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
@@ -53,20 +56,19 @@ class GiveBack:
     "somebody waits: what has not left soon is ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """Where we stand with the others, after one poll."""
 
     give_back: tuple[GiveBack, ...] = ()
     leaving: tuple[GiveBack, ...] = ()
     "on their way out for another reason, but now somebody waits for their nodes"
-    spoken_for: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    spoken_for: Mapping[str, frozenset[str]] = {}
     "partition -> nodes on which waiting jobs start now or once ours have left, and which Slurm would not take from us"
     compete: frozenset[str] = frozenset()
     "tokens of pending requests of ours that could take such a node, or that come before others' jobs"
     wanted: frozenset[str] = frozenset()
     "partitions in which others' jobs wait, whether they could start or not"
-    delayed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    delayed: Mapping[str, frozenset[str]] = {}
     "job of somebody else -> tokens of ours whose nodes it needs to start"
     offered: tuple[tuple[Waiting, frozenset[str]], ...] = ()
     "jobs that need nothing of us, and the nodes on which they could start now"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
@@ -20,14 +21,13 @@ from fallow.model import ClusterState, PartitionInfo
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
 
 
-@dataclass(frozen=True, slots=True)
-class HarvestRules:
+class HarvestRules(msgspec.Struct, frozen=True):
     """What the owner of the head (or the site) allows."""
 
     partitions: tuple[str, ...] = ()
     "may be harvested; empty: every partition whose jobs can be preempted"
     allow_without_preemption: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = {}
     """partition -> why it must not be harvested whatever the configuration says; where its jobs are preempted on some
     nodes only, why the others must not"""
     stopped: str = ""
@@ -39,7 +39,7 @@ class HarvestRules:
     max_waiting: int = 1 << 30
     "requests that may wait in all"
     max_nodes: int | None = None
-    partition_nodes: Mapping[str, int] = field(default_factory=dict)
+    partition_nodes: Mapping[str, int] = {}
     "at most so many nodes held or asked for in a partition"
     max_minutes: int = 120
     min_minutes: int = 2
@@ -62,8 +62,7 @@ class HarvestRules:
     "so many of them do not count among `max_pending`"
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What one run could use."""
 
     run: str
@@ -75,8 +74,8 @@ class Demand:
     "nodes that it does without"
     budget_node_s: float | None = None
     "what may still be reserved; None: no budget"
-    kind: Kind = field(default_factory=Kind)
-    asker: Asker = field(default_factory=Asker)
+    kind: Kind = Kind()
+    asker: Asker = Asker()
     members: int = 0
     "nodes that train now"
     pause_s: float = 0.5

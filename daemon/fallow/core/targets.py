@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+import msgspec
+
 from fallow.core.allocations import Allocation
 from fallow.core.apportion import Claim, apportion
 from fallow.core.flow import Flow
@@ -28,8 +30,7 @@ class Place(NamedTuple):
     partitions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Party:
+class Party(msgspec.Struct, frozen=True):
     """One run that has or wants harvested nodes.
 
     Attributes:
@@ -220,8 +221,7 @@ class _Supply:
         return sorted(usable.union(self._own.get(party.run, ())))
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True):
     party: Party
     claim: Claim
     mine: list[Allocation]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from fallow.core.states import ON_NODES
 from fallow.model import ClusterConfig, ClusterState, JobInfo
@@ -25,8 +26,7 @@ LOOKED_AT = 500
 """As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """A job of somebody else, or all components of a heterogeneous one, which start together."""
 
     jobs: tuple[JobInfo, ...]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from fallow.config import Config
 from fallow.core.allocations import Allocation, send

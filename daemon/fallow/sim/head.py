@@ -8,7 +8,6 @@ time. Nothing is put off, paused, paid for or hurried: no job comes to nothing, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
 from msgspec import structs
@@ -258,7 +257,7 @@ class VirtualHead:
         experience, refused = self.learner.known.experience, self.neighbourhood.refused
         rules = allowance.rules(self._limits, self._config, refused, experience, at, self._interval_s)
         # No run takes parts of nodes, so they need not be looked for.
-        return replace(rules, whole_nodes=True)
+        return structs.replace(rules, whole_nodes=True)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
