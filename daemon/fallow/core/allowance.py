@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from fallow.core.experience import Experience
 from fallow.core.room import whole_nodes
@@ -110,14 +111,14 @@ def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     """Requests that may wait in a partition, or `in_all` of them: half of the jobs that backfill looks at for one user,
     since the user's own ones need the others."""
     names = "user|assoc" if in_all else "user|assoc|user_part"
-    limits = re.findall(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
-    return max(1, min((int(limit) for limit in limits if int(limit)), default=2 << 30) // 2)
+    limits = _numbers(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
+    return max(1, min(filter(None, limits), default=2 << 30) // 2)
 
 
 def _looked_at(site: ClusterConfig | None) -> int:
     """Jobs of all users together that backfill looks at in a cycle, in a partition or in all."""
-    limits = [] if site is None else re.findall(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters)
-    return min((int(limit) for limit in limits if int(limit)), default=LOOKED_AT)
+    limits = () if site is None else _numbers(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters)
+    return min(filter(None, limits), default=LOOKED_AT)
 
 
 def _backfill_s(site: ClusterConfig | None) -> float:
@@ -126,8 +127,14 @@ def _backfill_s(site: ClusterConfig | None) -> float:
 
 def _resolution_s(site: ClusterConfig | None) -> float:
     """Of the times in backfill's plan (`bf_resolution`, https://slurm.schedmd.com/slurm.conf.html)."""
-    said = None if site is None else re.search(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
-    return float(said[1]) if said else RESOLUTION_S
+    said = () if site is None else _numbers(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
+    return float(said[0]) if said else RESOLUTION_S
+
+
+@lru_cache(maxsize=16)
+def _numbers(pattern: str, parameters: str) -> tuple[int, ...]:
+    """Those that SchedulerParameters has behind some words; kept, for every plan asks for the same."""
+    return tuple(int(number) for number in re.findall(pattern, parameters))
 
 
 def horizon_s(poll_interval_s: float) -> float:

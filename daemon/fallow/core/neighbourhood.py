@@ -105,7 +105,10 @@ class Neighbourhood:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
         if self._awaited or not (self._watchful or self._watchful_nodes):
             return self._awaited
-        return any(a.harvested and a.live and self._ours_to_give(a) for a in allocations)
+        # Where Slurm takes back what we have, as nearly everywhere, a look at the partition will do.
+        there = self._watchful.union(self._watchful_nodes)
+        mine = (a for a in allocations if a.partition in there)
+        return any(a.harvested and a.live and self._ours_to_give(a) for a in mine)
 
     def _ours_to_give(self, allocation: Allocation) -> bool:
         """Would nobody but us give back what it has, or may get?"""

@@ -171,8 +171,9 @@ class VirtualHead:
         """When to poll next; what has come since the last one may make that sooner."""
         if self._answer is not None:
             return
-        longest = polling.longest_interval_s(self._limits.poll_interval_s, self._watches())
-        wanted_s = polling.interval_s(self._wanted_s(), self.neighbourhood.alert > 0)
+        usual_s, watches = self._limits.poll_interval_s, self._watches()
+        longest = polling.longest_interval_s(usual_s, watches)
+        wanted_s = polling.interval_s(usual_s, watches or self.neighbourhood.alert > 0)
         interval_s = polling.poll_interval_s(wanted_s, self._answer_s / BUSY, 0, longest)
         self._poll_at = max(self._now, self._began + interval_s)
 
