@@ -358,7 +358,7 @@ class Packing:
             # Whoever led here takes over a node of these slots, which get another one.
             before, given = came_from[at]
             holder = self._holder[given]
-            self._leave(holder, given)
+            self._leave(holder, given, free=False)
             self._take(holder, node)
             at, node = before, given
         self._take(index, node)
@@ -409,8 +409,9 @@ class Packing:
         self._set(index, node)
         self._undo.append(lambda: self._unset(index, node))
 
-    def _leave(self, index: int, node: str) -> None:
-        self._unset(index, node)
+    def _leave(self, index: int, node: str, *, free: bool = True) -> None:
+        """Args: free: False: others take it at once, so nobody need look for free nodes from there on again."""
+        self._unset(index, node, free=free)
         self._undo.append(lambda: self._set(index, node))
 
     def _set(self, index: int, node: str) -> None:
@@ -422,14 +423,15 @@ class Packing:
         self._cost += rank >= self._first_dear
         self._look(index)
 
-    def _unset(self, index: int, node: str) -> None:
+    def _unset(self, index: int, node: str, *, free: bool = True) -> None:
         rank, slots = self._rank[node], self._slots[index]
         slots.taken.pop(node, None)
         del slots.group.held[node]
         del self._holder[node]
-        self._free[rank] = 1
-        for each in slots.group.kin:
-            each.freed(node, rank)
+        if free:
+            self._free[rank] = 1
+            for each in slots.group.kin:
+                each.freed(node, rank)
         self._cost -= rank >= self._first_dear
         self._look(index)
 
