@@ -173,7 +173,7 @@ class RealHead:
         self.harvest = Harvest(config)
         self._config = config
         self._peers = Peers(config.membership, config.checkpoint)
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         client = PacedClient(
             SimClient(engine, self),
             queries_per_min=config.slurm.queries_per_min,

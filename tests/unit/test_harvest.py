@@ -25,7 +25,7 @@ from fallow.files import Paths
 from fallow.head.asking import Asking, ordered
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Due, Item, Polled, Submitted, TrialRefused
+from fallow.head.inbox import Due, Inbox, Item, Polled, Submitted, TrialRefused
 from fallow.head.jobs import take_in
 from fallow.head.learning import NOTE
 from fallow.head.slurm_calls import SlurmCalls
@@ -502,7 +502,7 @@ class Loop:
     """What the head's loop does with what it gets from Slurm's side."""
 
     def __init__(self, site: Site, *, queries_per_min: float, submits_per_min: float) -> None:
-        self.site, self.inbox = site, asyncio.Queue[Item]()
+        self.site, self.inbox = site, Inbox()
         client = PacedClient(site.slurm, queries_per_min=queries_per_min, submits_per_min=submits_per_min)
         self.calls = SlurmCalls(client, site.book.paths, site.harvest, self.inbox)
 
@@ -616,7 +616,7 @@ async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> No
 
 
 async def test_a_trial_asks_slurm_once_and_is_remembered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, inbox = site.run(), asyncio.Queue[Item]()
+    run, inbox = site.run(), Inbox()
     await site.poll()
     client = PacedClient(site.slurm, queries_per_min=60, submits_per_min=60)
     calls = SlurmCalls(client, site.book.paths, site.harvest, inbox)

@@ -1,28 +1,97 @@
-"""What the head's loop takes at once."""
+"""What the head's loop takes at once, and what it need not hear."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
-from fallow.head.inbox import TOGETHER, Heard, Intake, Item, Tick
-from fallow.model import AgentBeat
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.head.app import HEARD_AT_ONCE, Head
+from fallow.head.inbox import TOGETHER, Heard, Inbox, Item, Tick
+from fallow.model import AgentBeat, Beat, FromPeer, Notice
+
+
+def beat(step: int) -> Beat:
+    return Beat(worker="w", generation=1, prepared=1, step=step, held=False)
 
 
 def test_messages_that_wait_are_taken_together_and_nothing_changes_its_place() -> None:
-    inbox: asyncio.Queue[Item] = asyncio.Queue()
+    inbox = Inbox()
     messages = [Heard(f"peer {number}", AgentBeat(alive=[])) for number in range(TOGETHER + 3)]
     first, second = Tick(), Tick()
     for item in (*messages, first, second, messages[0]):
         inbox.put_nowait(item)
-    intake = Intake(inbox)
 
     async def all_of_them() -> list[list[Item]]:
-        return [await intake.take() for _ in range(5)]
+        return [await inbox.take() for _ in range(4)]
 
-    assert asyncio.run(all_of_them()) == [
-        messages[:TOGETHER],
-        messages[TOGETHER:],
-        [first],
-        [second],
-        messages[:1],
-    ]
+    assert asyncio.run(all_of_them()) == [messages[:TOGETHER], messages[TOGETHER:], [first], [second]]
+    assert inbox.empty(), "the second beat of the first peer has taken the place of its first"
+
+
+async def test_an_item_is_taken_as_soon_as_it_comes() -> None:
+    inbox = Inbox()
+    waiting = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    inbox.put_nowait(Tick())
+    assert await asyncio.wait_for(waiting, 10) == [Tick()]
+
+
+def test_a_head_that_falls_behind_hears_how_things_stand_and_keeps_one_beat_of_each() -> None:
+    inbox = Inbox()
+    for step in range(10_000):
+        for peer in ("a", "b"):
+            inbox.put_nowait(Heard(peer, beat(step)))
+    assert [inbox.get_nowait() for _ in range(2)] == [Heard("a", beat(9999)), Heard("b", beat(9999))]
+    assert inbox.empty()
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.booleans()) | st.none()))
+def test_of_each_peer_all_is_heard_in_order_but_beats_that_a_later_one_follows(
+    steps: list[tuple[str, bool] | None],
+) -> None:
+    """None: an item is taken. Every message bears its number."""
+    inbox, taken, waiting = Inbox(), list[Heard](), list[Heard]()
+    expected: dict[str, list[FromPeer]] = {"a": [], "b": []}
+    for number, step in enumerate(steps):
+        if step is None:
+            if not inbox.empty():
+                taken.append(inbox.get_nowait())  # type: ignore[arg-type]
+            continue
+        peer, is_beat = step
+        item = Heard(peer, beat(number) if is_beat else Notice(signal=number))
+        waiting = [one for one in waiting if one not in taken]
+        last = next((one for one in reversed(waiting) if one.peer == peer), None)
+        if is_beat and last is not None and isinstance(last.message, Beat):
+            waiting.remove(last)
+            expected[peer].pop()
+        waiting.append(item)
+        expected[peer].append(item.message)
+        inbox.put_nowait(item)
+    while not inbox.empty():
+        taken.append(inbox.get_nowait())  # type: ignore[arg-type]
+    for peer, messages in expected.items():
+        assert [one.message for one in taken if one.peer == peer] == messages
+
+
+async def test_the_loop_has_its_turns_however_much_is_there_to_be_heard() -> None:
+    heard, inbox = 0, Inbox()
+
+    async def recv() -> tuple[str, FromPeer]:
+        nonlocal heard
+        heard += 1
+        if heard > 100 * HEARD_AT_ONCE:
+            raise ConnectionError
+        return "a", beat(heard)
+
+    head = SimpleNamespace(_router=SimpleNamespace(recv=recv), _inbox=inbox)
+    hearing = asyncio.create_task(Head._hear(head))  # type: ignore[arg-type]
+    taken = [await inbox.take() for _ in range(10)]
+    assert heard <= 20 * HEARD_AT_ONCE
+    assert all(len(items) == 1 for items in taken), "the newest beat"
+    with pytest.raises(ConnectionError):
+        await hearing

@@ -23,7 +23,7 @@ from fallow.head.asking import ordered
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
-from fallow.head.inbox import Asked, Due, Heard, Inbox, Intake, Item, Polled, Submitted, Switched, Tick, TrialRefused
+from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
@@ -44,6 +44,9 @@ log = structlog.get_logger("fallow.head")
 
 TICK_S = 0.25
 
+HEARD_AT_ONCE = 256
+"""So many messages of peers are received before the loop has a turn."""
+
 REMEMBER_S = 3.0
 """The head's end waits no longer than this for what was learned to be written down."""
 
@@ -60,7 +63,7 @@ class Head:
     def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None) -> None:
         self.paths = paths
         self.config = config
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._stop = asyncio.Event()
         self._notifier = Notifier()
         self._metrics = Metrics(config.head.prometheus_port)
@@ -177,8 +180,11 @@ class Head:
 
     async def _hear(self) -> None:
         while True:
-            peer, message = await self._router.recv()
-            self._inbox.put_nowait(Heard(peer, message))
+            for _ in range(HEARD_AT_ONCE):
+                peer, message = await self._router.recv()
+                self._inbox.put_nowait(Heard(peer, message))
+            # What is there is received without waiting, and then nobody else would ever have a turn.
+            await asyncio.sleep(0)
 
     async def _clock(self) -> None:
         while True:
@@ -192,9 +198,8 @@ class Head:
 
     async def _loop(self) -> None:
         # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
-        intake = Intake(self._inbox)
         while not self._stop.is_set():
-            items = await intake.take()
+            items = await self._inbox.take()
             turn = Turn(self._book, time.monotonic(), time.time())
             answers = [self._take(turn, item) for item in items]
             if turn.began:

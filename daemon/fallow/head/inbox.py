@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from fallow.model import ClusterState, FallowError, FromPeer
+from fallow.model import AgentBeat, Beat, ClusterState, FallowError, FromPeer
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 
 
@@ -68,32 +69,65 @@ class Tick:
 
 
 Item = Heard | Asked | Polled | Due | Submitted | TrialRefused | Switched | Tick
-Inbox = asyncio.Queue[Item]
 
 TOGETHER = 64
 """So many messages are taken at once, at most: the first is answered when the last is understood."""
 
 
-class Intake:
-    """Takes items out of the inbox, for one turn each.
+class Inbox:
+    """Items in the order in which they came, for one loop to take.
 
-    Messages of peers that wait together are one turn, so that what follows from them is written down once: all members
-    of a large run vote at the same moment, and a thousand agents may come at the same moment.
+    A beat takes the place of the beat of the same peer that still waits, if that was the last to come from it: a beat
+    tells how things stand, and a head that falls behind should neither hear first how they stood nor keep it all.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-        self._next: Item | None = None
+    def __init__(self) -> None:
+        self._cells: deque[list[Item]] = deque()
+        self._beats: dict[str, list[Item]] = {}
+        "by peer: the cell of the last that came from it, where that is a beat"
+        self._arrived = asyncio.Event()
+
+    def put_nowait(self, item: Item) -> None:
+        """Never waits: besides beats, what peers send is limited by what they are told."""
+        cell = [item]
+        match item:
+            case Heard(peer, Beat() | AgentBeat()):
+                if peer in self._beats:
+                    self._beats[peer][0] = item
+                    return
+                self._beats[peer] = cell
+            case Heard(peer, _):
+                self._beats.pop(peer, None)
+        self._cells.append(cell)
+        self._arrived.set()
+
+    async def get(self) -> Item:
+        """The next item, when there is one."""
+        while not self._cells:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.get_nowait()
+
+    def get_nowait(self) -> Item:
+        """The next item; there must be one."""
+        cell = self._cells.popleft()
+        item = cell[0]
+        if isinstance(item, Heard) and self._beats.get(item.peer) is cell:
+            del self._beats[item.peer]
+        return item
+
+    def empty(self) -> bool:
+        """True if nothing waits."""
+        return not self._cells
 
     async def take(self) -> list[Item]:
-        """One item, or several messages."""
-        first = await self._inbox.get() if self._next is None else self._next
-        self._next = None
-        items = [first]
-        while isinstance(first, Heard) and len(items) < TOGETHER and not self._inbox.empty():
-            item = self._inbox.get_nowait()
-            if not isinstance(item, Heard):
-                self._next = item
-                break
-            items.append(item)
+        """One item, or several messages of peers: those that wait together are one turn.
+
+        So what follows from them is written down once: all members of a large run vote at the same moment, and a
+        thousand agents may come at the same moment.
+        """
+        items = [await self.get()]
+        if isinstance(items[0], Heard):
+            while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], Heard):
+                items.append(self.get_nowait())
         return items
