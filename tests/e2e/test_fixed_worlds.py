@@ -61,17 +61,48 @@ def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:  # noqa: F811
     wait(box.nothing_left, 10.0)
 
 
-def unlike_ranks(box: Box, *options: str) -> list[subprocess.Popen[str]]:  # noqa: F811
-    """Two, of which the second computes as an older processor would."""
+UNLIKE = """
+import os, torch, fallow
+from torch.utils.data import DataLoader, TensorDataset
+run = fallow.init()
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = run.prepare(model, optimizer, reproducible=True)
+data = TensorDataset(torch.ones(16, 64))
+loaders = [run.prepare(DataLoader(data, batch_size), global_batch=8) for batch_size in (4, 4 >> run.rank)]
+for loader in loaders:
+    for (x,) in run.steps(loader):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def two_ranks(box: Box, *command: str, second: dict[str, str]) -> list[subprocess.Popen[str]]:  # noqa: F811
+    """`second`: variables of the second one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return [
         box.start(
-            *(sys.executable, TINY, *options),
+            *(sys.executable, *command),
             **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **other},
         )
-        for rank, other in enumerate([{}, {"ATEN_CPU_CAPABILITY": "default"}])
+        for rank, other in enumerate([{}, second])
     ]
+
+
+def unlike_ranks(box: Box, *options: str) -> list[subprocess.Popen[str]]:  # noqa: F811
+    """Two, of which the second computes as an older processor would."""
+    return two_ranks(box, TINY, *options, second={"ATEN_CPU_CAPABILITY": "default"})
+
+
+def test_ranks_whose_loops_cut_a_step_unlike_each_other_are_refused(box: Box) -> None:  # noqa: F811
+    """In their second loop. gloo ended one process for it, and the other was told of a lost connection."""
+    for process in two_ranks(box, "-c", UNLIKE, second={}):
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == Exit.DATA, stderr
+        assert "fallow: rank 1 cuts a step into 4 shards of 2 samples, rank 0 into 2 of 4: give the " in stderr
+        assert "Traceback" not in stderr
 
 
 def test_ranks_that_compute_other_bits_are_brought_together_now_and_then(box: Box) -> None:  # noqa: F811

@@ -63,6 +63,14 @@ class StepPlan:
     "by rank, the weight of the only shard that it computes; empty: a full step has more shards than members"
 
 
+class Cutting(NamedTuple):
+    """How a member cuts the steps of a run.steps call."""
+
+    shards: int
+    "in a full step"
+    batch_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Control:
     """What a finished exchange told."""
@@ -177,6 +185,24 @@ def check(
                 "and the dataset must be the same on every node. An IterableDataset gives every process the same "
                 "samples in the same order: it is not divided by rank, and draws from the generators of torch, NumPy "
                 "and `random`, which are seeded, or from its own with a fixed seed",
+            )
+
+
+def check_cuts(cuts: Sequence[Cutting]) -> None:
+    """Refuse members that cut a step unlike each other: their exchanges would not be of the same size.
+
+    Args:
+        cuts: by rank.
+
+    Raises:
+        Apart: some do.
+    """
+    for rank, cut in enumerate(cuts):
+        if cut != cuts[0]:
+            raise Apart(
+                f"rank {rank} cuts a step into {cut.shards} shards of {cut.batch_size} samples, rank 0 into "
+                f"{cuts[0].shards} of {cuts[0].batch_size}: give the DataLoader of this run.steps loop the same "
+                "batch_size and run.prepare the same global_batch on all members"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 from fallow.core.shards import Cut, lone, mix
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
-from fallow.worker.control import StepPlan
+from fallow.worker.control import Cutting, StepPlan, check_cuts
 from fallow.worker.group import Interrupted
 from fallow.worker.ledger import Done, Fed
 from fallow.worker.means import Means
@@ -50,6 +50,8 @@ class Step:
         "shard -> its batch, as long as another phase of the step needs it"
         self._fed: tuple[int, int] | None = None
         "(generation, step) whose samples are in the ledger"
+        self._met: tuple[int, int] | None = None
+        "(generation, run.steps call) in which the members have compared how they cut a step"
         self._backwards = 0
         "in the body at work"
         self._began = 0.0
@@ -67,6 +69,11 @@ class Step:
         """The bodies of one step, or of one of its phases; it is finished and counted, or void if the group broke."""
         member, reducer, gate = self._member, self._member.reducer, self._member.gate
         at = member.place.position
+        try:
+            self._meet(loader)
+        except Interrupted:
+            reducer.interrupted = True
+            return
         if at.phase == 0:
             self._began = time.monotonic()
         cut = loader.cut(at.data_epoch, at.index)
@@ -205,6 +212,7 @@ class Step:
         """
         member, reducer = self._member, self._member.reducer
         at = member.place.position
+        self._meet(loader)
         alone = lone(loader.shards, member.group.size)
         reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase, alone))
         reducer.left, reducer.ended = True, ended
@@ -216,6 +224,21 @@ class Step:
             reducer.left = reducer.ended = False
         if reducer.interrupted:
             raise Interrupted(member.group.broken or "the group broke")
+
+    def _meet(self, loader: Source) -> None:
+        """Before the first step of a call: do all members cut it alike? gloo ends a process over sums of unlike sizes.
+
+        Raises:
+            Apart: they do not.
+            Interrupted: the group broke.
+        """
+        group, at = self._member.group, self._member.place.position
+        if at.call_steps or self._met == (group.generation, at.call):
+            return
+        cuts = group.all_gather(torch.tensor([loader.shards, loader.batch_size]))
+        group.wait()
+        check_cuts([Cutting(*(int(value) for value in row)) for row in cuts])
+        self._met = group.generation, at.call
 
     def _touched(self) -> list[bool]:
         control = self._member.reducer.control
