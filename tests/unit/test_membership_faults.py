@@ -193,6 +193,27 @@ def test_a_slow_link_is_looked_at_and_ejects_nobody() -> None:
     assert not kills(votes)
 
 
+@pytest.mark.parametrize("gets_on", [False, True])
+def test_a_step_that_comes_to_nothing_in_one_generation_after_the_other_ends_the_run(gets_on: bool) -> None:
+    """The links are good whenever they are looked at, so nobody is to blame; the group was rebuilt for ever."""
+    m = started("w0", "w1")
+    at = 0.0
+    for number in range(4):
+        if m.roster.status.ended:
+            break
+        generation, began = m.roster.generation, at
+        while m.roster.generation == generation and not m.roster.status.ended:
+            at += 1
+            beats(m, at, step=3 + number * gets_on, **dict.fromkeys(m.roster.members, (WAITING, at - began)))
+            if m.roster.change is not None:
+                finish_change(m, at=at)
+    assert m.roster.status is (RunStatus.TRAINING if gets_on else RunStatus.FAILED)
+    if not gets_on:
+        told = "step 3: in 3 generations one after the other all members have waited for each other, for 41 s in the "
+        assert m.roster.message.startswith(told + "last, and no step was finished: w0 (n-w0), w1 (n-w1). They reach")
+        assert len(m.roster.history) == 3
+
+
 def votes(m: Membership, at: float = 1) -> None:
     change = m.roster.change
     assert change is not None

@@ -35,6 +35,15 @@ _APART = (
     "calls: no `if run.is_main` around them, nor one on a member's own loss or samples"
 )
 
+_STUCK = (
+    "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
+    "the last, and no step was finished: {last}. They reach each other over the network, so either it does not carry "
+    "what they send, or the script has members wait for each other by other means: look at what the nodes' network "
+    "interfaces count as lost, and at the script for locks, files and process groups of its own"
+)
+_TRIES = 3
+"""Generations in which the same step may come to nothing though nobody is to blame."""
+
 
 def exit_unknown(main: Worker, why: str) -> str:
     """What is said of a main member whose training is complete and whose script's exit code nobody can tell."""
@@ -52,6 +61,8 @@ class Changes:
         self._timing = timing
         self._probe_s = timing.probe_s
         "members that wait for each other for so long have their links looked at; doubled when these are good"
+        self._stuck_at, self._stuck = -1, 0
+        "finished steps of the run when all waited for each other to no end, and how often in a row they did there"
         self._finishing = roster.finishing
         self._content = False
         "no generation is wanted, as the roster is"
@@ -128,7 +139,7 @@ class Changes:
         if stuck > self._timing.progress_s and 0 < len(inside) < len(alive):
             self.end(RunStatus.FAILED, _APART.format(s=stuck, inside=named(r, inside), step=r.front))
         elif stuck > self._timing.progress_s:
-            self.break_off(at, f"all members waited for each other for {stuck:.1f} s")
+            self._begin_again(at, stuck)
         elif stuck > self._probe_s and len(r.members) > 1:
             reason = f"all members wait for each other, for {stuck:.1f} s now"
             if change is None:
@@ -139,6 +150,16 @@ class Changes:
                 # lost. So it is done again, by a group that is built by those who reach each other.
                 self._probe_s *= 2
                 self.break_off(at, f"the first exchange of generation {r.generation} does not end: {reason}")
+
+    def _begin_again(self, at: float, stuck: float) -> None:
+        """Rebuild the group of members that wait for each other to no end; the run ends if that does not help."""
+        r = self._roster
+        self._stuck = self._stuck + 1 if r.front == self._stuck_at else 1
+        self._stuck_at = r.front
+        if self._stuck == _TRIES:
+            self.end(RunStatus.FAILED, _STUCK.format(step=r.front, times=_TRIES, s=stuck, last=named(r, r.members)))
+            return
+        self.break_off(at, f"all members waited for each other for {stuck:.1f} s")
 
     def _one_is_busy(self, at: float, news: bool) -> bool:
         """The one that waited least still does: so nobody's links need a look."""
