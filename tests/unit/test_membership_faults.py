@@ -685,6 +685,18 @@ def test_members_that_wait_for_each_other_in_different_places_of_a_body_are_refu
         assert not m.roster.status.ended, "all in the same: it is rebuilt, they may get on"
 
 
+def test_a_script_whose_init_process_group_finds_no_fixed_world_is_told_what_to_write() -> None:
+    """Before its fallow.init, where nothing of ours is in the process to say so."""
+    m = Membership(Roster(run="r", min_members=1, max_members=8, limit=8), term=1, timing=TIMING, at=0.0)
+    m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="a"))
+    last = (
+        "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected"
+    )
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason=f"exited with 1 ({last})", code=1))
+    assert m.roster.status is RunStatus.FAILED
+    assert f"{last}); write fallow.init() in the place of torch.distributed's init_process_group" in m.roster.message
+
+
 def test_a_script_that_ends_in_order_inside_of_the_loop_while_others_go_on_is_refused() -> None:
     m = started("w0", "w1", "w2")
     exits(m, "w2", 1, 5)

@@ -31,7 +31,7 @@ from fallow.model import FallowError
 from fallow.worker import control
 from fallow.worker.group import Group
 from fallow.worker.ledger import Fed, Ledger, read_ledger
-from fallow.worker.run import Run
+from fallow.worker.run import Run, init
 from fallow.worker.scattered import Scattered
 from fallow.worker.turn import Turn
 
@@ -955,6 +955,18 @@ def test_collectives_in_a_body_over_a_group_that_does_not_follow_the_membership_
     )
     with refused:
         train(by_hand=True)
+
+
+@pytest.mark.usefixtures("own_group")
+def test_a_process_group_of_the_scripts_own_must_be_the_same_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of another one would have trained by itself, with no word of it."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "FALLOW_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("fallow.worker.run._install_ending", lambda _: None)
+    assert init().size == 1
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(FallowError, match="made this process rank 0 of 2, the environment says 0 of 1: leave init_pro"):
+        init()
 
 
 def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,9 @@ _DESERTED = (
     "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
 )
 
+_ENV = "env:// rendezvous"
+"""In the last line of what torch says where an init_process_group finds no fixed world."""
+
 
 class Losses:
     """Goes on without workers."""
@@ -189,6 +192,11 @@ class Losses:
             what = (
                 f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.steps(); "
                 "call fallow.init(), run.prepare(...) and loop over run.steps(loader)"
+            )
+        elif _ENV in reason:
+            what += (
+                "; write fallow.init() in the place of torch.distributed's init_process_group: none of its process "
+                "groups could follow the membership"
             )
         if not worker.leaving_because:
             self._effects.record("failed", what, worker=worker.worker)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -44,6 +45,25 @@ def world_from_environment() -> World:
     if not 0 <= world.rank < world.size:
         raise FallowError(f"rank {pair[0]} of {pair[1]} in the environment makes no sense", Exit.USAGE)
     return world
+
+
+def check_own_group(world: World) -> None:
+    """A process group that the script has made for torch.distributed stays its own affair, but it may not be another
+    world: each of its ranks would train a model by itself.
+
+    Raises:
+        FallowError: it is.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    own = World(distributed.get_rank(), distributed.get_world_size())
+    if own != world:
+        raise FallowError(
+            f"the script's init_process_group made this process rank {own.rank} of {own.size}, the environment says "
+            f"{world.rank} of {world.size}: leave init_process_group out and start all ranks with torchrun, or with "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set for each",
+            Exit.USAGE,
+        )
 
 
 def build_world(world: World) -> Group:

@@ -417,7 +417,9 @@ def init() -> Run:
     """
     worker = os.environ.get("FALLOW_WORKER")
     if worker is None:
-        run = Run(None, None, fixed.build_world(fixed.world_from_environment()))
+        world = fixed.world_from_environment()
+        fixed.check_own_group(world)
+        run = Run(None, None, fixed.build_world(world))
         _install_ending(run)
         return run
     process.die_with_parent()
