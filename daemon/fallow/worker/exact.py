@@ -142,7 +142,7 @@ class Exact:
             if self._elements >= _CHUNK:
                 self.settle()
             return
-        shift = self._shift(number, index)
+        shifts = [] if self._lone else [self._shift(number, index)]
         room = self._room(flat.device)
         for start in range(0, size, room.chunk):
             part = flat[start : start + room.chunk]
@@ -151,9 +151,9 @@ class Exact:
             if self._lone:
                 target.copy_(part)
             elif first:
-                room.whole(part, weight, [slice(None)], [shift], target)
+                room.whole(part, weight, [slice(None)], shifts, target)
             else:
-                target.add_(room.whole(part, weight, [slice(None)], [shift], room.integers[: part.numel()]))
+                target.add_(room.whole(part, weight, [slice(None)], shifts, room.integers[: part.numel()]))
 
     def settle(self) -> None:
         """Convert the small gradients that wait, all at once."""

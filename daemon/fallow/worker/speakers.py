@@ -63,6 +63,8 @@ class Speakers:
         "which parameters were trained when the order was learned; None: each that is speaks for itself"
         self._waiting: list[int] = []
         "by bucket: speakers"
+        self._trained: tuple[bool, ...] = ()
+        "which parameters are, in the backward at work"
         self._order: list[int] = []
         self._tries = TRIES
         self._broken = False
@@ -70,7 +72,7 @@ class Speakers:
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward begins: tells the buckets how many speakers they wait for."""
-        trained = tuple(map(_trains, self._params))
+        self._trained = trained = tuple(map(_trains, self._params))
         if self.learned is not None and (self._broken or trained != self.learned):
             self._tries -= 1
             self._each_for_itself()
@@ -103,10 +105,9 @@ class Speakers:
         if self.learned is not None:
             self._broken = self._broken or any(bucket.waiting for bucket in buckets.all)
             return
-        trained = tuple(map(_trains, self._params))
-        if not self._tries or sorted(self._order) != [index for index, trains in enumerate(trained) if trains]:
+        if not self._tries or sorted(self._order) != [index for index, trains in enumerate(self._trained) if trains]:
             return
-        self.learned = trained
+        self.learned = self._trained
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._params]
         found = {chunk[-1]: chunk for chunk in chunks(self._order, sizes, buckets.of)}
         for speaker, chunk in found.items():
