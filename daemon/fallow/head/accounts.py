@@ -72,11 +72,16 @@ def _step_s(run: Run) -> float:
 
 
 def settle(turn: Turn, at: float) -> None:
-    """Add allocations whose jobs are over to the sums of their runs, and drop old ones. `at`: Unix time of the poll."""
-    for run in turn.book.runs.values():
+    """Add allocations whose jobs are over to the sums of their runs, drop old ones, and let runs rest that have ended.
+
+    Args:
+        turn: takes the effects.
+        at: Unix time of the poll.
+    """
+    for run in list(turn.book.current.values()):
         if run.spec.local:
             continue
-        record = run.record
+        record, rests = run.record, run.roster.status.ended
         alive = {worker.token for worker in run.roster.workers.values() if run.roster.alive(worker.worker)}
         for token, allocation in list(record.allocations.items()):
             lost = allocation.state is AllocationState.LOST and not allocation.spans
@@ -91,6 +96,9 @@ def settle(turn: Turn, at: float) -> None:
                 record.spent_node_s += budget.booked(allocation, at)
                 del record.allocations[token]
                 turn.dirty.add(run.id)
+            rests = rests and allocation.counted and old
+        if rests:
+            turn.book.rest(run)
 
 
 def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:

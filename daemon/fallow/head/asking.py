@@ -68,7 +68,7 @@ class Asking:
             standing: what others' jobs need of us.
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
-        runs = {run.id: run for run in turn.book.runs.values() if not run.spec.local}
+        runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():
@@ -81,7 +81,7 @@ class Asking:
         nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
-        known = gains(runs.values(), cluster.at, start_s, stay_s(rules))
+        known = gains(runs.values(), cluster.at, start_s, stay_s(rules), turn.book.past)
         demands = [
             replace(
                 _tried(runs[name], demand(runs[name], nodes, cluster.at, asks=name not in put_off)), worth=gain.worth
@@ -132,7 +132,7 @@ class Asking:
             turn.record(None, "stop", f"nothing is harvested: {why}")
         elif before:
             turn.record(None, "stop", "nodes are harvested again: what had stopped it is over")
-        for run in turn.book.runs.values() if why else ():
+        for run in turn.book.current.values() if why else ():
             if not run.spec.local:
                 _give_all_back(turn, run, why)
 

@@ -23,6 +23,7 @@ from fallow.core.timing import Timing
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
+from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
 from fallow.text import shown
@@ -197,6 +198,9 @@ class Book:
         """Args: ordered: account and QOS of harvest jobs, where the configuration says so."""
         self.paths = paths
         self.runs: dict[str, Run] = {}
+        self.current: dict[str, Run] = {}
+        "those of which something may still come; `past` are the others"
+        self.past = Past()
         self.principals: dict[str, Principal] = {}
         self.term = 0
         self._revoked: list[str] = []
@@ -227,7 +231,7 @@ class Book:
             record.roster, term=self.term, timing=self._timing, at=at, validate=self._validate or spec.local
         )
         run = Run(spec, record, machine, revision, self._ordered)
-        self.runs[spec.run] = run
+        self.runs[spec.run] = self.current[spec.run] = run
         for allocation in record.allocations.values():
             if allocation.live:
                 self.principals[allocation.public_key] = Principal(spec.run, allocation.token, None)
@@ -248,6 +252,11 @@ class Book:
             # Members are let in by the schedule alone.
             roster.limit, roster.scripted = 0, True
         return self.add(spec, RunRecord(roster=roster), 0, at)
+
+    def rest(self, run: Run) -> None:
+        """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
+        del self.current[run.id]
+        self.past.add(run)
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it."""

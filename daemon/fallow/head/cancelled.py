@@ -48,7 +48,7 @@ def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -
 
 def _bar(turn: Turn, node: str, text: str) -> None:
     """No run of ours asks for the node for a while, each time for longer."""
-    for run in turn.book.runs.values():
+    for run in turn.book.current.values():
         if not run.spec.local and not run.roster.status.ended and node not in run.roster.barred:
             failures.bar(run.roster, node, text, turn.at)
             turn.dirty.add(run.id)

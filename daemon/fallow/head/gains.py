@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from itertools import chain, islice
 
@@ -12,13 +11,14 @@ from fallow.core.spans import held
 from fallow.core.valuing import ALIKE, Facts, measured
 from fallow.core.worth import Gain
 from fallow.head.book import Run
+from fallow.head.past import Model, Past, model_of, project_of, script_of
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
 
-_Model = tuple[str, str | None, int | None, int | None, int | None]
 
-
-def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> dict[str, Gain]:
+def gains(
+    all_runs: Iterable[Run], at: float, start_s: float, stay_s: float, past: Past | None = None
+) -> dict[str, Gain]:
     """Gain of every run that has not ended.
 
     Args:
@@ -26,43 +26,42 @@ def gains(all_runs: Iterable[Run], at: float, start_s: float, stay_s: float) -> 
         at: Unix time.
         start_s: from the request for a node until it trains, as a rule.
         stay_s: for so long nodes stay.
+        past: runs that are not among them any more.
     """
+    past = past or Past()
     runs = [run for run in all_runs if not run.spec.local]
-    told = [run for run in runs if run.roster.signature is not None]
-    alike: dict[_Model, list[Run]] = {}
-    newest: dict[str, _Model] = {}
-    for run in sorted(told, key=lambda run: -run.spec.created_at):
-        alike.setdefault(_model(run), []).append(run)
-        newest.setdefault(_script(run), _model(run))
+    alike: dict[Model, list[Run]] = {}
+    newest: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.roster.signature is not None:
+            alike.setdefault(model_of(run), []).append(run)
+            newest.setdefault(script_of(run), []).append(run)
     live = [run for run in runs if not run.roster.status.ended]
     known: list[Facts] = []
     for run in live:
-        # As long as a run has not said what it has, what the newest run of the script has is the best guess.
-        model = _model(run) if run.roster.signature is not None else newest.get(_script(run), _model(run))
-        known.append(_facts(run, _teachers(run, alike.get(model, [])), at))
-    weights = valuing.weights(known, _use(live, runs, at))
+        model = model_of(run)
+        if run.roster.signature is None:
+            # As long as a run has not said what it has, what the newest run of the script has is the best guess.
+            script = script_of(run)
+            told = _newest_first([*newest.get(script, []), *past.newest(script)])
+            model = model_of(told[0]) if told else model
+        known.append(_facts(run, _teachers(run, _newest_first([*alike.get(model, []), *past.like(model)])), at))
+    weights = valuing.weights(known, _use(live, runs, past, at))
     return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
 
 
-def _script(run: Run) -> str:
-    if not run.script_digest:
-        run.script_digest = hashlib.sha256(run.spec.script.encode()).hexdigest()
-    return run.script_digest
+def _newest_first(runs: list[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: -run.spec.created_at)
 
 
-def project(run: Run) -> str:
-    """The account that it was submitted for, whichever its harvest jobs run under; empty: the user's default one."""
-    return run.spec.harvest_given.get("account", "")
-
-
-def _use(live: list[Run], runs: list[Run], at: float) -> dict[str, float]:
+def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, float]:
     """Project -> faded node-seconds that its runs have had, whether or not those have ended."""
-    use = {project(run): 0.0 for run in live}
+    use = {project: past.faded(project, at) for project in map(project_of, live)}
     for run in runs:
-        if project(run) in use:
+        if project_of(run) in use:
             now = [a for a in run.record.allocations.values() if a.harvested and not a.counted]
             spans = chain.from_iterable(held(allocation, at) for allocation in now)
-            use[project(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
+            use[project_of(run)] += run.record.harvested.faded(at) + fairshare.faded_use(spans, at)
     return use
 
 
@@ -83,7 +82,7 @@ def _facts(run: Run, others: list[Run], at: float) -> Facts:
         going=r.generation > 0,
         pause_s=longest_pause(run),
         weight=spec.weight,
-        project=project(run),
+        project=project_of(run),
         paid=spec.budget_node_hours is not None,
         created_at=spec.created_at,
         deadline_at=spec.deadline_at,
@@ -94,11 +93,6 @@ def _facts(run: Run, others: list[Run], at: float) -> Facts:
 
 def _total_steps(run: Run) -> int:
     return run.roster.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
-
-
-def _model(run: Run) -> _Model:
-    """Runs of a script with the same tensors, shards, global batch and workers per node learn from each other."""
-    return _script(run), run.roster.signature, run.roster.shards, run.roster.global_batch, run.record.slots
 
 
 def _teachers(run: Run, alike: list[Run]) -> list[Run]:

@@ -87,7 +87,7 @@ class Harvest:
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
         cancelled.take_in(turn, follow_jobs(turn, cluster), cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
-        for run in turn.book.runs.values():
+        for run in turn.book.current.values():
             keep_within_budget(turn, run, cluster.at)
         standing = self._standing = self.neighbours.polled(turn, cluster, site)
         orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
@@ -106,7 +106,7 @@ class Harvest:
         if cluster is None or turn.now - cluster.at > self.interval_s(turn.book):
             return
         held: set[str] = set()
-        for run in turn.book.runs.values():
+        for run in turn.book.current.values():
             for allocation in run.live_allocations():
                 held.update(allocation.nodes, allocation.agents)
         nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
@@ -179,7 +179,7 @@ class Harvest:
         """
         if self.cluster is None:
             raise FallowError("the head has not seen Slurm yet; ask again in a moment", Exit.TEMPFAIL)
-        live = [a for run in book.runs.values() for a in run.live_allocations()]
+        live = [a for run in book.current.values() for a in run.live_allocations()]
         rules = self.asking.rules(self.cluster.at, self._site, self.neighbours.refused)
         known, names = self._learning.known, ordered(self._config)
         return look(self.cluster, spec, rules, live, known, ordered=names, by_head=True)

@@ -19,7 +19,7 @@ DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
     jobs = by_token(cluster.jobs)
-    for run in list(turn.book.runs.values()):
+    for run in list(turn.book.current.values()):
         for allocation in run.live_allocations():
             if not run.spec.local:
                 _observe(turn, run, allocation, jobs.get(allocation.token, ()), cluster.at, horizon_s)

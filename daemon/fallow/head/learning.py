@@ -50,7 +50,7 @@ class Learning(Learner):
         book = turn.book
         harvest = [
             (a, run.asks_as(a))
-            for run in book.runs.values()
+            for run in book.current.values()
             if not run.spec.local
             for a in run.record.allocations.values()
             if a.harvested

@@ -41,7 +41,7 @@ class Neighbours(Neighbourhood):
 
     def polled(self, turn: Turn, cluster: ClusterState, config: ClusterConfig | None) -> Standing:
         """Take in a poll; what follows for our nodes is the planner's."""
-        runs = [run for run in turn.book.runs.values() if not run.spec.local]
+        runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.record.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job; one that was lost is cancelled when it appears.
@@ -65,7 +65,7 @@ class Neighbours(Neighbourhood):
 
     def watchful(self, book: Book) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        return self.watches(a for run in book.runs.values() for a in run.live_allocations())
+        return self.watches(a for run in book.current.values() for a in run.live_allocations())
 
     def _tell(self, turn: Turn, refused: dict[str, str], nice: int) -> None:
         """Say what has changed since partitions were `refused` and requests had that `nice`."""

@@ -20,7 +20,7 @@ def sweep(turn: Turn, cluster: ClusterState, wanted: Collection[str] = ()) -> No
     for job in cluster.jobs:
         if job.state not in ENDED_STATES | ENDING:
             there.setdefault(job.name, []).append(job.job_id)
-    for run in turn.book.runs.values():
+    for run in turn.book.current.values():
         for allocation in run.record.allocations.values():
             time_s = LEAVE_S + END_S if allocation.token in wanted else CANCEL_AGAIN_S
             ending = allocation.asked_at is not None and turn.now - allocation.asked_at < time_s

@@ -307,7 +307,7 @@ class Peers:
 
     def tick(self, turn: Turn) -> None:
         """Deadlines of everybody: leases, votes, rendezvous, walltimes."""
-        for run in list(turn.book.runs.values()):
+        for run in list(turn.book.current.values()):
             if run.roster.status.ended:
                 self._end_stragglers(turn, run)
                 continue

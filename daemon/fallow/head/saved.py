@@ -19,7 +19,7 @@ log = structlog.get_logger("fallow.head")
 
 def adopt(turn: Turn, keep: int) -> None:
     """Once per run and head: learn of checkpoints that were finished while no head was there."""
-    for run in turn.book.runs.values():
+    for run in turn.book.current.values():
         if run.looked_for_checkpoints:
             continue
         run.looked_for_checkpoints = True

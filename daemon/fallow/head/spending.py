@@ -25,7 +25,7 @@ def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
     settled: list[Settled] = []
     jobs = by_token(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
-    for run in turn.book.runs.values():
+    for run in turn.book.current.values():
         for allocation in run.record.allocations.values():
             mine = jobs.get(allocation.token, ())
             if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):

@@ -63,7 +63,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
 
 def give_up_queued(turn: Turn, why: str) -> None:
     """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
-    for run in turn.book.runs.values():
+    for run in turn.book.current.values():
         for allocation in run.live_allocations():
             if allocation.queued:
                 turn.record(run, "withdraw", f"{allocation.token}: {why}")

@@ -1,0 +1,93 @@
+"""Runs that have ended: polls and ticks look at them no more, and others learn from them all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from fallow.config import Checkpoint, Membership
+from fallow.core.gain import Seen
+from fallow.head import saved
+from fallow.head.accounts import KEEP_S
+from fallow.head.book import Run
+from fallow.head.gains import gains
+from fallow.head.past import Past
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, RunStatus
+from fallow.slurm.fake import FakeSlurm
+from fallow.slurm.virtual import FakeJob
+
+from test_gains import NOW, Desk  # isort: skip
+from test_harvest import Site, config  # isort: skip
+
+
+class Untouchable:
+    """Stands for what nobody is to look at."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} of a run of which nothing more comes")
+
+
+async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_that_have_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, FakeSlurm(4, config=config()))
+    numbers = iter(range(1_000_000))
+    site.book._new_id = lambda: f"{next(numbers):06}"
+    ended, never, other = site.run(nodes=2), site.run(), site.run(nodes=1)
+    never.roster.status = RunStatus.CANCELLED
+    while not site.live(ended) or any(a.state is not AllocationState.RUNNING for a in site.live(ended)):
+        await site.poll()
+    assert never.id not in site.book.current, "it had no job"
+    base = site.book.new_allocation(ended, AllocationKind.BASE, site.slurm.now)
+    given = {"partition": "normal", "num_nodes": 1, "limit_s": None, "submit_at": site.slurm.now}
+    script = FakeJob(job_id="", name=base.token, user=site.slurm.user, **given)  # type: ignore[arg-type]
+    base.job_id = site.slurm.add(script)
+    ended.roster.status = RunStatus.FINISHED
+    site.book.end_allocation(ended, base, "its agents are gone")
+    for _ in range(4):
+        await site.poll(KEEP_S)
+    assert ended.id in site.book.current, "its batch script goes on"
+    site.slurm.end(script, "COMPLETED")
+    await site.poll()
+    assert ended.id in site.book.current and base.counted
+    for _ in range(4):
+        await site.poll(KEEP_S)
+    assert set(site.book.current) == {other.id} and len(site.book.runs) == 3
+    ended.record = ended.spec = ended.machine = Untouchable()  # type: ignore[assignment]
+    other.roster.status = RunStatus.WAITING
+    await site.poll()
+    turn = Turn(site.book, site.slurm.now, site.slurm.now)
+    saved.adopt(turn, 2)
+    Peers(Membership(), Checkpoint()).tick(turn)
+    site.harvest.plan_again(turn)
+    assert site.harvest.interval_s(site.book) and site.live(other)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: int, tmp_path: Path) -> None:
+    desk, rng, past = Desk(tmp_path), Random(seed), Past()
+    gone: list[Run] = []
+    for number, hour in enumerate(rng.sample(range(200), 60)):
+        desk.at = 3600.0 * hour
+        script, account = f"#!/bin/sh\nfallow run -- {rng.choice('abc')}\n", rng.choice(["x", "y"])
+        sizes = rng.choice([0, 2]), script, rng.choice([4, 8])
+        run = desk.run(f"r{number}", *sizes, harvest_options=[f"--account={account}"])
+        if rng.random() < 0.7 and run.roster.signature:
+            run.record.curve.seen[2] = Seen(step_s=rng.uniform(0.1, 1.0), weight_s=60.0, at=NOW + desk.at)
+        run.record.harvested.add([(NOW + desk.at - 9000.0, NOW + desk.at)], NOW + desk.at)
+        if rng.random() < 0.9:
+            run.roster.status = RunStatus.FINISHED
+            gone.append(run)
+    everybody, at = list(desk.book.runs.values()), NOW + 201 * 3600.0
+    for run in rng.sample(gone, len(gone)):
+        past.add(run)
+    live = [run for run in everybody if run not in gone]
+    wanted, found = gains(everybody, at, 30.0, 3600.0), gains(live, at, 30.0, 3600.0, past)
+    assert found.keys() == wanted.keys() and found
+    for run, gain in found.items():
+        assert gain.worth.weight == pytest.approx(wanted[run].worth.weight)
+        assert [gain.worth.speed(n) for n in range(9)] == [wanted[run].worth.speed(n) for n in range(9)]
+    assert len({gain.worth.weight for gain in found.values()}) > 1
+    assert sum(len(past._alike[model]) for model in past._alike) < len(gone)
