@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from itertools import combinations
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
+from fallow.core.fit import Packing
 from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.neighbourhood import Manners, Neighbourhood
@@ -116,6 +118,19 @@ def test_what_slurm_does_not_take_on_this_node_is_given_back_by_us() -> None:
     # It may start in either of its partitions, and on n2 only in the one that preempts nobody.
     both = waits("1", partition="high,p", required_nodes=["n2"])
     assert given_back(standing(nodes, [both], ours, **known)) == ["n2"]
+
+
+def test_only_nodes_that_somebody_waits_for_are_looked_at() -> None:
+    there = [*FOUR, *(node(f"q{i}") for i in range(100))]
+    partitions = [
+        PartitionInfo(partition="p", nodes=[n.node for n in FOUR]),
+        PartitionInfo(partition="q", nodes=[n.node for n in there[4:]]),
+    ]
+    with patch("fallow.core.neighbour.Packing", wraps=Packing) as packing:
+        found = standing(there, [waits("1", 2)], [*THREE, held("q7", partition="q")], partitions=partitions)
+    assert given_back(found) == ["n3"]
+    (places,) = packing.call_args.args
+    assert {place.node for place in places} == {"n1", "n2", "n3", "n4"}
 
 
 @pytest.mark.parametrize(

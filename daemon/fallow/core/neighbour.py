@@ -110,7 +110,7 @@ def assess(
     others = others_waiting(cluster, ours.union(former))
     if not others:
         return Standing()
-    view = _View(cluster, allocations, former, whole_nodes, declined, again_s)
+    view = _View(cluster, allocations, others, former, whole_nodes, declined, again_s)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
     started: dict[str, int] = {}
@@ -137,6 +137,7 @@ class _View:
         self,
         cluster: ClusterState,
         allocations: Sequence[Allocation],
+        others: Sequence[Waiting],
         former: Collection[str],
         whole_nodes: bool,
         declined: Callable[[Waiting], frozenset[str]],
@@ -152,7 +153,7 @@ class _View:
             if p.preempts
         }
         "partition that preempts -> those whose jobs may preempt its"
-        self._features = {n.node: frozenset(n.features) for n in cluster.nodes}
+        self._features = {n.node: n.features for n in cluster.nodes}
         self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
@@ -182,7 +183,9 @@ class _View:
             for node in job.nodes
         )
         "nodes that Slurm has just taken from us"
-        self._room = Room(cluster, self._tokens, self._held)
+        # Where nobody waits, nothing follows.
+        wanted = frozenset[str]().union(*(self._nodes.get(name, ()) for job in others for name in job.partitions))
+        self._room = Room(cluster, self._tokens, self._held, wanted)
         # An owner goes with the last of his jobs; where only ours are, we are the owner.
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner and not self._room.left_alone(n.node)}
         newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
@@ -299,7 +302,9 @@ class _View:
         for index, wanted in enumerate(alternatives(job.constraint)):
             key = (among, partition.partition, job.constraint, index)
             if key not in self._fits:
-                self._fits[key] = frozenset(n for n in partition.nodes if n in among and wanted(self._features[n]))
+                self._fits[key] = frozenset(
+                    n for n in partition.nodes if n in among and wanted(frozenset(self._features[n]))
+                )
             may = self._fits[key] if inside is None else self._fits[key] & inside
             parts.append(Part(max(job.num_nodes, len(must)), share, may - taboo, must))
         return parts
@@ -413,8 +418,9 @@ class _View:
         tokens = {request.token for request in self._pending}
         mine: dict[str, int] = {}
         for job in self._cluster.jobs if tokens else ():
-            for token in tokens.intersection((job.name, *job.comment.split())):
-                mine[token] = max(mine.get(token, 0), job.priority)
+            if is_ours(job, tokens):
+                for token in tokens.intersection((job.name, *job.comment.split())):
+                    mine[token] = max(mine.get(token, 0), job.priority)
         # Slurm tells these apart by partition and QOS alone; there may be many thousands.
         last: dict[object, Waiting] = {}
         for waiting in others if tokens else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from fallow.core.fit import Place
 from fallow.core.holes import CLOSED
@@ -35,19 +36,23 @@ class Room:
         cluster: the poll.
         ours: tokens of our harvest allocations, and of those that are over.
         held: nodes of ours that are not leaving yet.
+        among: nodes that matter: others are as if they were not there.
     """
 
-    def __init__(self, cluster: ClusterState, ours: Collection[str], held: Collection[str]) -> None:
+    def __init__(
+        self, cluster: ClusterState, ours: Collection[str], held: Collection[str], among: AbstractSet[str]
+    ) -> None:
         self._now = cluster.at
         self._held = frozenset(held)
         self._jobs: dict[str, list[JobInfo]] = {}
         for job in cluster.jobs:
             if job.state in ON_NODES:
                 for name in job.nodes:
-                    self._jobs.setdefault(name, []).append(job)
+                    if name in among:
+                        self._jobs.setdefault(name, []).append(job)
         self._ours = ours
         known = {name for reservation in cluster.reservations for name in reservation.nodes}
-        self._nodes = {n.node: n for n in cluster.nodes if _usable(n, n.node in known)}
+        self._nodes = {n.node: n for n in cluster.nodes if n.node in among and _usable(n, n.node in known)}
         self.leaving: dict[str, JobInfo] = {}
         "node -> job of ours that is about to leave it"
         self.now: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 
 import msgspec
 
@@ -46,8 +47,9 @@ class Waiting(msgspec.Struct, frozen=True):
         return {name for job in self.jobs for name in job.partition.split(",")}
 
 
+@lru_cache(maxsize=1024)
 def wants_nodes(reason: str) -> bool:
-    """Does a pending job wait for nothing but nodes, by the reason that Slurm shows?"""
+    """Does a pending job wait for nothing but nodes, by the reason that Slurm shows? Kept: thousands have the same."""
     return _WANTING.fullmatch(reason.strip("()").replace("_", " ")) is not None
 
 
