@@ -190,14 +190,17 @@ def _envelope(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high:
 
     Kept, for most claims of a plan are those of the plan before.
     """
-    at, up = [sizes[low]], [values[low]]
-    for k in range(low + 1, high + 1):
-        n, value = sizes[k], values[k]
-        if value <= up[-1]:
+    corners = [(sizes[low], values[low])]
+    rises: list[tuple[float, int]] = []
+    "(value, nodes) from each corner to the next"
+    for n, value in zip(sizes[low + 1 : high + 1], values[low + 1 : high + 1], strict=True):
+        last, worth = corners[-1]
+        if value <= worth:
             continue
-        while len(at) > 1 and (up[-1] - up[-2]) * (n - at[-1]) <= (value - up[-1]) * (at[-1] - at[-2]):
-            at.pop()
-            up.pop()
-        at.append(n)
-        up.append(value)
-    return [((up[j] - up[j - 1]) / (at[j] - at[j - 1]), at[j] - at[j - 1]) for j in range(1, len(at))]
+        while rises and rises[-1][0] * (n - last) <= (value - worth) * rises[-1][1]:
+            rises.pop()
+            corners.pop()
+            last, worth = corners[-1]
+        corners.append((n, value))
+        rises.append((value - worth, n - last))
+    return [(value / nodes, nodes) for value, nodes in rises]

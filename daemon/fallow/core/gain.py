@@ -97,7 +97,6 @@ class Curve(msgspec.Struct, kw_only=True):
 def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
     """A run's curve with those of earlier runs of the same script and model, which count half."""
     sums: dict[int, tuple[float, float]] = {}
-    newest: dict[int, float] = {}
     paces = [] if own.shard_s is None else [own.shard_s]
     for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
         if not paces and curve.shard_s is not None:
@@ -106,7 +105,6 @@ def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
             weight = share * _faded(seen, at)
             total, times = sums.get(members, (0.0, 0.0))
             sums[members] = (total + weight, times + weight * seen.step_s)
-            newest[members] = max(newest.get(members, 0.0), seen.at)
     merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
     return Curve(seen=merged, shard_s=paces[0] if paces else None)
 
@@ -194,10 +192,12 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
     "steps per second by the number of nodes that are there"
     for (n, speed), (end, _) in pairwise([*speeds, (len(with_nodes), 0.0)]):
         with_nodes[n:end] = [speed] * (end - n)
+    falling = with_nodes[::-1]
     found: list[tuple[int, float]] = []
     for n in sizes:
-        weights = _lost(n, loss)
-        mean = sum(map(mul, weights, reversed(with_nodes[n + 1 - len(weights) : n + 1])))
+        # With none of them lost, with one, and so on.
+        first = len(falling) - 1 - n
+        mean = sum(map(mul, _lost(n, loss), falling[first : first + LOST + 2]))
         if not found or mean > found[-1][1]:
             found.append((n, mean))
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import floor
 
 from fallow.core.allocations import Allocation
@@ -54,13 +55,18 @@ class Limits:
         self._curves: dict[str, Curve] = {}
         self._best: dict[tuple[object, ...], int | None] = {}
         self._known_costs: dict[tuple[str, float], Costs] = {}
-        self._ends: dict[str, list[float]] = {}
-        "run -> when its nodes go away, ascending"
         self._minutes = {(a.partition, a.minutes or 0) for a in pending}
         "(partition, minutes) of what is pending"
         self._probing = any(a.least_minutes for a in pending)
-        for allocation in allocations:
-            self.put(allocation)
+        self._allocations = allocations
+
+    @cached_property
+    def _ends(self) -> dict[str, list[float]]:
+        """Run -> when its nodes go away, ascending."""
+        ends: dict[str, list[float]] = {}
+        for allocation in self._allocations:
+            ends.setdefault(allocation.run, []).append(self._end(allocation))
+        return {run: sorted(some) for run, some in ends.items()}
 
     def put(self, allocation: Allocation) -> None:
         """The end of an allocation counts among its run's."""

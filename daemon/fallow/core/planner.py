@@ -140,7 +140,11 @@ def _coming(
     """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
     where others wait already."""
     kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
-    there = [replace(p, nodes=[n for n in p.nodes if n not in p.unpreempted]) for p in partitions if p.preempts]
+    there = [
+        replace(p, nodes=[n for n in p.nodes if n not in p.unpreempted]) if p.unpreempted else p
+        for p in partitions
+        if p.preempts
+    ]
     return list(find_coming(cluster, there, {a.token for a in allocations}, kept))
 
 

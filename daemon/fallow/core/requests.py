@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from fallow.core.allocations import Allocation
@@ -82,10 +83,7 @@ class Requests:
         self._held: dict[str, int] = {}
         "nodes held or asked for, by partition; a successor on the same node is the same one"
         self._taken: set[str] = set()
-        ours = {a.token for a in allocations}
-        wanted = {p for job in cluster.jobs if job.name not in ours and waits(job) for p in job.partition.split(",")}
-        self._wanted = {node for p in cluster.partitions if p.partition in wanted for node in p.nodes}
-        "nodes that others wait for, or might"
+        self._ours = {a.token for a in allocations}
         self.waiting = 0
         "pending requests for which there is no idle node"
         self.waiting_ahead: list[Allocation] = []
@@ -123,6 +121,13 @@ class Requests:
         "those that another run can use"
         self._stop = ""
         "why nothing more was asked for, whatever the hole"
+
+    @cached_property
+    def _wanted(self) -> set[str]:
+        """Nodes that others wait for, or might."""
+        others = (job for job in self._cluster.jobs if job.name not in self._ours and waits(job))
+        wanted = {name for job in others for name in job.partition.split(",")}
+        return {node for p in self._cluster.partitions if p.partition in wanted for node in p.nodes}
 
     def _take_one(self, allocation: Allocation) -> None:
         """A request that is still pending will take one of these nodes."""
@@ -173,6 +178,8 @@ class Requests:
         among: Callable[[Hole], bool] | None = None,
     ) -> Ask | None:
         """One request more for this run; None when there is nothing worth asking for, `among` some holes or all."""
+        if not self._holes:
+            return None
         too_many = f"too many requests: {self._fresh + self._all_stale} wait already, as many as may at once"
         closed = {name for name in self._partitions if not self.room(name)}
         if len(closed) == len(self._partitions):
@@ -334,11 +341,10 @@ class Requests:
 
     def _places(self, partition: str | None = None) -> int:
         """Nodes more that may be held there, or in all."""
-        if partition is None:
-            most, have = self._rules.max_nodes, sum(self._held.values())
-        else:
-            most, have = self._rules.partition_nodes.get(partition), self._held.get(partition, 0)
-        return 1 << 30 if most is None else max(0, most - have)
+        most = self._rules.max_nodes if partition is None else self._rules.partition_nodes.get(partition)
+        if most is None:
+            return 1 << 30
+        return max(0, most - (sum(self._held.values()) if partition is None else self._held.get(partition, 0)))
 
     def _full(self, partition: str | None = None) -> bool:
         return not self._places(partition)

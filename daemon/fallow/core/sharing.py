@@ -196,6 +196,8 @@ def requests_for(
     Each run asks for the kinds of nodes that others do not need. Where such a node turns out to be no good (its hole
     is too short), any other that is left will do.
     """
+    if all(more <= 0 for more in aims.more.values()):
+        return []
     known = {demand.run: demand for demand in demands}
     kinds = {(place.node, name): kind for place, kind in aims.places.items() for name in place.partitions}
     out: list[Ask] = []

@@ -120,10 +120,10 @@ def targets(
         claims.append(Claim(some, sizes, values))
     least = sum(claim.values[claim.sizes.index(n)] for claim, n in zip(claims, found.nodes, strict=True))
     moved = apportion(claims, supply.counts, cap)
-    runs = []
-    for party, have, (low, high), some in zip(parties, haves, bounds, kinds, strict=True):
-        claim = Claim(some, *changes(party.worth, have, low, high, horizon_s))
-        runs.append(_Run(party, claim, mine[party.run]))
+    runs = [
+        _Run(party, some, mine[party.run], low, high, horizon_s)
+        for party, (low, high), some in zip(parties, bounds, kinds, strict=True)
+    ]
     if moved.value > least + 1e-9:
         result, complete = _carried_out(runs, moved.nodes, pending, supply)
         if complete:
@@ -165,6 +165,8 @@ class _Supply:
         self._kinds: dict[Hashable, int] = {}
         self._users: list[tuple[int, ...]] = []
         "kind -> numbers of the sorts that can use it"
+        self._usable: dict[int, frozenset[int]] = {}
+        "number of a sort -> kinds that it can use, once all are counted"
         self.counts: list[int] = []
         self.kind: dict[str, int] = {}
         "token -> kind of the node that it holds or waits for"
@@ -217,14 +219,22 @@ class _Supply:
     def kinds_of(self, party: Party) -> list[int]:
         """Kinds that a run can use; what it holds is always among them."""
         sort = self._sorts[party.sort]
-        usable = {kind for kind, users in enumerate(self._users) if sort in users}
-        return sorted(usable.union(self._own.get(party.run, ())))
+        if sort not in self._usable:
+            self._usable[sort] = frozenset(kind for kind, users in enumerate(self._users) if sort in users)
+        return sorted(self._usable[sort].union(self._own.get(party.run, ())))
 
 
 class _Run(msgspec.Struct, frozen=True):
     party: Party
-    claim: Claim
+    kinds: tuple[int, ...]
     mine: list[Allocation]
+    low: int
+    high: int
+    horizon_s: float
+
+    def changes(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Numbers of nodes that it may have, and what it is worth to come to each from those that it has."""
+        return changes(self.party.worth, len(self.mine), self.low, self.high, self.horizon_s)
 
     def gains_nothing(self, target: int) -> bool:
         """Is it as well off with so many nodes as with those that it has?"""
@@ -238,7 +248,7 @@ def _carried_out(
     """What has to be done for these node counts, and whether all of it can be, with held nodes where they are."""
     out = Targets(nodes={run.party.run: target for run, target in zip(runs, nodes, strict=True)})
     growing = [(run, target) for run, target in zip(runs, nodes, strict=True) if target > len(run.mine)]
-    wanted = {kind for run, _ in growing for kind in run.claim.kinds}
+    wanted = {kind for run, _ in growing for kind in run.kinds}
     free = supply.free()
     for run, target in zip(runs, nodes, strict=True):
         if target >= len(run.mine):
@@ -255,15 +265,15 @@ def _carried_out(
         (out.unused if run.gains_nothing(target) else out.release).extend(released)
         for allocation in [*withdrawn, *released]:
             free[supply.kind[allocation.token]] += 1
-    gains = {r.party.run: -slope(r.claim.sizes, r.claim.values, len(r.mine), target) for r, target in growing}
+    gains = {run.party.run: -slope(*run.changes(), len(run.mine), target) for run, target in growing}
     growing.sort(key=lambda pair: gains[pair[0].party.run])
-    flow = Flow([run.claim.kinds for run, _ in growing], free)
+    flow = Flow([run.kinds for run, _ in growing], free)
     complete = True
     for i, (run, target) in enumerate(growing):
         have = len(run.mine)
         got = flow.take(i, target - have)
         complete = complete and have + got == target
-        useful = max(size for size in run.claim.sizes if size <= have + got)
+        useful = max(size for size in run.changes()[0] if size <= have + got)
         flow.give(i, have + got - useful)
         out.nodes[run.party.run] = useful
     more = {run.party.run: out.nodes[run.party.run] - len(run.mine) for run, _ in growing}

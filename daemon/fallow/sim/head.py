@@ -13,6 +13,7 @@ from math import inf
 from msgspec import structs
 
 from fallow.core import allowance, polling
+from fallow.core.allocations import Allocation
 from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
 from fallow.core.neighbour import GiveBack, Standing
@@ -231,8 +232,8 @@ class VirtualHead:
         cluster = self.cluster = self._put_right(cluster)
         jobs = by_token(cluster.jobs)
         self._leases.observe(jobs, cluster.at, self._now)
-        over = self.book.over()
-        standing, _ = self.neighbourhood.look(cluster, self._config, self.book.live(), over)
+        live, over = self.book.live(), self.book.over()
+        standing, _ = self.neighbourhood.look(cluster, self._config, live, over)
         self._standing, self._leases.nice = standing, self.neighbourhood.nice
         self._leases.sweep(over, jobs, frozenset[str]().union(*standing.delayed.values()), self._now)
         self._interval_s = self._wanted_s()
@@ -240,11 +241,11 @@ class VirtualHead:
         harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
         self.learner.take_in(cluster, harvest, rules, self._now)
         self.book.forget(jobs)
-        wishes = self._plan(cluster, rules)
+        wishes = self._plan(cluster, rules, live)
         known = self.learner.known
         self._wake_at = cluster.at
         if self._elide and not wishes:
-            self._wake_at = wake_at(cluster, self.book.live(), rules, known, standing, self.unused)
+            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
         """As `core.preemption` does; what is the same as before has been put right before."""
@@ -262,7 +263,9 @@ class VirtualHead:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, cluster: ClusterState, rules: HarvestRules, *, again: bool = False) -> list[Wish]:
+    def _plan(
+        self, cluster: ClusterState, rules: HarvestRules, live: list[Allocation], *, again: bool = False
+    ) -> list[Wish]:
         """As `Asking.plan`."""
         known = self.learner.known
         start_s = known.experience.wait_s("", cluster.at) + known.experience.start_s("", cluster.at)
@@ -273,7 +276,7 @@ class VirtualHead:
         if not again:
             known.unstarted.look(cluster)
         unused: dict[str, str] = {}
-        wishes = plan(cluster, demands, self.book.live(), rules, known, {}, self._standing, unused, again)
+        wishes = plan(cluster, demands, live, rules, known, {}, self._standing, unused, again)
         for wish in wishes:
             match wish:
                 case Ask():
@@ -297,9 +300,10 @@ class VirtualHead:
             cluster = structs.replace(cluster, at=self._passed[-1])
         if cluster is None or self._now - cluster.at > self._wanted_s():
             return
-        held = {node for a in self.book.live() for node in (*a.nodes, *a.agents)}
+        live = self.book.live()
+        held = {node for a in live for node in (*a.nodes, *a.agents)}
         nodes = [structs.replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
-        self._plan(structs.replace(cluster, nodes=nodes), self._rules(cluster.at), again=True)
+        self._plan(structs.replace(cluster, nodes=nodes), self._rules(cluster.at), live, again=True)
 
 
 def _limits(engine: Engine, options: Options) -> Limits:
