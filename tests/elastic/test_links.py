@@ -84,18 +84,26 @@ async def begin(rig: Rig, network: Network, members: int, *options: object) -> E
     return run
 
 
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [(Network.cut, ()), pytest.param(Network.swallow_large, ("--wide", 512), marks=pytest.mark.soak)],
+)
 async def test_s13_a_link_that_is_cut_while_they_train_costs_one_of_the_two(
-    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+    make_rig: MakeRig,
+    undisturbed: Undisturbed,
+    make_network: MakeNetwork,
+    how: Callable[[Network, int, int], None],
+    options: tuple[object, ...],
 ) -> None:
-    """The younger; the third, which reaches both, is not touched."""
+    """The younger; the third, which reaches both, is not touched. One that swallows large packets is as good as cut."""
     network = make_network(3)
     with network.at_the_hub():
         async with make_rig(head__address=HUB) as rig:
-            run = await begin(rig, network, 3, "--steps", 60)
-            network.cut(0, 1)
+            run = await begin(rig, network, 3, "--steps", 60, *options)
+            how(network, 0, 1)
             await run.becomes(["w0", "w2"], within_s=FOUND_S)
             report = await run.ends()
-    judge(report, await undisturbed("--steps", 60))
+    judge(report, await undisturbed("--steps", 60, *options))
     assert [g.kind for g in report.generations] == ["start", "eject"]
     assert "no connection between it and w0" in report.generations[1].reason
 
