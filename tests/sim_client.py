@@ -45,7 +45,20 @@ from fallow.model import (
 )
 from fallow.model import Notice as Warning_
 from fallow.sim.head import ANSWER_S, SBATCH_S
-from fallow.sim.types import Active, Ended, Engine, Happening, Measured, Notice, Options, RunPlan, Runs, Started, Wanted
+from fallow.sim.types import (
+    POLL_REQUESTS,
+    Active,
+    Ended,
+    Engine,
+    Happening,
+    Measured,
+    Notice,
+    Options,
+    RunPlan,
+    Runs,
+    Started,
+    Wanted,
+)
 from fallow.slurm import parse
 from fallow.slurm.paced import PacedClient
 
@@ -99,7 +112,7 @@ class SimClient:
 
     def __init__(self, engine: Engine, head: RealHead) -> None:
         self.polls = 0
-        self.poll_requests = 1
+        self.poll_requests = POLL_REQUESTS
         self.backend = "simulated"
         self._engine, self._head = engine, head
 

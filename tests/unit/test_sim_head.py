@@ -30,7 +30,7 @@ from fallow.sim.head import ANSWER_S, VirtualHead
 from fallow.sim.quiet import same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.slurm import SlurmSim
-from fallow.sim.types import JobPart, RunPlan, Scheduler, SimJob, SimNode, Site, Wanted
+from fallow.sim.types import POLL_REQUESTS, JobPart, RunPlan, Scheduler, SimJob, SimNode, Site, Wanted
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
 from sim_client import play_real
@@ -132,6 +132,8 @@ def played(
 
 PLANS = [run_plan("r0", 8), run_plan("r1", 8), run_plan("r2", 6, weight=2.0)]
 NODES = 16
+QUERIES = 75.0
+"A minute: hardly enough where polls come every 5 s."
 
 
 @pytest.mark.parametrize("preempt", [True, False], ids=["preempt", "plain"])
@@ -144,11 +146,11 @@ def test_it_asks_for_and_cancels_what_the_real_head_does(
     others = arrivals(7, until_s, NODES, 100.0, "scavenge" if preempt else "normal")
     ours, theirs = (cluster(others, preempt=preempt) for _ in range(2))
     runs = ToyRuns(PLANS)
-    head = VirtualHead(ours, runs, PLANS, options(queries_per_min=60.0), elide=False)
+    head = VirtualHead(ours, runs, PLANS, options(queries_per_min=QUERIES), elide=False)
     play(head, ours, runs, BEGIN + until_s)
     runs = ToyRuns(PLANS)
     section = Harvest(allow_without_preemption=not preempt)
-    config = Config(harvest=section, slurm=Slurm(queries_per_min=60.0))
+    config = Config(harvest=section, slurm=Slurm(queries_per_min=QUERIES))
     play_real(theirs, runs, PLANS, options(), config, tmp_path, BEGIN + until_s)
     assert ours.submitted == theirs.submitted
     assert ours.cancelled == theirs.cancelled
@@ -170,6 +172,19 @@ def test_what_follows_from_every_poll_follows_from_those_that_are_taken_in() -> 
     assert head.calls == every.calls, "Slurm is asked all the same"
     spells = [each.learner.known.experience.spells for each in (head, every)]
     assert spells[0] == spells[1]
+
+
+def test_polls_wait_for_what_was_asked_before_and_cancellations_do_not() -> None:
+    cluster = engine([], 2, preempt=True)
+    head = VirtualHead(cluster, ToyRuns([]), [], options(queries_per_min=60.0))
+    for _ in range(30):
+        head._cancels()
+    head.wake(BEGIN)
+    assert head.next_at() == BEGIN + 1.0 + POLL_REQUESTS, "the configuration and a poll; the bucket is empty"
+    assert head.calls == 30 + 1
+    head.wake(head.next_at())
+    assert head.calls == 30 + 1 + POLL_REQUESTS
+    assert head.next_at() == BEGIN + 1.0 + POLL_REQUESTS + ANSWER_S
 
 
 def test_without_latency_an_idle_node_is_ours_in_the_same_moment() -> None:

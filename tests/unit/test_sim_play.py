@@ -17,6 +17,7 @@ from fallow.sim.play import play
 from fallow.sim.policies import ALL, make
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import (
+    POLL_REQUESTS,
     Costs,
     Happening,
     Kind,
@@ -29,6 +30,7 @@ from fallow.sim.types import (
     Waited,
 )
 from fallow.sim.work import Work
+from fallow.slurm.cli import CliClient
 from sim_toy import FREE, Hole, ToyEngine, costing, linear, played, runs_of
 
 DAY_S = 86400.0
@@ -166,9 +168,10 @@ def test_more_runs_than_one_share_equally() -> None:
 
 
 def test_requests_to_slurm_are_counted() -> None:
-    """21 polls of four, and one submission, in ten minutes."""
+    """21 polls and one submission in ten minutes."""
     score, _ = played("greedy", [[(0, 600)]], linear(), latency="slurm")
-    assert score.slurmctld_rpcs_per_min == pytest.approx((21 * 4 + 1) / 10)
+    assert score.slurmctld_rpcs_per_min == pytest.approx((21 * POLL_REQUESTS + 1) / 10)
+    assert CliClient.poll_requests == POLL_REQUESTS
 
 
 def test_who_waits_for_us_is_counted() -> None:

@@ -30,6 +30,7 @@ from fallow.sim.leases import ASKER, Leases
 from fallow.sim.quiet import same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.types import (
+    POLL_REQUESTS,
     Active,
     Ended,
     Engine,
@@ -50,9 +51,6 @@ ANSWER_S, SBATCH_S = 0.2, 0.1
 
 AGAIN_S = 1.0
 """Without latency: from one poll to the next at the least."""
-
-PER_POLL = 4
-"""Requests to slurmctld: nodes, partitions, reservations, jobs."""
 
 
 class VirtualHead:
@@ -99,7 +97,7 @@ class VirtualHead:
         )
         per_min, sbatch_s = (inf, 0.0) if self._at_once else (options.submits_per_min, SBATCH_S)
         queue = RequestsQueue(per_min, sbatch_s, engine.now)
-        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, queue, self._called)
+        self._leases = Leases(engine, runs, self.book, self.learner, self._limits, queue, self._called, self._cancels)
         self._now = engine.now
         self._queries = Bucket(options.queries_per_min, lambda: self._now)
         self._config: ClusterConfig | None = None
@@ -107,6 +105,8 @@ class VirtualHead:
         self._interval_s = options.poll_s
         "from one poll to the next, as of the last one"
         self._began, self._poll_at = -inf, engine.now
+        self._sends_at = inf
+        "when slurmctld may be asked, once that is wanted"
         self._asked_at = -inf
         "the last poll"
         self._answer: tuple[float, ClusterState] | None = None
@@ -127,7 +127,7 @@ class VirtualHead:
 
     def next_at(self) -> float:
         answer = inf if self._answer is None else self._answer[0]
-        return min(self._poll_at, answer, self._leases.next_at())
+        return min(self._poll_at, self._sends_at, answer, self._leases.next_at())
 
     def wake(self, at: float) -> None:
         while self.next_at() <= at:
@@ -139,11 +139,14 @@ class VirtualHead:
             elif self._leases.next_at() <= at:
                 if self._leases.play(at):
                     self._pace()
+            elif self._sends_at <= at:
+                self._ask()
             else:
                 # What was the interval when this was fixed may not be it any more.
                 self._pace()
                 if self._poll_at <= at:
-                    self._poll()
+                    self._began, self._poll_at = self._now, inf
+                    self._sends_at = self._now + self._tokens()
 
     def told(self, happening: Happening | Active | Measured) -> None:
         self._now = happening.at
@@ -166,11 +169,15 @@ class VirtualHead:
     def _called(self) -> None:
         self.calls += 1
 
+    def _cancels(self) -> None:
+        self.calls += 1
+        self._queries.spend(1)
+
     # -- polls ------------------------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
         """When to poll next; what has come since the last one may make that sooner."""
-        if self._answer is not None:
+        if self._answer is not None or self._sends_at < inf:
             return
         usual_s, watches = self._limits.poll_interval_s, self._watches()
         longest = polling.longest_interval_s(usual_s, watches)
@@ -185,11 +192,10 @@ class VirtualHead:
     def _watches(self) -> bool:
         return self.neighbourhood.watches(self.book.allocations.values())
 
-    def _poll(self) -> None:
-        self._began = self._asked_at = self._now
-        wait_s = self._tokens()
+    def _ask(self) -> None:
+        self._sends_at, self._asked_at = inf, self._now
         cluster = self._engine.poll()
-        self.calls += PER_POLL
+        self.calls += POLL_REQUESTS
         if self._quiet(cluster):
             self.elided += 1
             self._passed = [*self._passed[:1], self._now]
@@ -198,16 +204,15 @@ class VirtualHead:
             self._pace()
             return
         self._leases.touched = self._news = False
-        self._answer = self._now + wait_s + self._answer_s, cluster
-        self._poll_at = inf
+        self._answer = self._now + self._answer_s, cluster
 
     def _tokens(self) -> float:
         """Seconds to wait until slurmctld may be asked."""
-        wait_s = self._queries.take()
         if self._now - self._config_at >= CONFIG_S:
             self._config, self._config_at = self._engine.config(), self._now
             self.calls += 1
-            wait_s = self._queries.take()
+            self._queries.take()
+        wait_s = self._queries.take(POLL_REQUESTS)
         return 0.0 if self._at_once else wait_s
 
     def _quiet(self, cluster: ClusterState) -> bool:

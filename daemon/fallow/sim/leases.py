@@ -36,7 +36,8 @@ class Leases:
         learner: is told what Slurm refuses.
         limits: as configured.
         queue: for sbatch.
-        called: is called for each request to slurmctld.
+        called: is called for each submission.
+        cancels: is called for each job that is cancelled.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Leases:
         limits: Limits,
         queue: RequestsQueue,
         called: Callable[[], None],
+        cancels: Callable[[], None],
     ) -> None:
         self.nice = 0
         "to submit with"
@@ -58,7 +60,7 @@ class Leases:
         self._shown: dict[str, JobInfo] = {}
         "running allocation -> its job as it was taken in last; the engine makes a new one for each change"
         self._engine, self._runs, self._book, self._learner = engine, runs, book, learner
-        self._limits, self._queue, self._called = limits, queue, called
+        self._limits, self._queue, self._called, self._cancels = limits, queue, called, cancels
         self._timers: list[tuple[float, int, str, str]] = []
         "(Unix time, order, which, token)"
         self._order = 0
@@ -189,7 +191,7 @@ class Leases:
         if allocation.queued:
             forgo(allocation)
         elif allocation.job_id is not None:
-            self._called()
+            self._cancels()
             self._engine.cancel(allocation.job_id)
 
     def _lost(self, allocation: Allocation, reason: str, at: float, silent_s: float = 0.0) -> None:
@@ -281,5 +283,5 @@ class Leases:
                 continue
             for job in jobs.get(allocation.token, ()):
                 if job.state in ("PENDING", "RUNNING"):
-                    self._called()
+                    self._cancels()
                     self._engine.cancel(job.job_id)

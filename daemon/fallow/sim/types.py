@@ -24,6 +24,9 @@ Latency = Literal["none", "slurm"]
 """none: what is asked for starts at once (published tables are so); slurm: polls, submissions, scheduler cycles."""
 Plans = Literal["hidden", "known"]
 """Of a trace of holes: does Slurm's plan tell when a hole ends, or does its owner come back without notice?"""
+POLL_REQUESTS = 6
+"""Requests to slurmctld that a poll with Slurm's own commands is (`slurm.cli`)."""
+
 Kind = Literal["absorb", "release", "eject"]
 
 
@@ -330,7 +333,7 @@ class Options(Struct, frozen=True, kw_only=True):
     poll_s: float
     costs: Costs
     submits_per_min: float = 120.0
-    queries_per_min: float = 30.0
+    queries_per_min: float = 120.0
     pilot_minutes: int = 60
     "how long a job of the policies other than ours is, unless the policy says"
 

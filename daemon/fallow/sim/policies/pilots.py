@@ -18,6 +18,7 @@ from fallow.model import ClusterState
 from fallow.sim.costs import SILENT_S
 from fallow.sim.policies.standing import Counts, Crew, Shared, Sharing, Standing
 from fallow.sim.types import (
+    POLL_REQUESTS,
     Active,
     Ended,
     Engine,
@@ -44,9 +45,6 @@ STALE_S = 600.0
 
 REFUSED_S = 600.0
 """After Slurm has refused a request, nothing is asked for in its partition for so long."""
-
-RPCS_PER_POLL = 4
-"""Nodes, partitions, reservations, jobs."""
 
 LEAVING_S = 1.0
 """At most so long before a job's limit its node leaves the training."""
@@ -236,7 +234,7 @@ class Pilots:
     def _look(self, at: float) -> None:
         """Ask for what is idle and useful."""
         if not self._at_once:
-            self.calls += RPCS_PER_POLL
+            self.calls += POLL_REQUESTS
             self._withdraw(at)
         if not any(self._room()):
             return
