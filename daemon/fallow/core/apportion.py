@@ -123,14 +123,15 @@ class _Problem:
         excess: list[float] = []
         bound = 0.0
         pieces: list[Sequence[tuple[float, int]]] = []
-        for i, (claim, (low, high)) in enumerate(zip(claims, ranges, strict=True)):
+        for i, (claim, (low, _)) in enumerate(zip(claims, ranges, strict=True)):
             least = claim.sizes[low]
             if flow.take(i, least) < least:
                 return None
             nodes.append(least)
             excess.append(claim.values[low])
             bound += claim.values[low]
-            pieces.append(_envelope(claim.sizes, claim.values, low, high))
+        if flow.left:  # else nobody can get more than the least
+            pieces = [_envelope(c.sizes, c.values, low, high) for c, (low, high) in zip(claims, ranges, strict=True)]
         # The steepest piece of any claim next; each claim's own are steepest first.
         queue = [(-some[0][0], i, 0) for i, some in enumerate(pieces) if some]
         heapq.heapify(queue)

@@ -34,7 +34,7 @@ def alternatives(text: str) -> tuple[Wanted, ...]:
 
 def suits(features: Iterable[str], constraint: str) -> bool:
     """Will a node with these features do for a job of one node?"""
-    return not constraint or any(wanted(frozenset(features)) for wanted in alternatives(constraint))
+    return any(wanted(frozenset(features)) for wanted in alternatives(constraint))
 
 
 def _wanted(text: str) -> Wanted:

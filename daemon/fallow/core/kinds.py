@@ -38,7 +38,7 @@ class Kind(msgspec.Struct, frozen=True):
             (not self.arch or not node.arch or node.arch == self.arch)
             and (there >= self.gpus if part is None else 0 < self.part_gpus <= there)
             and (not self.gpu_type or self.gpu_type in types)
-            and suits(node.features, self.constraint)
+            and (not self.constraint or suits(node.features, self.constraint))
             and (not self.alike or likeness(node) in self.alike)
         )
 

@@ -25,7 +25,8 @@ class Reach:
         self, cluster: ClusterState, partitions: Iterable[PartitionInfo], backoff: Backoff, unstarted: Unstarted
     ) -> None:
         self._at = cluster.at
-        self._nodes = {node.node: node for node in cluster.nodes}
+        self.nodes = {node.node: node for node in cluster.nodes}
+        "of the poll, by name"
         self._partitions = list(partitions)
         self._backoff = backoff
         self._unstarted = unstarted
@@ -67,7 +68,7 @@ class Reach:
 
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
         """Can they use this node, or this part of it, in any of these partitions?"""
-        known, may = self._nodes.get(node), self.partitions(sort)
+        known, may = self.nodes.get(node), self.partitions(sort)
         if known is None or may.isdisjoint(partitions) or not sort[0].suits(known, part):
             return False
         return node not in self._suspect or any(
@@ -76,7 +77,7 @@ class Reach:
 
     def takes(self, sort: Sort, node: str, partition: str, part: Part | None = None) -> bool:
         """Does a request of such runs stand for this node, as far as we have seen?"""
-        known = self._nodes.get(node)
+        known = self.nodes.get(node)
         return known is not None and sort[0].suits(known, part) and not self._declined_s(sort, node, partition)
 
     def decline(self, sort: Sort, node: str, partition: str) -> None:
@@ -97,7 +98,7 @@ class Reach:
             if words := self._backoff.words(sort[2], partition, self._at):
                 return f"left alone: {words}"
             return f"not open: no run may use {partition}"
-        known = self._nodes.get(node)
+        known = self.nodes.get(node)
         if known is None or not sort[0].suits(known, part):
             return "of another kind: no run can use it"
         declined_s = self._declined_s(sort, node, partition)

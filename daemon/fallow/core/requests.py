@@ -72,8 +72,7 @@ class Requests:
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
         self._partitions = {p.partition: p for p in partitions}
-        self._nodes = {node.node: node for node in cluster.nodes}
-        self._reach = reach
+        self._nodes, self._reach = reach.nodes, reach
         self._sorts = sorts
         self._limits = Limits(cluster.at, self._partitions, rules, known, allocations, pending)
         self._unsuited: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
