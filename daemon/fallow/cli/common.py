@@ -20,6 +20,15 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON value.")(command)
 
 
+def restart_option(command: F) -> F:
+    text = (
+        "For a script as torchrun runs it, which knows nothing of Fallow: COMMAND is started again at every change of "
+        "the membership, at a moment of the head's choosing, and goes on from what it has saved. Its processes meet in "
+        "torch's TCPStore, which lets in whoever reaches the node's address."
+    )
+    return click.option("--restart", is_flag=True, help=text)(command)
+
+
 class Finite(click.FloatRange):
     """A range of numbers; unlike click's it has no place for `nan`, nor for `inf` where it is open above."""
 

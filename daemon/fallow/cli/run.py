@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from fallow.cli.common import say
+from fallow.cli.common import restart_option, say
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
 
 SCANCEL_S = 30.0
@@ -30,15 +30,16 @@ SIGNAL_S = 2.0
     short_help="In a batch script: train with what the run has.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
+@restart_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(command: tuple[str, ...]) -> int:
+def run(restart: bool, command: tuple[str, ...]) -> int:
     """Train with COMMAND in this allocation: fallow run -- python train.py
 
     Starts one agent per node. Returns 0 in the one allocation in which the rest of the script is to run; in
     all others it ends the job.
     """
     try:
-        return train(command)
+        return train(command, restart)
     except FallowError as error:
         if not os.environ.get("SLURM_JOB_ID") or rest_belongs_here():
             raise
@@ -61,11 +62,14 @@ def is_over() -> bool:
         return False
 
 
-def train(command: tuple[str, ...]) -> int:
+def train(command: tuple[str, ...], restart: bool = False) -> int:
     """The exit code for the batch script, where it may go on."""
+    from fallow.agent.restart import under_torchrun
     from fallow.core.step import step_command, step_environment
 
     kind, key_file = find_allocation()
+    if restart:
+        command = tuple(under_torchrun(command))
     agent = [sys.executable, "-m", "fallow.agent", "--key-file", str(key_file), "--", *command]
     argv = step_command(os.environ, agent)
     # Slurm warns the step itself, whose agents tell the head. This process only outlives the warning.

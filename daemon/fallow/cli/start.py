@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from fallow.cli.common import Finite, json_option
+from fallow.cli.common import Finite, json_option, restart_option
 from fallow.model import Exit, FallowError
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -33,12 +33,22 @@ def daemon() -> int:
 )
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
 @click.option("--reproducible", is_flag=True, help="The result is the same, bit for bit, for every schedule.")
+@restart_option
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def local(
-    members: int, schedule: str, report: Path | None, reproducible: bool, as_json: bool, command: tuple[str, ...]
+    members: int,
+    schedule: str,
+    report: Path | None,
+    reproducible: bool,
+    restart: bool,
+    as_json: bool,
+    command: tuple[str, ...],
 ) -> int:
-    """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD"""
+    """Train COMMAND on this machine with real head, store, agents and workers: fallow local --members 2 -- CMD
+
+    With --restart a STEP of the schedule is so many seconds of training, since such a script tells no steps.
+    """
     from fallow.core.schedule import parse_schedule
     from fallow.local.main import main
 
@@ -46,7 +56,9 @@ def local(
     parse_schedule(schedule, members)
     if report is not None and not report.absolute().parent.is_dir():
         raise FallowError(f"--report {report}: its folder does not exist; make it first", Exit.CANTCREAT)
-    return int(main(list(command), members, schedule, report, as_json, reproducible))
+    if restart and reproducible:
+        raise FallowError("--reproducible is for scripts that call fallow.init; leave it or --restart out", Exit.USAGE)
+    return int(main(list(command), members, schedule, report, as_json, reproducible, restart))
 
 
 @click.command(short_help="Watch runs and nodes live.")

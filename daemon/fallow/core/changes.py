@@ -11,6 +11,7 @@ from fallow.core import events as ev
 from fallow.core.effects import Effects
 from fallow.core.links import to_drop
 from fallow.core.proposals import Proposal, after_loss, involved, named, report_of, wanted
+from fallow.core.restarts import wait_s
 from fallow.core.roster import Change, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Watch
@@ -65,7 +66,7 @@ class Changes:
         "finished steps of the run when all waited for each other to no end, and how often in a row they did there"
         self._finishing = roster.finishing
         self._content = False
-        "no generation is wanted, as the roster is"
+        "no generation is wanted, as the roster is, or it has to wait"
         self._busy: str | None = None
         "who waited least when all were looked at: as long as that is not for long, not all wait for each other"
         if roster.change is not None and not roster.change.committed:
@@ -100,9 +101,9 @@ class Changes:
             self._free_those_who_wait(at)
         elif r.change is None and at >= self.retry_at and not self._content:
             proposal = wanted(r)
-            if proposal is not None:
+            self._content = proposal is None or wait_s(r, proposal.kind, self._watch.lasted_s(at)) > 0
+            if proposal is not None and not self._content:
                 self.begin(at, proposal)
-            self._content = proposal is None
         self._look_at_links(at, news)
 
     def _advance(self, at: float) -> None:
@@ -302,6 +303,8 @@ class Changes:
 
     def _kept(self) -> str:
         """Where those begin who come when nobody is left."""
+        if self._roster.restarts:
+            return "what its script has saved"
         usable = self._roster.usable_checkpoints()
         return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
 

@@ -162,6 +162,7 @@ class Membership:
             r.signature, r.layout = ready.signature, ready.layout
             r.shards, r.global_batch = ready.shards, ready.global_batch
             r.total_steps, r.arithmetic = ready.total_steps, ready.arithmetic
+            r.restarts = ready.restarts
         problem = difference(r, ready)
         if problem:
             worker.phase = WorkerPhase.GONE

@@ -56,6 +56,9 @@ def after_loss(roster: Roster, involved: list[str], reason: str, kind: ChangeKin
     if not any(roster.workers[w].has_state for w in members):
         members = [w for w in involved if w not in members and roster.workers[w].has_state] + members
     leavers = [w for w in involved if w not in members]
+    if members and roster.restarts and not roster.scripted:
+        # All scripts begin again in any case.
+        members += roster.standbys()[: max(0, roster.useful_members - len(members))]
     return Proposal(kind, members, leavers, reason) if members else None
 
 

@@ -165,6 +165,8 @@ class Roster(msgspec.Struct, kw_only=True):
     "what the members' bits come from; empty in the fast mode"
     shards: int | None = None
     global_batch: int | None = None
+    restarts: bool = False
+    "a change of the membership restarts the members' scripts"
     total_steps: int | None = None
     checkpoints: list[Saved] = []
     "all that are on disk, in the order in which they became known"

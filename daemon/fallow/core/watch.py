@@ -69,6 +69,10 @@ class Watch:
         """A generation begins: what its members waited for before is over."""
         self._committed_at = at
 
+    def lasted_s(self, at: float) -> float:
+        """Seconds since the current generation was committed, or since this head began if that is shorter."""
+        return at - self._committed_at
+
     def heard(self, worker: str) -> float | None:
         return self._heard.get(worker)
 

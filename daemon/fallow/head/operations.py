@@ -180,6 +180,8 @@ class Operations:
         found = self._active(run)
         if not found.roster.members:
             raise FallowError(f"run {found.id}: has no member that could write one", Exit.TEMPFAIL)
+        if found.roster.restarts:
+            raise FallowError(f"run {found.id}: what its script saves, and when, the script alone decides", Exit.USAGE)
         for worker in found.roster.members:
             turn.tell(found, worker, SaveCheckpoint(term=self._book.term))
 

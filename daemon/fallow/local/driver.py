@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
+from fallow.agent.restart import as_program, under_torchrun
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.schedule import Action, Item
@@ -42,6 +43,8 @@ class Driver:
         output: takes the main member's output.
         on_view: called with each look at the run.
         environ: environment of everything that is started.
+        restart: the command knows nothing of Fallow and is started anew with each generation. It tells no steps, so
+            those of the schedule are seconds since the training began.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Driver:
         output: IO[bytes] | int | None = None,
         on_view: Callable[[RunView], None] | None = None,
         environ: Mapping[str, str] = os.environ,
+        restart: bool = False,
     ) -> None:
-        self.command = list(command)
+        self.name = name_of(as_program(command) if restart else command)
+        self.command = under_torchrun(command) if restart else list(command)
         self.members = members
         self.schedule = list(schedule)
         self.max_members = max_members or peak(members, schedule)
@@ -83,6 +88,8 @@ class Driver:
         self._run = ""
         self._control: ControlClient
         self._due = list(self.schedule)
+        self._by_seconds = restart
+        self._began: float | None = None
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
         self.happened: list[tuple[Item, float]] = []
@@ -116,7 +123,7 @@ class Driver:
     async def _create(self) -> None:
         spec = RunSpec(
             run="",
-            name=name_of(self.command),
+            name=self.name,
             min_nodes=self.members,
             max_nodes=self.max_members,
             workers_per_node=1,
@@ -177,7 +184,7 @@ class Driver:
     async def _follow(self) -> None:
         """Make each item happen as soon as its step is finished and the item before it has taken effect."""
         while not (view := await self._look()).status.ended:
-            if self._due and view.generation and view.step >= self._due[0].step and self._settled(view):
+            if self._due and view.generation and self._reached(view) >= self._due[0].step and self._settled(view):
                 try:
                     await self._do(self._due[0], view)
                 except FallowError as error:
@@ -189,6 +196,12 @@ class Driver:
                 self._due.pop(0)
             self._check_agents()
             await asyncio.sleep(LOOK_S)
+
+    def _reached(self, view: RunView) -> float:
+        """The step, or the second, that the training is in; it has begun."""
+        if self._began is None:
+            self._began = time.monotonic()
+        return time.monotonic() - self._began if self._by_seconds else view.step
 
     def _settled(self, view: RunView) -> bool:
         """No change is under way or about to begin. Given up after `SETTLE_S`: a stopped member may never settle."""

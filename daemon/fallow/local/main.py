@@ -26,6 +26,7 @@ def main(
     report: Path | None = None,
     json: bool = False,
     reproducible: bool = False,
+    restart: bool = False,
 ) -> int:
     """Train `command` on this machine with a scripted membership; returns the exit code.
 
@@ -36,19 +37,21 @@ def main(
         report: file that takes the report as JSON.
         json: print the report, and nothing else, on standard output.
         reproducible: as if the script passed `reproducible=True` to `run.prepare`.
+        restart: `command` knows nothing of Fallow; steps of the schedule are seconds of training.
 
     Raises:
         FallowError: bad arguments, or it could not start.
     """
     if members < 1:
         raise FallowError(f"--members {members}: at least 1", Exit.USAGE)
-    if not command or shutil.which(command[0]) is None:
+    if not command or (not restart and shutil.which(command[0]) is None):
         what = command[0] if command else ""
         raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
     items = parse_schedule(schedule, members)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     environ = {**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ
-    driver = Driver(folder, command, members, items, output=sys.stderr.fileno() if json else None, environ=environ)
+    output = sys.stderr.fileno() if json else None
+    driver = Driver(folder, command, members, items, output=output, environ=environ, restart=restart)
     try:
         result = asyncio.run(_train(driver))
     except asyncio.CancelledError:
@@ -60,13 +63,14 @@ def main(
     if driver.absent:
         sys.stderr.write(f"fallow local: {driver.absent} newcomer(s) did not take part: {driver.absent_because}\n")
     for item in driver.missed:
-        sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended at step {result.steps}\n")
+        when = "before" if restart else f"at step {result.steps}"
+        sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended {when}\n")
     encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
     written = report is None or _write(report, encoded + b"\n")
     if json:
         sys.stdout.write(encoded.decode() + "\n")
     else:
-        sys.stdout.write(summary(result) + "\n")
+        sys.stdout.write(summary(result, restart) + "\n")
     good = result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated
     if good:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,8 +99,11 @@ def _write(report: Path, content: bytes) -> bool:
     return True
 
 
-def summary(report: RunReport) -> str:
-    """A few lines for people."""
+def summary(report: RunReport, restart: bool = False) -> str:
+    """A few lines for people; a script that is restarted tells nothing of its steps and samples."""
+    if restart:
+        told = [f"run {report.run}: {report.status}, {len(report.generations)} generations"]
+        return "\n".join(told + [f"  {generation.reason}" for generation in report.generations])
     changes = [g for g in report.generations if g.pause_s is not None]
     loss = report.final_loss
     planned = report.pause_s.planned

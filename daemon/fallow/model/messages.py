@@ -38,6 +38,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     total_steps: int | None = None
     arithmetic: list[str] = []
     "reproducible mode: what makes its bits, one fact per line; empty in the fast mode"
+    restarts: bool = False
+    "its script knows nothing of Fallow: every change of the membership restarts it, on all members"
 
 
 class Vote(Message, frozen=True, kw_only=True):

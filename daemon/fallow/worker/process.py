@@ -65,10 +65,10 @@ def read_secret(descriptor: int) -> WorkerSecret:
         ) from None
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its agent dies, however it dies."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, by that signal, when its agent dies, however it dies."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(Exit.TEMPFAIL)
 

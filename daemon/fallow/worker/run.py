@@ -6,13 +6,12 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.model import Exit, Failed, FallowError, Finished, ToWorker, Welcome
+from fallow.model import Exit, Failed, FallowError, Finished, Welcome
 from fallow.worker import fixed, process, state
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
@@ -22,7 +21,7 @@ from fallow.worker.loop import Loop
 from fallow.worker.member import Member
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import EndedAlone
-from fallow.worker.session import Channel, Dismissed, Session
+from fallow.worker.session import Dismissed, Session, connection
 from fallow.worker.source import Source
 from fallow.worker.stream_loader import StreamLoader
 from fallow.worker.together import Kind
@@ -416,6 +415,12 @@ def init() -> Run:
         FallowError: the head refused this worker or does not answer; the environment is contradictory.
     """
     worker = os.environ.get("FALLOW_WORKER")
+    if "FALLOW_RESTART" in os.environ:
+        raise FallowError(
+            "the script calls fallow.init, so it follows the membership by itself: leave --restart (or torchrun) out, "
+            "fallow run -- python SCRIPT",
+            Exit.USAGE,
+        )
     if worker is None:
         world = fixed.world_from_environment()
         fixed.check_own_group(world)
@@ -428,22 +433,7 @@ def init() -> Run:
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
-    def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Channel:
-        from fallow.wire.link import Link
-
-        return Link(
-            secret.endpoint,
-            secret.server_key,
-            secret.public_key,
-            secret.secret_key,
-            ToWorker,
-            on_message,
-            Path(secret.head_file) if secret.head_file else None,
-            on_connect=on_connect,
-        )
-
-    session = Session(worker, secret.address, connect)
-    return attach(session)
+    return attach(Session(worker, secret.address, connection(secret)))
 
 
 def attach(session: Session) -> Run:

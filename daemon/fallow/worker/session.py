@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +38,12 @@ from fallow.model import (
     Welcome,
     WorkerHello,
     WorkerReady,
+    WorkerSecret,
 )
 from fallow.worker.group import Group, reap
 from fallow.worker.progress import Progress
 from fallow.worker.questions import Questions
-from fallow.worker.upcoming import Upcoming
+from fallow.worker.upcoming import Built, Upcoming
 
 _HELLO_S = 1.0
 """Repeat the first message until the head answers."""
@@ -61,6 +63,9 @@ class Channel(Protocol):
     def close(self) -> Any: ...
 
 
+Connect = Callable[[Callable[[ToWorker], None], Callable[[], None]], Channel]
+
+
 class Session:
     """One worker's side of the protocol.
 
@@ -68,17 +73,21 @@ class Session:
         worker: this worker's id.
         address: local address for process groups.
         connect: makes the link, given what to call for each message and after each new connection.
+        grouped: its generations have a process group of ours; False: they are votes and commits alone.
     """
 
     def __init__(
         self,
         worker: str,
         address: str,
-        connect: Callable[[Callable[[ToWorker], None], Callable[[], None]], Channel],
+        connect: Connect,
+        *,
+        grouped: bool = True,
     ) -> None:
         self.worker = worker
         self.progress = Progress()
-        self._address = address
+        self.address = address
+        self._grouped = grouped
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._term = 0
@@ -103,6 +112,7 @@ class Session:
         "(generation, step) of the last one that was not written, likewise"
         self._unnoted: dict[str, Checkpointed] = {}
         self._questions = Questions(self.send)
+        self.ask = self._questions.ask
         self._acks = 0
         self.members_reached = 0, 0
         "where the members are in their data, as the head has last told"
@@ -178,7 +188,7 @@ class Session:
             pid=os.getpid(),
             version=fallow.__version__,
             torch=str(torch.__version__),
-            address=self._address,
+            address=self.address,
             generation=self.progress.generation,
             step=self.progress.step,
         )
@@ -274,7 +284,8 @@ class Session:
         dropped, self._next = self._next, None
         if dropped is None:
             return
-        self._questions.give_up(dropped.prepare.generation)
+        if self._grouped:  # else nobody asks about it, but about the current one
+            self._questions.give_up(dropped.prepare.generation)
         if dropped.built is not None:
             dropped.built.drop(reason)
 
@@ -286,7 +297,7 @@ class Session:
 
     def _build(self, upcoming: Upcoming) -> None:
         holds = self.progress.generation > 0
-        built = upcoming.build(self.worker, self._address, self._questions.ask, holds=holds)
+        built = upcoming.build(self.worker, self.address, self.ask, holds=holds) if self._grouped else Built()
         with self._changed:
             wanted = self._next is upcoming
             if wanted:
@@ -326,6 +337,21 @@ class Session:
         """True once a planned change is committed and its group stands here."""
         upcoming = self._next
         return upcoming is not None and upcoming.committed and upcoming.standing
+
+    @property
+    def superseded(self) -> bool:
+        """The generation that was taken is over: a newer one is committed, or the head has ended it or this worker."""
+        return self.switch_committed or self._broken_upto >= self._taken or self._end is not None
+
+    @property
+    def ended(self) -> bool:
+        """The head has ended this worker."""
+        return self._end is not None
+
+    @property
+    def patience_s(self) -> float:
+        """For how long a silent head is waited for."""
+        return self._welcome.head_patience_s if self._welcome is not None else 0.0
 
     @property
     def checkpoint_wanted(self) -> bool:
@@ -407,6 +433,26 @@ class Session:
             raise self._end
         if self._others is not None:
             raise OthersEnded(self._others)
+
+
+def connection(secret: WorkerSecret) -> Connect:
+    """Makes the link that an agent's secret is for."""
+
+    def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Channel:
+        from fallow.wire.link import Link
+
+        return Link(
+            secret.endpoint,
+            secret.server_key,
+            secret.public_key,
+            secret.secret_key,
+            ToWorker,
+            on_message,
+            Path(secret.head_file) if secret.head_file else None,
+            on_connect=on_connect,
+        )
+
+    return connect
 
 
 class Dismissed(Exception):
