@@ -10,6 +10,7 @@ import pytest
 from fallow.config import Config, Usage
 from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.backoff import FIRST_S
+from fallow.core.restarts import EVERY_S
 from fallow.core.roster import Worker
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
@@ -161,6 +162,14 @@ def test_nothing_is_asked_for_in_the_place_of_a_base_job_that_comes_again(desk: 
     assert wanted() == 4
     desk.run.record.base_wanted, base.kind = True, AllocationKind.HARVEST
     assert wanted() == 4
+
+
+def test_a_run_whose_script_is_restarted_wants_holes_in_which_that_pays(desk: Desk) -> None:
+    usual = demand(desk.run, {}, NOW, asks=True)
+    desk.run.roster.restarts = True
+    wanted = demand(desk.run, {}, NOW, asks=True)
+    assert wanted.min_minutes > EVERY_S / 60 > usual.min_minutes
+    assert wanted.pause_s > usual.pause_s
 
 
 def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:

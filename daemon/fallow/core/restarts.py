@@ -13,6 +13,12 @@ from fallow.model import ChangeKind
 EVERY_S = 300.0
 """Newcomers wait until the scripts have run for so long: then restarts take a small part of the time at most."""
 
+LEAST_MINUTES = 10
+"""A node that is there for less time spends most of it waiting for the others."""
+
+PAUSE_S = 60.0
+"""What a restart is taken to cost each member where holes are weighed: nobody measures it."""
+
 ATTEMPTS = 3
 """So many times in a row a script that failed is started again among the same members."""
 

@@ -7,6 +7,7 @@ from statistics import median
 
 from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind, likeness
+from fallow.core.restarts import LEAST_MINUTES, PAUSE_S
 from fallow.core.rules import Demand
 from fallow.head.book import Run
 from fallow.head.spending import left_s
@@ -32,11 +33,12 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
     members = run.roster.members
     homes = [run.roster.workers[w].node for w in members if w in run.roster.workers]
     pauses = [change.pause_s for change in run.roster.history[-PAUSES:] if change.pause_s is not None]
+    usual_s = PAUSE_S if run.roster.restarts else 0.5
     return Demand(
         run=run.id,
         nodes=wanted if asks else min(wanted, 0),
         partitions=tuple(run.spec.harvest_partitions),
-        min_minutes=run.spec.min_harvest_minutes,
+        min_minutes=max(run.spec.min_harvest_minutes, LEAST_MINUTES if run.roster.restarts else 0),
         barred=frozenset((*run.record.shunned, *unfolded(run.spec.harvest_given.get("exclude", "")))),
         budget_node_s=left_s(run, now),
         kind=kind_of(
@@ -44,7 +46,7 @@ def demand(run: Run, nodes: Mapping[str, NodeInfo], now: float, *, asks: bool) -
         ),
         asker=run.asker,
         members=len(set(homes)),
-        pause_s=median(pauses) if pauses else 0.5,
+        pause_s=median(pauses) if pauses else usual_s,
         renew=asks,
     )
 
