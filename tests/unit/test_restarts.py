@@ -16,6 +16,7 @@ from fallow.core.membership import Membership
 from fallow.core.restarts import ATTEMPTS, EVERY_S, WELL_S, Attempts, wait_s
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
+from fallow.local import main as local
 from fallow.model import (
     Active,
     AllocationKind,
@@ -152,6 +153,13 @@ def test_fallow_run_has_its_agents_start_that(monkeypatch: pytest.MonkeyPatch) -
     assert cli.run.main(["--restart", "--", "sh", "-c", "x"], standalone_mode=False) == Exit.OK
     words = steps[0][steps[0].index("fallow.agent") :]
     assert words == ["fallow.agent", "--key-file", "/key", "--", *under_torchrun(["sh", "-c", "x"])]
+
+
+def test_a_command_that_is_refused_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(FallowError, match="no such file"):
+        local.main([str(tmp_path / "no.py")], 2, restart=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_restart_without_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.agent.restart import under_torchrun
 from fallow.core.schedule import parse_schedule
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
@@ -47,6 +48,8 @@ def main(
     if not command or (not restart and shutil.which(command[0]) is None):
         what = command[0] if command else ""
         raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
+    if restart:
+        under_torchrun(command)  # before anything is made
     items = parse_schedule(schedule, members)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     environ = {**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ
