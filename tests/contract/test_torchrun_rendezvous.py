@@ -201,7 +201,7 @@ class Agent:
                     time.sleep(0.005)
                 if self._ends.is_set():
                     with contextlib.suppress(DistStoreError):
-                        store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state")
+                        store_util.barrier(info.store, info.world_size, "torchelastic/agent/terminal_state", 2.0)
                     raise SystemExit(0)
         except SystemExit as ended:
             self.exit = ended
@@ -291,3 +291,17 @@ def test_e1_e10_a_script_that_ends_while_a_change_is_on_its_way_is_not_waited_fo
     until(lambda: head.roster.status is RunStatus.FINISHED)
     first.thread.join(WITHIN_S)
     assert first.exit is not None
+
+
+def test_e1_e10_a_script_that_fails_when_another_has_ended_well_is_not_started_again(
+    head: Head, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = Agent(head, 0), Agent(head, 1)
+    until(lambda: worlds(first, second) == [(0, 2), (1, 2)])
+    first.end()
+    until(lambda: head.roster.finishing)
+    second.fails = True
+    until(lambda: head.roster.status is RunStatus.FINISHED)
+    assert isinstance(second.exit, SystemExit)
+    assert second.exit.code == 1
+    assert "when others' scripts had ended well" in capsys.readouterr().err

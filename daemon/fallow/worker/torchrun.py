@@ -31,7 +31,7 @@ from fallow.core.restarts import ATTEMPTS, Attempts
 from fallow.model import Active, Exit, Failed, FallowError, Finished, Left, Parts, WorkerReady
 from fallow.worker import process
 from fallow.worker.rendezvous import HeadStore
-from fallow.worker.session import Dismissed, Session, connection
+from fallow.worker.session import Dismissed, OthersEnded, Session, connection
 from fallow.worker.upcoming import Upcoming
 
 RESTART = "FALLOW_RESTART"
@@ -207,6 +207,8 @@ class Handler(RendezvousHandler):
             taken = session.await_commit(lambda: False)
         except Dismissed as dismissed:
             self._leave(dismissed.code, dismissed.reason)
+        except OthersEnded:
+            self._leave(1, "the script failed here when others' scripts had ended well: none of them begins again")
         except FallowError as error:
             self._leave(int(error.code), error.message)
         generation = taken.prepare.generation
