@@ -207,6 +207,31 @@ def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurr
     assert given_back(standing(FOUR[:2], [own], THREE[:2])) == ["n2"]
 
 
+def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_first() -> None:
+    token = "fallow-s-1-h3-0a1b2c"
+    nodes = [node(f"n{i}", "ALLOCATED") for i in range(1, 6)]
+    theirs = runs("7", ["n3"], name=token, comment=f"{token} harvest")
+    known = [runs("8", ["n4"]), runs("9", ["n5"]), theirs]
+    ours = [held("n1", 300), held("n2", 200)]
+    assert given_back(standing(nodes, [waits("1", 1), *known], ours)) == ["n2"], "its head may be no more"
+    joint = standing(nodes, [waits("1", 3), *known], ours)
+    assert given_back(joint) == ["n2", "n1"]
+    assert (joint.spoken_for, joint.delayed) == ({"p": {"n1", "n2", "n3"}}, {"1": {"ours-n1", "ours-n2"}})
+    # Once that head has left, nothing of ours goes to its node, nor is it asked for.
+    assert standing(nodes, [waits("1", 1), *known], [held("n9", state=AllocationState.PENDING)]).compete == {"ours-n9"}
+    for job in (waits("1", 4), waits("1", 3, required_nodes=["n4"])):
+        assert given_back(standing(nodes, [job, *known], ours)) == [], "others' own jobs stay"
+    # A job of normal priority stays, too, whoever asked for it.
+    hurried = runs("7", ["n3"], name=token, comment=token)
+    assert given_back(standing(nodes, [waits("1", 3), *known[:2], hurried], ours)) == []
+    # What is being left is as good as free.
+    left = msgspec.structs.replace(theirs, state="COMPLETING", end_at=NOW - 1.0)
+    assert given_back(standing(nodes, [waits("1", 1), *known[:2], left], ours)) == []
+    # Where Slurm preempts, it takes from all heads.
+    low = [PartitionInfo(partition="p", nodes=[n.node for n in nodes], preempt_mode="CANCEL")]
+    assert given_back(standing(nodes, [waits("1", 3), *known], ours, partitions=low)) == []
+
+
 HIGHER = "Nodes required for job are DOWN, DRAINED{} or reserved for jobs in higher priority partitions"
 
 

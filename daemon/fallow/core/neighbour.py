@@ -6,7 +6,8 @@ again: once it has taken one, those that wait still get theirs from us. Slurm ne
 waiting job onto nodes that we hold and comes late with its own answer, so what would happen without us is worked out
 here, as its backfill would: jobs in the order of their priority, each with its partition's limits, constraints,
 reservations and times; one that cannot start yet but has a planned start keeps its nodes free of jobs that would run
-into it.
+into it. What other heads hold they give back as we do, so a job may wait for nodes of several; ours go first, for
+nothing but Slurm's records tells that those heads are there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fallow.core.allocations import Allocation
 from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
-from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting
+from fallow.core.states import ON_NODES
+from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting, picks_up
 from fallow.model import AllocationState, ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
 VARIANTS = 16
@@ -185,17 +187,28 @@ class _View:
         "nodes that Slurm has just taken from us"
         # Where nobody waits, nothing follows.
         wanted = frozenset[str]().union(*(self._nodes.get(name, ()) for job in others for name in job.partitions))
-        self._room = Room(cluster, self._tokens, self._held, wanted)
+        theirs = [job for job in cluster.jobs if self._is_given_back_by_its_head(job)]
+        beside = sorted({node for job in theirs for node in job.nodes} - self._held.keys())
+        heads = self._tokens.union(job.name for job in theirs)
+        self._room = Room(cluster, heads, self._held.keys() | set(beside), wanted)
         # An owner goes with the last of his jobs; where only ours are, we are the owner.
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner and not self._room.left_alone(n.node)}
         newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
-        free, held = self._room.free(), [place for n in newest if (place := self._room.without_us(n)) is not None]
+        free = self._room.free()
+        held = [place for n in (*newest, *beside) if (place := self._room.without_us(n)) is not None]
         self.packing = Packing([*free, *held], dear=len(held))
         self._within_reach = frozenset(place.node for place in (*free, *held))
         self._shadows: list[tuple[float, frozenset[str]]] = []
         "(Unix time, nodes that are kept for a planned job from then on)"
         self._fits: dict[object, frozenset[str]] = {}
         self._looks = DIVIDED
+
+    def _is_given_back_by_its_head(self, job: JobInfo) -> bool:
+        """Does it hold what another head picked up idle, where Slurm takes it for nobody?"""
+        if job.state == "COMPLETING" or job.state not in ON_NODES or job.name in self._tokens or not picks_up(job):
+            return False
+        partition = self._partitions.get(job.partition)
+        return partition is not None and not partition.preempts
 
     @property
     def near(self) -> frozenset[str]:

@@ -34,8 +34,8 @@ class Room:
 
     Args:
         cluster: the poll.
-        ours: tokens of our harvest allocations, and of those that are over.
-        held: nodes of ours that are not leaving yet.
+        ours: tokens of harvest allocations, and of those that are over: ours and other heads'.
+        held: nodes of those that are not leaving yet.
         among: nodes that matter: others are as if they were not there.
     """
 

@@ -64,8 +64,10 @@ def picks_up(job: JobInfo) -> bool:
     Such a job comes after everybody else's and would be given up for any of them, so nobody owes it a node that trains:
     two heads would take turns in giving back to each other. Who gets an idle node, Slurm decides.
     """
+    if not job.name.startswith("fallow-"):
+        return False
     words = job.comment.split()
-    return job.name.startswith("fallow-") and job.name in words and PICKS_UP in words
+    return job.name in words and PICKS_UP in words
 
 
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:
