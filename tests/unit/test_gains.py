@@ -302,6 +302,24 @@ def test_the_view_of_a_run_that_ended_a_while_ago_is_made_once(desk: Desk, monke
     assert shown(over, 0.0, NOW + 64.0).message == "its checkpoints are gone"
 
 
+def test_a_status_that_no_run_has_any_more_counts_none(desk: Desk) -> None:
+    metrics = Metrics(None)
+    metrics._served = True
+    runs = [desk.run("a"), desk.run("b")]
+
+    def numbers() -> dict[str, float]:
+        metrics.update(desk.book)
+        (family,) = metrics._runs.collect()
+        return {sample.labels["status"]: sample.value for sample in family.samples if sample.value}
+
+    assert numbers() == {"waiting": 2}
+    runs[0].roster.status = RunStatus.CANCELLED
+    desk.book.rest(runs[0])
+    assert numbers() == {"waiting": 1, "cancelled": 1}
+    runs[1].roster.status = RunStatus.TRAINING
+    assert numbers() == {"training": 1, "cancelled": 1}
+
+
 def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk) -> None:
     walks = 0
 

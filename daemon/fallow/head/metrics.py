@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from fallow.head.book import Book
-from fallow.model import AllocationState, EventRecord
+from fallow.model import AllocationState, EventRecord, RunStatus
 
 
 class Metrics:
@@ -44,17 +44,18 @@ class Metrics:
         """Take the gauges' values from the book. Costs nothing while nobody can read them."""
         if not self._served:
             return
-        runs = list(book.runs.values())
+        runs = list(book.current.values())
         self._members.set(sum(len(r.roster.members) for r in runs if not r.roster.status.ended))
-        for status in {r.roster.status for r in runs}:
-            self._runs.labels(status=status.value).set(sum(1 for r in runs if r.roster.status is status))
+        statuses = [r.roster.status for r in book.runs.values()]
+        for status in RunStatus:
+            self._runs.labels(status=status.value).set(statuses.count(status))
         live = [a for r in runs for a in r.live_allocations()]
         for state in AllocationState:
             self._allocations.labels(state=state.value).set(sum(1 for a in live if a.state is state))
         for run in runs:
             seen, history = self._seen.get(run.id, 0), run.roster.history
             if not history or history[-1].generation <= seen:
-                # As with all that have ended, which may be thousands, four times a second.
+                # As with those that have ended, four times a second.
                 continue
             for generation in history:
                 if generation.generation > seen and generation.pause_s is not None:
