@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -164,16 +164,19 @@ class Fit:
         return found
 
 
-def _stairs(shards: int, slots: int, most: int) -> Iterator[int]:
-    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them."""
+@lru_cache(maxsize=1024)
+def _stairs(shards: int, slots: int, most: int) -> list[int]:
+    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them. Kept."""
     nodes = 1
+    found: list[int] = []
     while nodes <= most:
-        yield nodes
+        found.append(nodes)
         each = -(-shards // min(nodes * slots, shards))
         if each == 1:
-            return
+            break
         members = -(-shards // (each - 1))
         nodes = max(nodes + 1, -(-members // slots))
+    return found
 
 
 def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> list[tuple[int, float]]:
