@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from fallow.bench import chaos, checkpoint, pause, planner, recovery, steady, steplog
 from fallow.bench.main import BENCHES, check_names

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 
@@ -62,7 +61,7 @@ def measure(nodes: int, runs: int, times: int, waiting: int = 0) -> Row:
     took, wishes = [], []
     for _ in range(times):
         began = time.process_time()
-        valued = [replace(demand, worth=worth(curves[demand.run])) for demand in demands]
+        valued = [msgspec.structs.replace(demand, worth=worth(curves[demand.run])) for demand in demands]
         wishes = plan(cluster, valued, allocations, rules, unused={})
         took.append(time.process_time() - began)
     return Row(
