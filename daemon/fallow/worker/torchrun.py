@@ -308,6 +308,15 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return Handler(session, welcome.run, welcome.max_workers)
 
 
+def by_hand(params: RendezvousParameters) -> RendezvousHandler:
+    """`create_handler` for torchrun itself, which would show a traceback in place of what is wrong."""
+    try:
+        return create_handler(params)
+    except FallowError as error:
+        sys.stderr.write(f"fallow: {error.message}\n")
+        raise SystemExit(int(error.code)) from None
+
+
 def entry() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Of the group `torchrun.handlers`."""
-    return create_handler
+    return by_hand
