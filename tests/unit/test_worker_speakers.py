@@ -63,8 +63,9 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
     steps: list[tuple[tuple[int, ...], ...]], batch: int, reproducible: bool, bucket_bytes: int
 ) -> None:
     torch.manual_seed(5)
-    rows = torch.randn(ROWS, 6)
-    model, reference = Ways(), Ways()
+    # In float32 a long way through the blocks makes more of a rounding error than any tolerance that tells something.
+    rows = torch.randn(ROWS, 6, dtype=torch.float64)
+    model, reference = Ways().double(), Ways().double()
     reference.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     shards = ROWS // batch
