@@ -38,20 +38,24 @@ def gains(
             newest.setdefault(script_of(run), []).append(run)
     live = [run for run in runs if not run.roster.status.ended]
     known: list[Facts] = []
+    ordered: dict[Model, list[Run]] = {}
+    "runs that learn from each other, the newest first"
     for run in live:
         model = model_of(run)
         if run.roster.signature is None:
             # As long as a run has not said what it has, what the newest run of the script has is the best guess.
             script = script_of(run)
-            told = _newest_first([*newest.get(script, []), *past.newest(script)])
-            model = model_of(told[0]) if told else model
-        known.append(_facts(run, _teachers(run, _newest_first([*alike.get(model, []), *past.like(model)])), at))
+            told = [*newest.get(script, []), *past.newest(script)]
+            model = model_of(max(told, key=_created_at)) if told else model
+        if model not in ordered:
+            ordered[model] = sorted([*alike.get(model, []), *past.like(model)], key=_created_at, reverse=True)
+        known.append(_facts(run, _teachers(run, ordered[model]), at))
     weights = valuing.weights(known, _use(live, runs, past, at))
     return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
 
 
-def _newest_first(runs: list[Run]) -> list[Run]:
-    return sorted(runs, key=lambda run: -run.spec.created_at)
+def _created_at(run: Run) -> float:
+    return run.spec.created_at
 
 
 def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, float]:
