@@ -12,7 +12,6 @@ from pathlib import Path
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-from fallow.model import FallowError
 from fallow.worker import process
 from fallow.worker.torchrun import RESTART, create_handler
 
@@ -37,11 +36,7 @@ def main(command: list[str]) -> int:
         "--signals-to-handle=SIGINT",
         "--no-python",
     ]
-    try:
-        torchrun.main([*options, sys.executable, "-S", _TIED, str(os.getpid()), *command])
-    except FallowError as error:
-        sys.stderr.write(f"fallow: {error.message}\n")
-        return int(error.code)
+    torchrun.main([*options, sys.executable, "-S", _TIED, str(os.getpid()), *command])
     return 0
 
 

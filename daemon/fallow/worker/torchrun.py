@@ -290,8 +290,17 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Speak to the head, as what an agent started.
 
     Raises:
-        FallowError: no agent has started this torchrun, or the head does not want it.
+        SystemExit: no agent has started this torchrun, or the head does not want it. torchrun would show a traceback of
+            any other error.
     """
+    try:
+        return _connect()
+    except FallowError as error:
+        sys.stderr.write(f"fallow: {error.message}\n")
+        raise SystemExit(int(error.code)) from None
+
+
+def _connect() -> Handler:
     worker = os.environ.pop("FALLOW_WORKER", None)
     if worker is None:
         raise FallowError(
@@ -308,15 +317,6 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return Handler(session, welcome.run, welcome.max_workers)
 
 
-def by_hand(params: RendezvousParameters) -> RendezvousHandler:
-    """`create_handler` for torchrun itself, which would show a traceback in place of what is wrong."""
-    try:
-        return create_handler(params)
-    except FallowError as error:
-        sys.stderr.write(f"fallow: {error.message}\n")
-        raise SystemExit(int(error.code)) from None
-
-
 def entry() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Of the group `torchrun.handlers`."""
-    return by_hand
+    return create_handler
