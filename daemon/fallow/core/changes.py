@@ -7,6 +7,8 @@ Anything that fails before the commit burns the generation's number; the old gen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from fallow.core import events as ev
 from fallow.core.effects import Effects
 from fallow.core.links import to_drop
@@ -51,6 +53,23 @@ def exit_unknown(main: Worker, why: str) -> str:
     return f"the exit code of the main member {main.worker} (node {main.node}) is not known: {why}"
 
 
+class Awaited:
+    """Workers of whom something is awaited that each does once and for all.
+
+    In a large run all do it at the same time, and each message asks whether that was the last: who has done it is not
+    looked at again.
+    """
+
+    def __init__(self, workers: Iterable[str]) -> None:
+        self._left = list(workers)
+
+    def all(self, done: Callable[[str], bool]) -> bool:
+        """Have all of them? `done` never becomes false again where it was true."""
+        while self._left and done(self._left[-1]):
+            self._left.pop()
+        return not self._left
+
+
 class Changes:
     """Makes and unmakes the run's one change under way."""
 
@@ -69,6 +88,8 @@ class Changes:
         "no generation is wanted, as the roster is, or it has to wait"
         self._busy: str | None = None
         "who waited least when all were looked at: as long as that is not for long, not all wait for each other"
+        self._awaited: tuple[tuple[int, bool], Awaited, Awaited] | None = None
+        "(generation, committed), and who has to vote, or to switch, and who to leave"
         if roster.change is not None and not roster.change.committed:
             # Prepared but not committed when the last head died: nobody may have switched, so it is burned.
             roster.change = None
@@ -110,8 +131,8 @@ class Changes:
         r, change = self._roster, self._roster.change
         assert change is not None
         if not change.committed:
-            needed = change.members if change.interrupt else change.participants
-            if all(w in change.votes or (not change.interrupt and not r.alive(w)) for w in needed):
+            voters, _ = self._who_is_awaited(change)
+            if voters.all(lambda w: w in change.votes or (not change.interrupt and not r.alive(w))):
                 if change.probe:
                     self._probe_s *= 2
                     self.burn(at, "its members reach each other: the links are slow, not cut")
@@ -119,10 +140,19 @@ class Changes:
                     return
                 self._commit(change, at)
         if change.committed:
-            here = (w in change.active or r.workers[w].finished for w in change.members)
-            away = (w in change.left or not r.alive(w) for w in change.leavers)
-            if all(here) and all(away):
+            members, leavers = self._who_is_awaited(change)
+            here = members.all(lambda w: w in change.active or r.workers[w].finished)
+            if here and leavers.all(lambda w: w in change.left or not r.alive(w)):
                 self._complete(change, at)
+
+    def _who_is_awaited(self, change: Change) -> tuple[Awaited, Awaited]:
+        key = change.generation, change.committed
+        if self._awaited is None or self._awaited[0] != key:
+            # Of a rebuild those who leave need not vote.
+            leavers = change.leavers if change.committed else []
+            voters = change.members if change.committed or change.interrupt else change.participants
+            self._awaited = key, Awaited(voters), Awaited(leavers)
+        return self._awaited[1:]
 
     def _look_at_links(self, at: float, news: bool) -> None:
         """All members wait for each other: a link is cut or slow. A group built beside the old one tells which."""

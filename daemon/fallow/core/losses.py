@@ -10,7 +10,7 @@ from fallow.core import events as ev
 from fallow.core import failures
 from fallow.core.changes import Changes, exit_unknown
 from fallow.core.effects import Effects
-from fallow.core.proposals import involved
+from fallow.core.proposals import is_involved
 from fallow.core.roster import Failure, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
@@ -126,7 +126,7 @@ class Losses:
             if before is WorkerPhase.STARTING:
                 self._ended_before_ready(worker, reason, code)
                 continue
-            if name not in involved(r):
+            if not is_involved(r, name):
                 self._effects.record("eject", f"standby {where} is gone: {reason}", worker=name)
                 continue
             if change is not None and change.committed and name in change.leavers:

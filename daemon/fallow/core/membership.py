@@ -24,7 +24,7 @@ from fallow.core.effects import Effects
 from fallow.core.invariants import check
 from fallow.core.joining import difference
 from fallow.core.losses import Losses
-from fallow.core.proposals import involved
+from fallow.core.proposals import is_involved
 from fallow.core.roster import Change, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
@@ -303,7 +303,7 @@ class Membership:
         self._effects.record("healed", text, worker=worker.worker, node=worker.node, step=step)
 
     def _held(self, held: Held, at: float) -> None:
-        if held.worker in involved(self.roster):
+        if is_involved(self.roster, held.worker):
             self._watch.suspect(at, held.generation, f"{held.worker}: {held.reason}")
 
     def _stopped(self, event: ev.WorkerStopped) -> None:
@@ -322,7 +322,7 @@ class Membership:
     def _finished(self, finished: Finished, at: float) -> None:
         r = self.roster
         worker = r.workers.get(finished.worker)
-        if worker is None or finished.worker not in involved(r):
+        if worker is None or not is_involved(r, finished.worker):
             return
         worker.finished = True
         worker.step = finished.steps

@@ -69,6 +69,11 @@ def involved(roster: Roster) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def is_involved(roster: Roster, worker: str) -> bool:
+    """Is it one of them?"""
+    return worker in roster.members or (roster.change is not None and roster.change.concerns(worker))
+
+
 def report_of(change: Change, at: float) -> GenerationReport:
     """What is remembered of a change that is complete at `at`."""
     return GenerationReport(
