@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fallow.config import Checkpoint, Membership
@@ -16,6 +17,7 @@ from fallow.head.peers import Peers
 from fallow.head.turn import Turn
 from fallow.model import (
     PROTOCOL,
+    Active,
     AgentEnd,
     AgentHello,
     AgentLeft,
@@ -28,9 +30,12 @@ from fallow.model import (
     CheckpointFailed,
     Exit,
     FromPeer,
+    Held,
     Notice,
+    Parts,
     Refused,
     RunSpec,
+    Vote,
     Welcome,
     WorkerHello,
     WorkerReady,
@@ -204,3 +209,42 @@ def test_s4_who_gets_ready_with_too_little_walltime_left_is_let_go_and_not_let_i
     assert (run.roster.change is not None) == joins
     ends = [message for _, message in turn.messages if isinstance(message, AgentEnd)]
     assert [(end.code, end.reason) for end in ends] == [(Exit.NO_RESTART, "walltime")] * (not joins)
+
+
+def test_what_all_members_say_at_once_is_written_down_once(turn: Turn) -> None:
+    """The record of a thousand is large, and the beats of those who have switched say so again."""
+    run = turn.book.create(RunSpec(run="", name="r", min_nodes=2, max_nodes=2), turn.at, turn.now)
+    allocation = turn.book.new_allocation(run, AllocationKind.BASE, turn.now)
+    for number in range(2):
+        hello = msgspec.structs.replace(agent(allocation, PROTOCOL), agent=f"n{number}", node=f"n{number}")
+        hear(turn, f"{allocation.public_key} n{number}", hello)
+        run.record.worker_keys[f"w{number}"] = f"key{number}"
+        turn.book.principals[f"key{number}"] = Principal(run.id, allocation.token, f"w{number}")
+        hear(turn, f"key{number}", WorkerReady(worker=f"w{number}", signature="s", layout=[], shards=8, global_batch=8))
+
+    def written(number: int, message: FromPeer) -> bool:
+        turn.dirty.clear()
+        hear(turn, f"key{number}", message)
+        return run.id in turn.dirty
+
+    def tick() -> bool:
+        turn.dirty.clear()
+        turn.apply(run, ev.Ticked(at=turn.at))
+        return run.id in turn.dirty
+
+    def active(number: int) -> Active:
+        return Active(worker=f"w{number}", generation=1, first_step=0, pause_s=0.1, parts=Parts())
+
+    assert run.roster.change is not None
+    assert not written(0, Vote(worker="w0", generation=1, ok=True))
+    assert written(1, Vote(worker="w1", generation=1, ok=True)), "all have voted"
+    assert not tick()
+    assert not written(0, active(0))
+    assert run.roster.workers["w0"].has_state
+    assert tick()
+    assert not tick()
+    assert not written(0, active(0))
+    assert written(1, active(1)), "the change is complete"
+    assert not tick(), "that was written with it"
+    assert not written(0, Held(worker="w0", generation=1, step=3, reason="a connection broke"))
+    assert not tick()

@@ -136,6 +136,8 @@ class Run:
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
         "revision and view (`head.views`), once it has ended"
+        self.unwritten = False
+        "the record has changed since it was written down, in what can wait for the next tick"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False

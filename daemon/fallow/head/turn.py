@@ -11,12 +11,14 @@ from fallow.core import events as ev
 from fallow.core.allocations import Allocation, forgo
 from fallow.head.book import Book, Run
 from fallow.model import (
+    Active,
     AgentEnd,
     AllocationKind,
     AllocationState,
     Beat,
     ChangeKind,
     Exit,
+    Held,
     KvReply,
     RunStatus,
     ShowOutput,
@@ -70,9 +72,9 @@ class Turn:
         """Put an event into a run's machine and take its instructions as effects."""
         instructions = run.machine.handle(event)
         self._date_newest(run)
-        often = isinstance(event, ev.Ticked) or (isinstance(event, ev.Said) and isinstance(event.message, Beat | Vote))
-        if instructions or not often:
+        if instructions or self._to_be_written(run, event):
             self.dirty.add(run.id)
+            run.unwritten = False
         for instruction in instructions:
             match instruction:
                 case ev.Tell(worker, message):
@@ -92,6 +94,20 @@ class Turn:
         if not all(isinstance(instruction, ev.Tell) for instruction in instructions):
             # Where workers are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
+
+    @staticmethod
+    def _to_be_written(run: Run, event: ev.Event) -> bool:
+        """Has an event from which nothing follows changed what has to be known of the run?"""
+        match event:
+            case ev.Said(message=Beat() | Held() | Vote()):
+                return False
+            case ev.Said(message=Active()):
+                # All members switch at the same moment, and their beats say so again: the next tick will do, for all.
+                run.unwritten = True
+                return False
+            case ev.Ticked():
+                return run.unwritten
+        return True
 
     def _date_newest(self, run: Run) -> None:
         """The machine has no clock of its own, so a finished change gets its date here."""
