@@ -1,0 +1,101 @@
+"""A ZeroMQ socket in the loop: nothing is overlooked, and a thousand sends cost one look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import zmq
+
+from fallow.wire.sockets import AsyncSocket
+
+DEADLINE_S = 10.0
+
+
+class Counting(zmq.Socket[bytes]):
+    """Counts what is asked of it."""
+
+    asked = 0
+
+    def get(self, option: int) -> Any:
+        type(self).asked += 1
+        return super().get(option)
+
+
+class Pair:
+    """Our end, and a peer's that has said hello."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        made = self.context.socket(zmq.ROUTER, socket_class=Counting)
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        made.bind("inproc://here")
+        self.ours = AsyncSocket(made)
+        self.peer = self.context.socket(zmq.DEALER)
+        self.peer.connect("inproc://here")
+
+    async def next(self) -> list[bytes]:
+        async with asyncio.timeout(DEADLINE_S):
+            while (frames := self.ours.receive()) is None:
+                await self.ours.readable(2 * DEADLINE_S)
+        return [frame.bytes for frame in frames]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
+    yield made
+    made.ours.close()
+    made.context.destroy(linger=0)
+
+
+async def test_frames_of_a_message_stay_together(pair: Pair) -> None:
+    sent = [[b"one"], [b"", b"two", b"x" * 1000], [b"three"]]
+    for frames in sent:
+        pair.peer.send_multipart(frames)
+    assert [(await pair.next())[1:] for _ in sent] == sent
+    assert pair.ours.receive() is None
+
+
+async def test_sends_in_one_go_are_followed_by_one_look(pair: Pair) -> None:
+    pair.peer.send(b"hello")
+    route, _ = await pair.next()
+    Counting.asked = 0
+    assert all(pair.ours.send([route, b"%d" % number]) for number in range(500))
+    await asyncio.sleep(0)
+    assert Counting.asked == 1
+    assert [pair.peer.recv() for _ in range(500)] == [b"%d" % number for number in range(500)]
+
+
+async def test_a_message_whose_signal_a_send_has_used_up_is_noticed(pair: Pair) -> None:
+    pair.peer.send(b"hello")
+    route, _ = await pair.next()
+    for number in range(50):
+        pair.peer.send(b"%d" % number)
+        reader = asyncio.create_task(pair.next())
+        # Within ZeroMQ this takes in the news of the peer's message, and the descriptor falls silent.
+        pair.ours.send([route, b"again"])
+        assert (await reader)[1] == b"%d" % number
+        reader = asyncio.create_task(pair.next())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pair.peer.send(b"later")
+        pair.ours.send([route, b"again"])
+        assert (await reader)[1] == b"later"
+
+
+async def test_who_is_not_there_gets_nothing(pair: Pair) -> None:
+    assert not pair.ours.send([b"nobody", b"x"])
+    pair.peer.send(b"hello")
+    assert (await pair.next())[1] == b"hello"
+
+
+async def test_a_socket_that_is_closed_wakes_its_reader(pair: Pair) -> None:
+    waiting = asyncio.create_task(pair.ours.readable(2 * DEADLINE_S))
+    await asyncio.sleep(0)
+    pair.ours.touch()
+    pair.ours.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
