@@ -9,12 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core import changes
 from fallow.core import events as ev
 from fallow.core.changes import Awaited
 from fallow.core.membership import Membership
+from fallow.core.proposals import Proposal, wanted
 from fallow.core.roster import Roster, Worker
 from fallow.core.timing import Timing
-from fallow.model import Active, Held, Message, Parts, RunStatus, Vote, WorkerPhase
+from fallow.model import (
+    PROTOCOL,
+    Active,
+    Held,
+    Message,
+    Parts,
+    Prepare,
+    RunStatus,
+    Vote,
+    WorkerHello,
+    WorkerPhase,
+    WorkerReady,
+)
 
 MANY = 300
 NAMES = [f"w{number}" for number in range(MANY)]
@@ -89,6 +103,30 @@ def test_each_vote_and_each_switch_is_looked_at_once(order: Callable[[list[str]]
     say(machine, Active(worker=left[-1], generation=2, first_step=1, pause_s=0.1, parts=Parts()))
     assert roster.change is None
     assert roster.history[-1].members == [name for name in NAMES if name != "w7"]
+
+
+def test_who_is_on_the_way_is_no_reason_to_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counting(roster: Roster) -> Proposal | None:
+        nonlocal looks
+        looks += 1
+        return wanted(roster)
+
+    monkeypatch.setattr(changes, "wanted", counting)
+    machine = Membership(
+        Roster(run="r", min_members=2, max_members=MANY, limit=MANY), term=1, timing=Timing(), at=0.0, validate=True
+    )
+    for name in NAMES[:50]:
+        machine.handle(ev.WorkerExpected(at=1.0, worker=name, token="t", node=name))
+        hello = WorkerHello(worker=name, pid=1, address="127.0.0.1", protocol=PROTOCOL, version="0", torch="0")
+        assert not say(machine, hello)
+    assert looks <= 1
+    first, second = (
+        WorkerReady(worker=name, signature="s", layout=[], shards=MANY, global_batch=MANY) for name in NAMES[:2]
+    )
+    assert not say(machine, first)
+    assert say(machine, second) == [Prepare, Prepare], "two are enough, and they are asked at once"
 
 
 @given(st.lists(st.sampled_from("abc"), unique=True), st.lists(st.sampled_from("abcd")))

@@ -106,7 +106,7 @@ class Membership:
         beat = event.message if isinstance(event, ev.Said) and isinstance(event.message, Beat) else None
         if beat is None and not isinstance(event, ev.Ticked | ev.WorkerStopped):
             self.story.append(event)
-        news = True
+        news = _is_news(event)
         if not self.roster.status.ended:
             if beat is None:
                 self._handlers[type(event)](event)
@@ -383,3 +383,12 @@ class Membership:
         self._losses.eject(event.at, [Overdue(worker, "did not vote in time", None) for worker in out])
         if self.roster.change is change:
             self._changes.burn(event.at, "votes missing")
+
+
+def _is_news(event: ev.Event) -> bool:
+    """May it change which generation is due? A thousand workers come at once, and each look is at all of them."""
+    match event:
+        case ev.WorkerExpected() | ev.WorkerStopped() | ev.Said(message=WorkerHello() | Held()):
+            # Nobody is a member by being on the way, and who is stopped or held has to be so for a while.
+            return False
+    return True
