@@ -19,6 +19,7 @@ from fallow.core.roster import Worker
 from fallow.core.script import parse_script
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
+from fallow.core.tokens import names_harvest
 from fallow.core.worth import Gain
 from fallow.files import Paths
 from fallow.head import accounts, gauge
@@ -433,6 +434,7 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     asked = [run.record.allocations[token] for _, token in turn.submissions]
     assert len(asked) == 4, "eight nodes are needed; four requests may wait at once"
     assert all(a.hurried and a.partition == "normal" and a.minutes == 25 for a in asked), "until after the deadline"
+    assert not any(names_harvest(a.token) for a in asked), "other heads give way to them as to any job"
     options = slurm.request(run, asked[0]).options
     assert {"--nice=0", "--qos=high", "--nodes=1", "--partition=normal"} <= set(options)
     assert slurm.poll().submissions == [], "they wait"

@@ -22,6 +22,7 @@ from fallow.core.holes import waits as is_waiting
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.neighbourhood import Manners, Neighbourhood
 from fallow.core.sbatch import harvest_options
+from fallow.core.tokens import new_token
 from fallow.core.waiting import LOOKED_AT, array_elements, looked_at, others_waiting
 from fallow.model import (
     AllocationKind,
@@ -182,13 +183,16 @@ def test_what_could_not_start_without_us_either_changes_nothing(job: JobInfo) ->
     assert found in (Standing(), Standing(wanted=frozenset({job.partition})))
 
 
+@pytest.mark.parametrize("plugin", [None, "", "project x"])
 @pytest.mark.parametrize("hurried", [False, True])
-def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurried: bool) -> None:
-    token = "fallow-r-1-h3-0a1b2c"
+def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurried: bool, plugin: str | None) -> None:
+    """Args: plugin: what the site's job_submit plugin writes in place of comments; None: it leaves them alone."""
+    token = new_token("r-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=hurried)
     options = harvest_options(
         RunSpec(run="r", name="r", min_nodes=1, max_nodes=2), token, "p", 5, "o", 1, hurried=hurried
     )
-    comment = next(word.partition("=")[2] for word in options if word.startswith("--comment="))
+    if (comment := plugin) is None:
+        comment = next(word.partition("=")[2] for word in options if word.startswith("--comment="))
     request = waits("1", name=token, comment=comment, priority=5)
     ours = [*THREE[:2], held("n9", state=AllocationState.PENDING)]
     nodes = [*FOUR[:2], node("n4")]
@@ -205,6 +209,10 @@ def test_nobody_gives_a_node_back_for_what_another_head_asks_for_idle_nodes(hurr
     # Words alone, in a job of somebody's own, do not make it one.
     own = waits("1", name="train", comment=f"{token} harvest")
     assert given_back(standing(FOUR[:2], [own], THREE[:2])) == ["n2"]
+    # What it has goes back to others with ours, and a job of normal priority stays.
+    theirs = runs("7", ["n1"], name=token, comment=comment)
+    found = given_back(standing(FOUR[:2], [waits("1", 2), theirs], THREE[1:2]))
+    assert found == ([] if hurried else ["n2"])
 
 
 def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_first() -> None:
@@ -222,7 +230,8 @@ def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_f
     for job in (waits("1", 4), waits("1", 3, required_nodes=["n4"])):
         assert given_back(standing(nodes, [job, *known], ours)) == [], "others' own jobs stay"
     # A job of normal priority stays, too, whoever asked for it.
-    hurried = runs("7", ["n3"], name=token, comment=token)
+    normal = new_token("s-1", AllocationKind.HARVEST, 3, "0a1b2c", hurried=True)
+    hurried = runs("7", ["n3"], name=normal, comment=normal)
     assert given_back(standing(nodes, [waits("1", 3), *known[:2], hurried], ours)) == []
     # What is being left is as good as free.
     left = msgspec.structs.replace(theirs, state="COMPLETING", end_at=NOW - 1.0)

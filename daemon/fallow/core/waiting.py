@@ -9,6 +9,7 @@ from functools import lru_cache
 import msgspec
 
 from fallow.core.states import ON_NODES
+from fallow.core.tokens import PREFIX, names_harvest
 from fallow.model import ClusterConfig, ClusterState, JobInfo
 
 _WANTING = re.compile(
@@ -21,7 +22,8 @@ last two stand for nodes that a job in a partition of a higher tier waits for, t
 same; whether it is nodes of ours is worked out anyway (`core.neighbour`)."""
 
 PICKS_UP = "harvest"
-"""Word in the comment of a job that was made to pick up an idle node, beside its token, which is its name, too."""
+"""Word in the comment of a job that was made to pick up an idle node, beside its token. Its name says so, too: a site's
+job_submit plugin may write comments of its own."""
 
 LOOKED_AT = 500
 """As many jobs are looked at, those of the highest priority: Slurm's own bf_max_job_test, if the site sets no more."""
@@ -64,10 +66,10 @@ def picks_up(job: JobInfo) -> bool:
     Such a job comes after everybody else's and would be given up for any of them, so nobody owes it a node that trains:
     two heads would take turns in giving back to each other. Who gets an idle node, Slurm decides.
     """
-    if not job.name.startswith("fallow-"):
+    if not job.name.startswith(PREFIX):
         return False
     words = job.comment.split()
-    return job.name in words and PICKS_UP in words
+    return names_harvest(job.name) or (job.name in words and PICKS_UP in words)
 
 
 def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiting]:

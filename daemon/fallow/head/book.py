@@ -20,6 +20,7 @@ from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.saving import Saving
 from fallow.core.timing import Timing
+from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
@@ -264,7 +265,7 @@ class Book:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it."""
         number = run.record.next_allocation
         run.record.next_allocation += 1
-        token = f"fallow-{run.id[:40]}-{kind.value[0]}{number}-{self._new_id()[:6]}"
+        token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(known.get("hurried")))
         keys = new_keypair()
         allocation = Allocation(
             token=token,

@@ -1,0 +1,43 @@
+"""Tokens: the exact names of our jobs. Pure.
+
+Other heads know a job of ours by its name, too: a site's job_submit plugin may write comments of its own.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fallow.model import AllocationKind
+
+PREFIX = "fallow-"
+"""Of every token."""
+
+_RUN_CHARS = 40
+"""As much of a run's name as a token shows; the whole stays below Slurm's and our own limits (`ID_PATTERN`)."""
+
+_TOKEN = re.compile(rf"{PREFIX}.+-([bhn])\d+-[0-9a-f]{{6}}")
+
+
+def new_token(run: str, kind: AllocationKind, number: int, salt: str, *, hurried: bool = False) -> str:
+    """A name for an allocation.
+
+    Args:
+        run: its id.
+        kind: of the allocation.
+        number: its own among the run's.
+        salt: six hexadecimal digits that no other head's have.
+        hurried: it is asked for with normal priority.
+    """
+    letter = "n" if hurried else kind.value[0]
+    return f"{PREFIX}{run[:_RUN_CHARS]}-{letter}{number}-{salt}"
+
+
+def is_token(word: str) -> bool:
+    """Has it the form of a token, of whichever head?"""
+    return _TOKEN.fullmatch(word) is not None
+
+
+def names_harvest(word: str) -> bool:
+    """Is it the token of a job that was made to pick up an idle node?"""
+    found = _TOKEN.fullmatch(word)
+    return found is not None and found[1] == "h"
