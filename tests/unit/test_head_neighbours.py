@@ -14,6 +14,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.room import whole_nodes
 from fallow.core.timing import Timing
 from fallow.files import Paths
+from fallow.head import submissions
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
 from fallow.head.jobs import take_in
@@ -21,6 +22,7 @@ from fallow.head.neighbours import DELAYS, END_S, LEAVE_S, Neighbours, give_back
 from fallow.head.orphans import sweep
 from fallow.head.peers import Peers
 from fallow.head.slurm_calls import poll_interval_s
+from fallow.head.spending import follow_jobs
 from fallow.head.turn import Turn
 from fallow.model import (
     AgentEnd,
@@ -242,6 +244,33 @@ def test_a_job_of_ours_is_found_by_its_name_or_its_comment(book: Book, run: Run)
     ]
     take_in(turn(book), ClusterState(at=NOW, nodes=[], jobs=jobs, partitions=[]), 30.0)
     assert (named.end_at, base.job_id, base.state) == (NOW + 9, "8", AllocationState.PENDING)
+
+
+@pytest.mark.parametrize("comment", ["", "project x", "{token};project=x"])
+def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book: Book, run: Run, comment: str) -> None:
+    """A site's job_submit plugin writes comments of its own, or its owner has changed it."""
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
+    submissions.submitted(turn(book, NOW + 1.5), run, base.token, "8")
+
+    def poll(at: float, state: str, submit_at: float, **more: object) -> None:
+        text = comment.format(token=base.token)
+        known = {"job_id": "8", "name": "mine", "user": "me", "partition": "p", "comment": text, **more}
+        jobs = [JobInfo(state=state, submit_at=submit_at, **known)]  # type: ignore[arg-type]
+        seen, state_of_all = turn(book, at), ClusterState(at=at, nodes=[], jobs=jobs, partitions=[])
+        take_in(seen, state_of_all, 30.0)
+        follow_jobs(seen, state_of_all)
+
+    for _ in range(3):
+        # A number that was given away again, and one whose comment says whose it is.
+        poll(NOW + 5.0, "PENDING", NOW + 30.0)
+        poll(NOW + 5.0, "PENDING", NOW + 1.0, comment="fallow-s-b1-0a1b2c")
+    assert base.submit_at is None
+    poll(NOW + 10.0, "PENDING", NOW + 1.0, reason="Resources")
+    assert (base.state, base.reason, base.submit_at) == (AllocationState.PENDING, "Resources", NOW + 1.0)
+    for at in (60.0, 65.0, 70.0):
+        poll(NOW + at, "RUNNING", NOW + 1.0, nodes=["n1"], start_at=NOW + 50.0)
+    assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 50.0)
+    assert not run.roster.status.ended
 
 
 def test_delays_are_told_and_kept(book: Book, run: Run) -> None:

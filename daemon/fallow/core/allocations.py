@@ -6,13 +6,15 @@ that crashed gives ids away again (Slurm `state_save.c`: up to 5 s of acknowledg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import msgspec
 
 from fallow.core.holes import Part
-from fallow.core.spans import Span, Use
+from fallow.core.spans import Span, Use, by_token
 from fallow.core.states import ENDED_STATES, ON_NODES
+from fallow.core.tokens import token_in
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
 LIVE = (AllocationState.UNKNOWN, AllocationState.PENDING, AllocationState.RUNNING, AllocationState.RELEASING)
@@ -23,6 +25,10 @@ raise it), and whoever called it does then."""
 
 CANCEL_AGAIN_S = 30.0
 """A job that a poll still shows this long after it was cancelled is cancelled again."""
+
+SAME_S = 3.0
+"""Times of submission by two clocks that differ by less are the same: Slurm cuts off parts of seconds, and clocks that
+are less than 2 s apart are taken for one."""
 
 MISSING_POLLS = 2
 """A job that no poll shows is taken for ended only after this many: one answer may be from before its submission."""
@@ -145,11 +151,43 @@ def jobs_of(allocation: Allocation, jobs: Iterable[JobInfo]) -> list[JobInfo]:
     """
     mine = []
     for job in jobs:
-        named = job.name == allocation.token or allocation.token in job.comment.split()
+        named = job.name == allocation.token or allocation.token in job.comment.split() or _unmarked(allocation, job)
         same_id = allocation.job_id is not None and allocation.job_id in (job.job_id, job.het_job_id)
         if named and (same_id or allocation.job_id is None):
             mine.append(job)
     return mine
+
+
+def _unmarked(allocation: Allocation, job: JobInfo) -> bool:
+    """Is it a base job whose comment is another one by now? Its name is the user's own, so number and time must do."""
+    if allocation.kind is not AllocationKind.BASE or job.submit_at is None or token_in(job):
+        return False
+    # Until sbatch has ended, `sent_by` says when it has at the latest.
+    seen, sent_by = allocation.submit_at, allocation.sent_by
+    first, last = (seen, seen) if seen is not None else (allocation.requested_at, sent_by)
+    return last is not None and first - SAME_S <= job.submit_at <= last + SAME_S
+
+
+class Shown:
+    """The jobs of a poll, by whose allocation they are."""
+
+    def __init__(self, jobs: Sequence[JobInfo]) -> None:
+        self._jobs = jobs
+        self._marked = by_token(jobs)
+
+    def of(self, allocation: Allocation) -> Sequence[JobInfo]:
+        """Those of one allocation, as `jobs_of` tells them apart."""
+        marked = self._marked.get(allocation.token, ())
+        if marked or allocation.kind is not AllocationKind.BASE or allocation.job_id is None or allocation.settled:
+            return marked
+        return [job for job in self._by_id.get(allocation.job_id, ()) if _unmarked(allocation, job)]
+
+    @cached_property
+    def _by_id(self) -> dict[str, list[JobInfo]]:
+        found: dict[str, list[JobInfo]] = {}
+        for job in self._jobs:
+            found.setdefault(job.het_job_id or job.job_id, []).append(job)
+        return found
 
 
 def send(allocation: Allocation, now: float) -> bool:

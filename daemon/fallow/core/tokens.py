@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from fallow.model import AllocationKind
+from fallow.model import AllocationKind, JobInfo
 
 PREFIX = "fallow-"
 """Of every token."""
@@ -32,9 +32,9 @@ def new_token(run: str, kind: AllocationKind, number: int, salt: str, *, hurried
     return f"{PREFIX}{run[:_RUN_CHARS]}-{letter}{number}-{salt}"
 
 
-def is_token(word: str) -> bool:
-    """Has it the form of a token, of whichever head?"""
-    return _TOKEN.fullmatch(word) is not None
+def token_in(job: JobInfo) -> bool:
+    """Does it carry anybody's token, in its name or in its comment (a user's own base job keeps its name)?"""
+    return any(_TOKEN.fullmatch(word) for word in (job.name, *job.comment.split()))
 
 
 def names_harvest(word: str) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from fallow.core import duds, failures
 from fallow.core import events as ev
-from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, observe, preempted_until
-from fallow.core.spans import by_token
+from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown, observe, preempted_until
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
@@ -18,17 +17,17 @@ DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
-    jobs = by_token(cluster.jobs)
+    jobs = Shown(cluster.jobs)
     for run in list(turn.book.current.values()):
         for allocation in run.live_allocations():
             if not run.spec.local:
-                _observe(turn, run, allocation, jobs.get(allocation.token, ()), cluster.at, horizon_s)
+                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
 
 
 def _observe(
     turn: Turn, run: Run, allocation: Allocation, jobs: Sequence[JobInfo], at: float, horizon_s: float
 ) -> None:
-    """Bring one up to date. Args: jobs: those of the poll that carry its token; at: Unix time of the poll."""
+    """Bring one up to date. Args: jobs: its own of the poll; at: Unix time of the poll."""
     unseen = allocation.job_id is None
     changed = observe(allocation, jobs, at, horizon_s)
     if changed is not None:

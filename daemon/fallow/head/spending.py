@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fallow.core import budget
-from fallow.core.allocations import Allocation
-from fallow.core.spans import by_token, follow
+from fallow.core.allocations import Allocation, Shown
+from fallow.core.spans import follow
 from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
 from fallow.head.turn import Turn
@@ -23,11 +23,11 @@ def follow_jobs(turn: Turn, cluster: ClusterState) -> list[Settled]:
         Those that are settled now and were not before.
     """
     settled: list[Settled] = []
-    jobs = by_token(cluster.jobs)
+    jobs = Shown(cluster.jobs)
     gpus = {node.node: node.gpus for node in cluster.nodes}
     for run in turn.book.current.values():
         for allocation in run.record.allocations.values():
-            mine = jobs.get(allocation.token, ())
+            mine = jobs.of(allocation)
             if not run.spec.local and follow(allocation, mine, cluster.at, gpus, ENDED_STATES):
                 turn.dirty.add(run.id)
                 if allocation.settled:
