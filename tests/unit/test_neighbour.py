@@ -241,6 +241,34 @@ def test_nodes_of_several_heads_are_given_back_together_and_each_gives_its_own_f
     assert given_back(standing(nodes, [waits("1", 3), *known], ours, partitions=low)) == []
 
 
+def test_what_a_head_that_is_no_more_holds_keeps_nothing_back_for_long() -> None:
+    """Its jobs go on until their time is over; a job that needs their nodes, too, cannot start before."""
+    nodes = [node("n1"), *(node(name, "ALLOCATED") for name in ("n2", "n3"))]
+    known, request = Neighbourhood(Manners(allow_without_preemption=True)), held("n9", state=AllocationState.PENDING)
+    low = [PartitionInfo(partition="p", nodes=["n1", "n2", "n3"])]
+
+    def harvest(number: int, name: str) -> JobInfo:
+        token = new_token("s-1", AllocationKind.HARVEST, number, "0a1b2c")
+        return runs(str(number), [name], name=token, user="carol")
+
+    def look(at: float, *theirs: JobInfo) -> bool:
+        """Is our request held back?"""
+        seen = cluster(nodes, [waits("1", 2), *theirs], partitions=low)
+        found = known.look(msgspec.structs.replace(seen, at=NOW + at), None, [request], [])[0]
+        assert bool(found.compete) == bool(found.spoken_for)
+        return bool(found.compete)
+
+    one, two = harvest(7, "n2"), harvest(8, "n3")
+    polls = [float(at) for at in range(0, 60, 5)]
+    assert all(look(at, one, two) for at in polls), "a head that lives gives one of them back any moment now"
+    assert look(60.0, one), "it has"
+    # While Slurm was away for us, it was for that head.
+    assert all(look(300.0 + at, one) for at in polls[:10])
+    assert not look(350.0, one)
+    newer = msgspec.structs.replace(one, name=two.name)
+    assert look(355.0, newer), "a head is there again"
+
+
 HIGHER = "Nodes required for job are DOWN, DRAINED{} or reserved for jobs in higher priority partitions"
 
 

@@ -72,6 +72,8 @@ class Standing(msgspec.Struct, frozen=True):
     "partitions in which others' jobs wait, whether they could start or not"
     delayed: Mapping[str, frozenset[str]] = {}
     "job of somebody else -> tokens of ours whose nodes it needs to start"
+    awaited: Mapping[str, frozenset[str]] = {}
+    "job of somebody else -> names of other heads' jobs whose nodes it needs to start"
     offered: tuple[tuple[Waiting, frozenset[str]], ...] = ()
     "jobs that need nothing of us, and the nodes on which they could start now"
 
@@ -90,6 +92,7 @@ def assess(
     allocations: Sequence[Allocation],
     *,
     former: Collection[str] = (),
+    deaf: Collection[str] = (),
     whole_nodes: bool = False,
     declined: Callable[[Waiting], frozenset[str]] = lambda _: frozenset(),
     most: int = LOOKED_AT,
@@ -101,6 +104,7 @@ def assess(
         cluster: one poll.
         allocations: every live allocation of every run.
         former: tokens of harvest allocations that are over; Slurm may still show their jobs.
+        deaf: names of other heads' jobs that are not given up for anybody (`core.heads`).
         whole_nodes: the site never shares nodes between jobs (select/linear).
         declined: nodes on which Slurm does not start a job, for reasons that a poll does not show.
         most: jobs that are looked at, in all and in each partition with nodes that they could have.
@@ -112,7 +116,7 @@ def assess(
     others = others_waiting(cluster, ours.union(former))
     if not others:
         return Standing()
-    view = _View(cluster, allocations, others, former, whole_nodes, declined, again_s)
+    view = _View(cluster, allocations, others, former, deaf, whole_nodes, declined, again_s)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
     started: dict[str, int] = {}
@@ -141,6 +145,7 @@ class _View:
         allocations: Sequence[Allocation],
         others: Sequence[Waiting],
         former: Collection[str],
+        deaf: Collection[str],
         whole_nodes: bool,
         declined: Callable[[Waiting], frozenset[str]],
         again_s: float,
@@ -187,8 +192,13 @@ class _View:
         "nodes that Slurm has just taken from us"
         # Where nobody waits, nothing follows.
         wanted = frozenset[str]().union(*(self._nodes.get(name, ()) for job in others for name in job.partitions))
-        theirs = [job for job in cluster.jobs if self._is_given_back_by_its_head(job)]
-        beside = sorted({node for job in theirs for node in job.nodes} - self._held.keys())
+        theirs = [job for job in cluster.jobs if self._is_given_back_by_its_head(job) and job.name not in deaf]
+        self._beside: dict[str, set[str]] = {}
+        "node -> jobs of other heads on it, by name"
+        for job in theirs:
+            for name in job.nodes:
+                self._beside.setdefault(name, set()).add(job.name)
+        beside = sorted(self._beside.keys() - self._held.keys())
         heads = self._tokens.union(job.name for job in theirs)
         self._room = Room(cluster, heads, self._held.keys() | set(beside), wanted)
         # An owner goes with the last of his jobs; where only ours are, we are the owner.
@@ -379,7 +389,10 @@ class _View:
         leaving: dict[str, GiveBack] = {}
         newest = {a.token: (-(a.start_at or 0.0), a.token) for some in self._held.values() for a in some}
         delayed: dict[str, set[str]] = {}
+        awaited: dict[str, set[str]] = {}
         for node, jobs in takers.items():
+            for job in jobs if node in self._beside else ():
+                awaited.setdefault(job.job_id, set()).update(self._beside[node])
             held = self._held.get(node, [])
             left = self._left.get(node, []) if held or node in self._room.leaving else []
             tokens = {a.token for a in (*held, *left)} or {self._token(self._room.leaving.get(node))} - {""}
@@ -397,6 +410,7 @@ class _View:
             compete=self._competing(spoken_for, others),
             wanted=frozenset(name for job in others for name in job.partitions),
             delayed={job: frozenset(tokens) for job, tokens in delayed.items()},
+            awaited={job: frozenset(names) for job, names in awaited.items()},
         )
 
     def _token(self, job: JobInfo | None) -> str:

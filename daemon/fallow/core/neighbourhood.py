@@ -9,6 +9,7 @@ from fallow.core import courtesy
 from fallow.core.allocations import Allocation
 from fallow.core.declined import Declined
 from fallow.core.delays import DelayedJob, Delays
+from fallow.core.heads import Heads
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.room import whole_nodes
 from fallow.core.waiting import looked_at
@@ -51,6 +52,7 @@ class Neighbourhood:
         self._taken_at = 0.0
         self._visibility = courtesy.Visibility()
         self._declined = Declined()
+        self._heads = Heads()
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
         self._watchful_nodes: dict[str, frozenset[str]] = {}
@@ -87,12 +89,14 @@ class Neighbourhood:
             cluster,
             live,
             former=[a.token for a in over],
+            deaf=self._heads.deaf,
             whole_nodes=whole_nodes(config),
             declined=self._declined.nodes,
             most=looked_at(config),
             again_s=preempts_again_s(config),
         )
         self._declined.polled(cluster, standing.offered, config)
+        self._heads.polled(cluster, standing.awaited)
         tokens = frozenset[str]().union(*standing.delayed.values())
         self._awaited = any(a.token in tokens and self._ours_to_give(a) for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
