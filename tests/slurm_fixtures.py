@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,3 +70,9 @@ def make_testbed(
 def testbed(make_testbed: Callable[..., Testbed]) -> Testbed:
     """A fresh testbed of four nodes with preemption."""
     return make_testbed(nodes=4)
+
+
+def queries(testbed: Testbed) -> Counter[str]:
+    """Requests for information that slurmctld has had, as it counts them; sdiag's own is not among them."""
+    found = re.findall(r"^\s*(REQUEST_\w+_INFO)\b.*?count:(\d+)", testbed.slurm("sdiag"), re.MULTILINE)
+    return Counter({name: int(number) for name, number in found if name != "REQUEST_STATS_INFO"})

@@ -18,6 +18,7 @@ from fallow.slurm.cli import CliClient
 from fallow.slurm.client import SlurmUnavailable
 from fallow.slurm.pyslurm_client import PyslurmClient
 from fallow.testbed.cluster import Testbed
+from slurm_fixtures import queries
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("pyslurm_installed")]
 
@@ -93,6 +94,16 @@ async def test_it_sees_what_the_commands_see(testbed: Testbed, client: PyslurmCl
     elements = [job for job in state.jobs if job.array_job_id and job.state == "RUNNING"]
     assert [arrays[job.array_job_id][0] for job in elements] == ["limited", "limited"]
     assert len(state.jobs) == 11 and len(state.reservations) == 1
+
+
+async def test_a_poll_sends_as_many_requests_as_are_counted(testbed: Testbed, client: PyslurmClient) -> None:
+    await client.config()
+    for requests in (6, 4, 4):
+        assert client.poll_requests == requests
+        before = queries(testbed)
+        await client.poll("fallow-")
+        sent = queries(testbed) - before
+        assert sent.total() == requests, sent
 
 
 async def test_names_and_comments_of_others_break_nothing(testbed: Testbed, client: PyslurmClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,30 @@ async def test_pyslurm_answers_polls_where_it_matches(behave: Callable[..., None
     await client.close()
     await client.close()
     assert children() == []
+
+
+async def test_partitions_are_asked_for_once_a_minute_and_of_every_new_process(
+    behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pyslurm 25.11.2 sends: `Partitions.load` asks for slurm.conf as well."""
+    client = PyslurmClient()
+
+    async def partitions() -> tuple[int, list[str]]:
+        sent = client.poll_requests
+        return sent, [p.partition for p in (await client.poll("fallow-")).partitions]
+
+    await client.config()
+    assert await partitions() == (6, ["load1"])
+    assert await partitions() == (4, ["load1"])
+    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 0.0)
+    assert await partitions() == (6, ["load2"])
+    monkeypatch.setattr(pyslurm_client, "PARTITIONS_S", 60.0)
+    (pid,) = children()
+    os.kill(pid, signal.SIGKILL)
+    monkeypatch.setattr(pyslurm_client, "RETRY_S", 0.0)
+    assert await nodes(client) == ["from-scontrol"]
+    assert (await partitions())[1] == ["load1"]
+    await client.close()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class SlurmClient(Protocol):
 
         Jobs: everybody's that have not ended (as far as Slurm shows them), and our own ended ones that carry
         `names_prefix`, as long as Slurm remembers them (MinJobAge, 300 s by default).
-        No node of a running job is IDLE; a node may look taken for one poll longer than its job.
+        No node of a running job is IDLE; a node may look taken for one poll longer than its job. Partitions may be a
+        minute old.
         """
         ...
 

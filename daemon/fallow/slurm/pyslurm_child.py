@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
 
-from fallow.model import ClusterState
+from fallow.model import ClusterState, PartitionInfo
 from fallow.slurm import parse, pyslurm_rows
 from fallow.slurm.state import cluster_state, user_name
 
@@ -29,6 +29,8 @@ LENGTH = struct.Struct(">I")
 
 class Poll(msgspec.Struct, frozen=True, tag="poll"):
     names_prefix: str
+    partitions: bool = True
+    "ask for them, too; else they are as at the last poll"
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -68,21 +70,29 @@ def main() -> int:
 
     _send(answers, Hello(pyslurm.__version__))
     decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+    partitions: list[PartitionInfo] = []
     while header := sys.stdin.buffer.read(LENGTH.size):
         request = decoder.decode(sys.stdin.buffer.read(*LENGTH.unpack(header)))
         try:
-            answer: Answer = Polled(poll(pyslurm, request)) if isinstance(request, Poll) else cancel(pyslurm, request)
+            answer: Answer
+            if isinstance(request, Poll):
+                answer = Polled(poll(pyslurm, request, partitions))
+                partitions = answer.state.partitions
+            else:
+                answer = cancel(pyslurm, request)
         except pyslurm.RPCError as error:
             answer = Failed(error.msg or f"error {error.errno}")
         _send(answers, answer)
     return 0
 
 
-def poll(pyslurm: Any, request: Poll) -> ClusterState:
-    """Everything that `SlurmClient.poll` promises, but the time."""
+def poll(pyslurm: Any, request: Poll, partitions: Sequence[PartitionInfo]) -> ClusterState:
+    """Everything that `SlurmClient.poll` promises, but the time. Args: partitions: as of the last poll."""
     # Nodes first: a job that ends in between leaves its node taken for one poll longer, never idle too early.
     nodes = list(pyslurm.Nodes.load().values())
-    partitions = list(pyslurm.Partitions.load().values())
+    if request.partitions:
+        found = pyslurm.Partitions.load().values()
+        partitions = [parse.partition(pyslurm_rows.partition(each)) for each in found]
     try:
         reservations = list(pyslurm.Reservations.load().values())
     except pyslurm.RPCError as error:
@@ -93,7 +103,7 @@ def poll(pyslurm: Any, request: Poll) -> ClusterState:
     used = pyslurm_rows.gpus_of_jobs(jobs, nodes)
     return cluster_state(
         [parse.node(pyslurm_rows.node(found, used.get(found.name, {}))) for found in nodes],
-        [parse.partition(pyslurm_rows.partition(found)) for found in partitions],
+        partitions,
         [info for found in reservations for info in parse.reservation(pyslurm_rows.reservation(found))],
         (parse.job(pyslurm_rows.job(found)) for found in jobs),
         at=0.0,

@@ -30,8 +30,12 @@ START_TIMEOUT_S = 20.0
 CANCEL_TIMEOUT_S = 5.0
 "After that scancel is tried; nodes that others wait for are given back meanwhile."
 RETRY_S, RETRY_MAX_S = 5.0, 300.0
-POLL_REQUESTS = 5
-"Nodes with their partitions, partitions, reservations, jobs."
+POLL_REQUESTS = 4
+"Nodes, partitions (`Nodes.load` asks for both), reservations, jobs."
+PARTITIONS_REQUESTS = 2
+"What `Partitions.load` asks for: partitions, and all of slurm.conf to see whether nodes are powered down."
+PARTITIONS_S = 60.0
+"For so long partitions are taken to be as they were: nobody waits for a change of theirs."
 ANSWERS_PER_CHILD = 1000
 "pyslurm is said to leak (PySlurm issue 60); at one poll in 30 s a child lives for 8 hours."
 
@@ -63,6 +67,8 @@ class PyslurmClient:
         self._turn = asyncio.Lock()
         self._child: PyslurmProcess | None = None
         self._answers = 0
+        self._partitions_at = -PARTITIONS_S
+        "monotonic time at which this child was asked for partitions last"
         self._release: tuple[int, int] | None = None
         self._failures = 0
         self._not_before = 0.0
@@ -71,7 +77,13 @@ class PyslurmClient:
 
     @property
     def poll_requests(self) -> int:
-        return self._cli.poll_requests if self._child is None else POLL_REQUESTS
+        if self._child is None:
+            return self._cli.poll_requests
+        return POLL_REQUESTS + (PARTITIONS_REQUESTS if self._partitions_due else 0)
+
+    @property
+    def _partitions_due(self) -> bool:
+        return time.monotonic() - self._partitions_at >= PARTITIONS_S
 
     async def config(self) -> ClusterConfig:
         found = await self._configure()
@@ -82,7 +94,10 @@ class PyslurmClient:
     async def poll(self, names_prefix: str) -> ClusterState:
         self.polls += 1
         async with self._turn:
-            answer = await self._ask(Poll(names_prefix), self._query_timeout_s)
+            began, due = time.monotonic(), self._partitions_due
+            answer = await self._ask(Poll(names_prefix, due), self._query_timeout_s)
+            if due and isinstance(answer, Polled) and self._child is not None:
+                self._partitions_at = began
         if isinstance(answer, Polled):
             at, offset_s = time.time(), self._cli.clock_offset_s
             # In a thread, as the commands' answers are read.
@@ -194,6 +209,7 @@ class PyslurmClient:
 
     async def _end(self) -> None:
         child, self._child = self._child, None
+        self._partitions_at = -PARTITIONS_S  # the next one knows of none
         if child is not None:
             await child.end()
 
