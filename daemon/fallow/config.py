@@ -47,7 +47,7 @@ class Harvest(_Section, frozen=True):
     max_pending: Annotated[int, Meta(ge=1)] | None = None
     "requests that may wait at once; None: as many as may be submitted until a poll shows that one started"
     max_nodes: Annotated[int, Meta(ge=0)] | None = None
-    "over all runs; None: no limit"
+    "over all runs, with those of normal priority for a deadline; None: no limit"
     partition_nodes: dict[str, Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=dict)
     "the same in one partition: {gpu = 4}"
     max_minutes: Annotated[int, Meta(ge=1)] = 120

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fallow.config import Config
+from fallow.config import Harvest as HarvestSection
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.deadline import deadline_at
@@ -360,10 +361,11 @@ def test_each_pause_is_counted_once_and_old_ones_are_not_walked_again(desk: Desk
 class Slurm:
     """The head's harvest of a desk, and a cluster of idle nodes that starts nothing by itself."""
 
-    def __init__(self, desk: Desk, nodes: int) -> None:
+    def __init__(self, desk: Desk, nodes: int, **limits: object) -> None:
+        """Args: limits: settings under [harvest]."""
         self.desk = desk
         self.nodes = [f"n{i}" for i in range(nodes)]
-        self.harvest = Harvest(Config())
+        self.harvest = Harvest(Config(harvest=HarvestSection(**limits)))  # type: ignore[arg-type]
         self.jobs = 0
 
     def poll(self) -> Turn:
@@ -449,6 +451,32 @@ def test_a_run_behind_its_deadline_gets_nodes_of_normal_priority_and_returns_the
     released = [a for a in run.record.allocations.values() if a.asked_at is not None]
     assert len(released) == 7
     assert all(a.hurried for a in released)
+
+
+@pytest.mark.parametrize(
+    ("idle", "limits", "asked"),
+    [
+        (0, {"max_nodes": 3}, ["normal"] * 3),
+        (0, {"partition_nodes": {"normal": 2}}, ["normal"] * 2),
+        (0, {"partition_nodes": {"scavenge": 2}}, ["normal"] * 4),
+        (2, {"max_nodes": 3}, ["scavenge"] * 2 + ["normal"]),
+        (2, {"max_nodes": 2}, ["scavenge"] * 2),
+    ],
+)
+def test_nodes_of_normal_priority_count_under_the_caps(
+    desk: Desk, idle: int, limits: dict[str, object], asked: list[str]
+) -> None:
+    slurm = Slurm(desk, idle, **limits)
+    run = desk.run("a", members=1, deadline_at=NOW + 1000.0)
+    base(desk, run)
+    desk.train(run, 100.0, 4.0)
+    found = [run.record.allocations[token] for _, token in slurm.poll().submissions]
+    assert [a.partition for a in found] == asked
+    assert slurm.poll().submissions == []
+    slurm.nodes.append("n9")
+    # One of them leaves no room for an idle node either.
+    more = len(slurm.poll().submissions)
+    assert more == (0 if "max_nodes" in limits else 1)
 
 
 def test_nodes_of_normal_priority_are_asked_for_as_long_as_the_base_job_was_granted(desk: Desk) -> None:

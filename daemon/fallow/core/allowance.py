@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from msgspec.structs import replace
+
+from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
 from fallow.core.waiting import LOOKED_AT
-from fallow.model import ClusterConfig
+from fallow.model import AllocationKind, AllocationState, ClusterConfig
 
 AHEAD = 2
 """So many requests at least wait for nodes which others still have, and as many as nodes came at once of late: what a
@@ -87,6 +91,20 @@ def rules(
         ahead=ahead,
         apart=min(ahead, most - at_once),
     )
+
+
+def held_or_asked(allocations: Iterable[Allocation]) -> Counter[str]:
+    """Nodes by partition that the head has, or has asked for; one that a successor waits for is the same one."""
+    waits = (AllocationState.PENDING, AllocationState.UNKNOWN)
+    mine = (a for a in allocations if a.kind is AllocationKind.HARVEST and a.live)
+    return Counter(a.partition for a in mine if not (a.pinned and a.state in waits))
+
+
+def beside(rules: HarvestRules, nodes: Counter[str]) -> HarvestRules:
+    """What is left under the caps beside so many nodes by partition."""
+    most = None if rules.max_nodes is None else max(0, rules.max_nodes - nodes.total())
+    each = {name: max(0, number - nodes[name]) for name, number in rules.partition_nodes.items()}
+    return replace(rules, max_nodes=most, partition_nodes=each)
 
 
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:

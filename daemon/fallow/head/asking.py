@@ -94,7 +94,9 @@ class Asking:
             self._known.unstarted.look(cluster)
         aims: dict[str, int] = {}
         unused: dict[str, str] = {}
-        for wish in plan(cluster, demands, live, rules, self._known, aims, standing, unused, again):
+        # Nodes of normal priority count under the caps, too.
+        left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
+        for wish in plan(cluster, demands, live, left, self._known, aims, standing, unused, again):
             match wish:
                 case Ask():
                     _submit(turn, runs[wish.run], wish)
@@ -116,7 +118,7 @@ class Asking:
             run.gain, run.target = known.get(run.id), aims.get(run.id)
             if run.id not in put_off and not again and not self.stopped:
                 most = 1 if run.record.failures >= DUDS else min(FEW, rules.max_pending)
-                keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff)
+                keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from math import ceil
 
 from fallow.core.allocations import Allocation
+from fallow.core.allowance import beside, held_or_asked
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.pacing import Schedule, dispensable, extra_nodes
+from fallow.core.rules import HarvestRules
 from fallow.head.book import Run
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState
@@ -23,7 +25,13 @@ UNKNOWN_MINUTES = 240
 
 
 def keep_pace(
-    turn: Turn, run: Run, cluster: ClusterState, budget_node_s: float | None, max_pending: int, backoff: Backoff
+    turn: Turn,
+    run: Run,
+    cluster: ClusterState,
+    budget_node_s: float | None,
+    max_pending: int,
+    backoff: Backoff,
+    rules: HarvestRules,
 ) -> None:
     """Ask for what the deadline takes, or give back what it no longer takes.
 
@@ -34,6 +42,7 @@ def keep_pace(
         budget_node_s: what may still be reserved; None: no budget.
         max_pending: requests of this sort that may wait at once.
         backoff: what is left alone.
+        rules: whose caps count for these nodes, too.
     """
     standing = None if run.gain is None else run.gain.schedule
     if run.gain is None or standing is None or run.roster.finishing:
@@ -49,7 +58,7 @@ def keep_pace(
     missing = extra_nodes(standing, speeds, held, run.spec.max_nodes - len(asked))
     if missing and not run.record.paused:
         for _ in range(min(missing, max_pending - len(waiting))):
-            minutes = _ask(turn, run, cluster, standing, budget_node_s, backoff)
+            minutes = _ask(turn, run, cluster, standing, budget_node_s, backoff, rules)
             if not minutes:
                 break
             budget_node_s = None if budget_node_s is None else budget_node_s - 60.0 * minutes
@@ -58,7 +67,13 @@ def keep_pace(
 
 
 def _ask(
-    turn: Turn, run: Run, cluster: ClusterState, standing: Schedule, budget_node_s: float | None, backoff: Backoff
+    turn: Turn,
+    run: Run,
+    cluster: ClusterState,
+    standing: Schedule,
+    budget_node_s: float | None,
+    backoff: Backoff,
+    rules: HarvestRules,
 ) -> int:
     """Minutes asked for; 0: nothing was."""
     bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
@@ -74,6 +89,10 @@ def _ask(
     if not partition or minutes < max(1, run.spec.min_harvest_minutes):
         return 0
     if backoff.until(Asker.of(run.spec), partition) > turn.now:
+        return 0
+    every = (a for each in turn.book.current.values() if not each.spec.local for a in each.live_allocations())
+    left = beside(rules, held_or_asked(every))
+    if left.max_nodes == 0 or left.partition_nodes.get(partition) == 0:
         return 0
     allocation = turn.book.new_allocation(
         run, AllocationKind.HARVEST, turn.now, partition=partition, minutes=minutes, hurried=True
