@@ -47,6 +47,8 @@ class Experience(msgspec.Struct, kw_only=True):
     "jobs with --time-min that were granted more than that, and less than --time"
     kept_short: int = 0
     "jobs with --time-min that were granted exactly that"
+    release: str = ""
+    "of Slurm (`25.11`), of which these two tell"
     together: tuple[float, int] = (0.0, 0)
     "(Unix time, nodes that became holes between two polls): the most of late"
 
@@ -72,6 +74,12 @@ class Experience(msgspec.Struct, kw_only=True):
         elif limit_s == shortest * 60 < longest * 60:
             self.kept_short += 1
         # The full length says nothing: the main pass of Slurm's scheduler grants it wherever nobody waits.
+
+    def runs(self, version: str) -> None:
+        """The cluster runs this version of Slurm: what another release did with --time-min says nothing of it."""
+        release = ".".join(version.split(".")[:2])
+        if release != self.release:
+            self.release, self.stretched, self.kept_short = release, 0, 0
 
     def came(self, nodes: int, at: float) -> None:
         """So many nodes have become holes since the poll before."""
