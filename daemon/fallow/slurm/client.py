@@ -86,7 +86,7 @@ class SlurmClient(Protocol):
         ...
 
     async def owner(self) -> OwnerView:
-        """What Slurm's accounting says about this user: limits, fair share, priorities. Three requests: rarely."""
+        """What Slurm's accounting says about this user: limits, fair share, priorities. Some requests: rarely."""
         ...
 
     async def test_only(self, request: JobRequest) -> str:

@@ -2,14 +2,14 @@
 
 `scontrol show assoc_mgr` gives limits and what is used of them in one request to slurmctld (Slurm's
 src/scontrol/info_assoc_mgr.c: `NAME=LIMIT(USED)`, N for none); sacctmgr would ask slurmdbd and knows no usage. Its
-answer for a user may leave out the account's own record (22.05's has it), so that is a second request. `sprio` is the
-third.
+answer for a user leaves out what binds him from above: his accounts (22.05's has those) and the accounts that they are
+in, which is a request for each level. `sprio` is the last one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 
 from fallow.model import FallowError, LimitView, OwnerView, PriorityView, ShareView
 
@@ -33,11 +33,16 @@ async def owner(query: Query, user: str, at: float) -> OwnerView:
     text = await query(["scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos"])
     limits, shares = list(parse_limits(text, user)), parse_shares(text, user)
     notes = []
-    for account in sorted({share.account for share in shares}):
-        whole = await query(["scontrol", "show", "assoc_mgr", f"accounts={account}", "flags=assoc"])
+    asked: set[str] = set()
+    level = {share.account for share in shares}
+    while level:
+        asked |= level
+        whole = await query(["scontrol", "show", "assoc_mgr", f"accounts={','.join(sorted(level))}", "flags=assoc"])
         known = {(limit.of, limit.name) for limit in limits}
-        own = (limit for limit in parse_limits(whole, user) if limit.of == f"account {account}")
+        names = {f"account {account}" for account in level}
+        own = (limit for limit in parse_limits(whole, user) if limit.of in names)
         limits += [limit for limit in own if (limit.of, limit.name) not in known]
+        level = _parents(whole, level) - asked
     if not shares:
         notes.append(
             "the cluster keeps no accounts (no slurmdbd): there are no limits of accounts or QOS, no fair share"
@@ -91,6 +96,18 @@ def _records(text: str, own: set[str]) -> Iterator[tuple[str, list[str]]]:
             body.append(line)
     if of:
         yield of, body
+
+
+def _parents(text: str, accounts: Collection[str]) -> set[str]:
+    """Accounts that these are in; the uppermost one is in none."""
+    found: set[str] = set()
+    ours = False
+    for raw in text.splitlines():
+        if head := _ASSOCIATION.match(raw):
+            ours = not head["user"] and head["account"] in accounts
+        elif ours:
+            found.add(_word(raw, "ParentAccount").partition("(")[0])
+    return found - {""}
 
 
 def _limits_in(of: str, line: str) -> Iterator[LimitView]:

@@ -37,8 +37,8 @@ STRAINED_S = 300.0
 TEST_COST = 5.0
 """A will-run request takes slurmctld's locks for writing; it counts as so many queries."""
 
-OWNER_COST = 3.0
-"""Requests of `SlurmClient.owner`."""
+OWNER_COST = 5.0
+"""Requests of `SlurmClient.owner`, with three levels of accounts."""
 
 
 class Bucket:
