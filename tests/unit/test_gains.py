@@ -479,6 +479,20 @@ def test_nodes_of_normal_priority_count_under_the_caps(
     assert more == (0 if "max_nodes" in limits else 1)
 
 
+def test_a_run_that_was_shrunk_by_hand_gets_no_more_nodes_of_normal_priority_than_that(desk: Desk) -> None:
+    slurm = Slurm(desk, 0)
+    run = desk.run("a", members=1, deadline_at=NOW + 1000.0)
+    base(desk, run)
+    desk.train(run, 100.0, 4.0)
+    run.roster.limit = 3
+    asked = [token for _, token in slurm.poll().submissions]
+    assert len(asked) == 2
+    run.roster.limit = 2
+    assert len(slurm.poll().cancels) == 1, "that is one too many by now"
+    assert [run.record.allocations[token].asked_at is None for token in asked].count(True) == 1
+    assert slurm.poll().submissions == []
+
+
 def test_nodes_of_normal_priority_are_asked_for_as_long_as_the_base_job_was_granted(desk: Desk) -> None:
     """Its end may be nearer: it is being preempted, or the budget is used up."""
     slurm = Slurm(desk, 0)

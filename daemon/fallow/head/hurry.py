@@ -55,7 +55,11 @@ def keep_pace(
     training = sum(max(1, len(a.nodes)) for a in running)
     held = training + sum(a.nodes_wanted for a in [*waiting, *coming])
     asked = [a for a in live if a not in running and a not in waiting and a not in coming]
-    missing = extra_nodes(standing, speeds, held, run.spec.max_nodes - len(asked))
+    # As few as an operator has shrunk it to.
+    most = min(run.spec.max_nodes, ceil(run.roster.useful_members / (run.record.slots or 1)))
+    for allocation in sorted(waiting, key=lambda a: -a.requested_at)[: max(0, held - most)]:
+        turn.release_allocation(run, allocation, "the run may have no more nodes")
+    missing = extra_nodes(standing, speeds, held, most - len(asked))
     if missing and not run.record.paused:
         for _ in range(min(missing, max_pending - len(waiting))):
             minutes = _ask(turn, run, cluster, standing, budget_node_s, backoff, rules)
