@@ -81,10 +81,12 @@ def make(policy: str, engine: Engine, runs: Runs, plans: Sequence[RunPlan], opti
 
 def notes(head: Head) -> list[str]:
     """What is worth knowing of a play that has ended: how often HiGHS had to give up."""
-    if isinstance(head, Pilots) and isinstance(head.sharing, Milp) and head.sharing.limited:
-        milp = head.sharing
+    if not (isinstance(head, Pilots) and isinstance(head.sharing, Milp)):
+        return []
+    milp = head.sharing
+    if milp.limited:
         return [f"{milp.limited} of {milp.solved} programs met a limit, and nodes stayed where they were"]
-    return []
+    return [f"{milp.solved} programs were solved, none met a limit"]
 
 
 _SHARING: dict[str, Callable[[Crew, float, Costs], Sharing]] = {

@@ -3,9 +3,19 @@
     max  sum_j  T · S_j(n_j) - S_j(c_j) · (T_up [n_j > c_j] + T_dw [n_j < c_j]),    n_j = 0 or min_j <= n_j <= max_j
 
 with c_j the nodes that run j has, S_j its speed (linear between the points of its curve), and no run gaining and losing
-nodes at once. Theirs has a variable for each run and node; nodes of a kind are alike, so numbers of nodes are enough:
-from any numbers within the supply a placement is made by taking from the losers their surplus and giving it, with the
-spare nodes, to the winners, and as no run is both, nobody's other nodes move. A solution in nodes gives such numbers.
+nodes at once. Theirs has a variable for each run and node, and mixes the points of a curve (SOS2). Here, with the same
+best solutions:
+
+- Nodes of a kind are alike, so numbers of nodes are enough: from any numbers within the supply a placement is made by
+  taking from the losers their surplus and giving it, with the spare nodes, to the winners, and as no run is both,
+  nobody's other nodes move. A solution in nodes gives such numbers.
+- A run has a whole number of nodes, so its part of the sum is known for each: one of these is chosen.
+- Runs of the same curve and limits that have as many nodes are alike, too: how many of them get n nodes is enough.
+- Where all use one kind, numbers of nodes that can be in no better solution than one found by simple exchanges are left
+  out (`bounds`), and HiGHS begins with that one.
+
+As it is written above HiGHS takes seconds for ten runs, or all of its time, so hundredths of a second: mixtures of
+points and indicators leave much to branch on, and each solution is there once for every order of runs that are alike.
 
 Solved by HiGHS (https://highs.dev, MIT). As in theirs, the time for it is limited and the old map stays if it was not
 enough; a limit on branch-and-bound nodes comes first, so that results do not depend on the machine.
@@ -13,12 +23,15 @@ enough; a limit on branch-and-bound nodes comes first, so that results do not de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice
 from math import inf
 
 from fallow.model import Exit, FallowError
+from fallow.sim.policies.bounds import narrow
 from fallow.sim.policies.standing import Counts, Crew, Shared, Standing
 
 TIME_S = 10.0
@@ -42,7 +55,8 @@ class Milp:
             raise FallowError("policy milp needs HiGHS: pip install 'fallow[sim]'", Exit.UNAVAILABLE)
         self._crew = crew
         self._ahead_s, self._up_s, self._down_s = ahead_s, up_s, down_s
-        self._curves = {run: _points(crew, run) for run in crew.plans}
+        self._kinds = {run: tuple(kind for kind, users in enumerate(crew.users) if run in users) for run in crew.plans}
+        "run -> kinds of nodes that it may use"
         self.solved = self.limited = 0
         "programs; those of them that met a limit"
 
@@ -66,54 +80,119 @@ class Milp:
             held: run -> the nodes of each kind that it has.
             spare: nodes of each kind that nobody has.
         """
+        supply = [more + sum(each[kind] for each in held.values()) for kind, more in enumerate(spare)]
+        classes = self._classes(held, supply)
         program = _Program()
-        counts = {run: self._add_run(program, run, held[run]) for run in self._crew.plans}
-        for kind, users in enumerate(self._crew.users):
-            supply = spare[kind] + sum(each[kind] for each in held.values())
-            program.row([(counts[run][kind], 1.0) for run in users], upper=supply)
+        given: list[list[tuple[int, float]]] = [[] for _ in supply]
+        "kind -> (column, nodes of that kind that it stands for)"
+        added = [self._add(program, alike, held[alike.runs[0]], supply, given) for alike in classes]
+        for terms, there in zip(given, supply, strict=True):
+            program.row(terms, upper=there)
         self.solved += 1
-        values = program.solve()
-        if values is None:
+        found = program.solve()
+        if found is None:
             self.limited += 1
             return None
+        values = [round(value) for value in found]
         return {
-            run: [round(values[columns[kind]]) if kind in columns else 0 for kind in range(self._crew.kinds)]
-            for run, columns in counts.items()
+            run: nodes
+            for alike, columns in zip(classes, added, strict=True)
+            for run, nodes in self._read(alike, columns, values)
         }
 
-    def _add_run(self, program: _Program, run: str, held: Counts) -> dict[int, int]:
-        """Its columns and rows; returns kind -> the column with its nodes of that kind."""
-        plan, points = self._crew.plans[run], self._curves[run]
-        have, most = sum(held), plan.most
-        stall = self._crew.speed(run, have)
-        up = program.column(-stall * self._up_s)
-        down = program.column(-stall * self._down_s)
-        program.row([(up, 1.0), (down, 1.0)], upper=1.0)
-        # Kinds that it has and may not use cannot be: they were given to it by the same rules.
-        counts = {kind: program.column(0.0, upper=most) for kind, users in enumerate(self._crew.users) if run in users}
-        for kind, column in counts.items():
-            program.row([(column, 1.0), (up, -float(most))], upper=held[kind])
-            program.row([(column, 1.0), (down, float(held[kind]))], lower=held[kind])
-        on_curve = [program.column(speed * self._ahead_s, whole=False) for _, speed in points]
-        program.row([(column, 1.0) for column in on_curve], lower=1.0, upper=1.0)
-        nodes = [(column, 1.0) for column in counts.values()]
+    def _classes(self, held: Mapping[str, Counts], supply: Counts) -> list[_Class]:
+        """The runs by what decides about them; each by itself where it may use several kinds."""
+        found: dict[object, _Class] = {}
+        for run, plan in self._crew.plans.items():
+            kinds = self._kinds[run]
+            what = (kinds, held[run][kinds[0]], plan.least, self._crew.speeds[run]) if len(kinds) == 1 else run
+            if what not in found:
+                found[what] = _Class([], self._gains(run, sum(held[run]), sum(supply[kind] for kind in kinds)))
+            found[what].runs.append(run)
+        classes = list(found.values())
+        if {self._kinds[run] for run in self._crew.plans} == {(0,)}:
+            narrowed = narrow([each.gains for each in classes for _ in each.runs], supply[0])
+            shares = zip(narrowed.kept, narrowed.found, strict=True)
+            for each in classes:
+                mine = list(islice(shares, len(each.runs)))
+                each.choices = sorted({nodes for kept, _ in mine for nodes in kept})
+                each.first = Counter(nodes for _, nodes in mine)
+        return classes
+
+    def _gains(self, run: str, have: int, supply: int) -> list[float]:
+        """What it adds to the sum by its number of nodes."""
+        plan, speed = self._crew.plans[run], self._crew.speed
+        stall = speed(run, have)
+        return [
+            self._ahead_s * speed(run, nodes) - stall * (self._up_s * (nodes > have) + self._down_s * (nodes < have))
+            if nodes >= plan.least or not nodes
+            else -inf
+            for nodes in range(min(plan.most, supply) + 1)
+        ]
+
+    def _add(
+        self,
+        program: _Program,
+        alike: _Class,
+        held: Counts,
+        supply: Counts,
+        given: list[list[tuple[int, float]]],
+    ) -> _Columns:
+        """Columns and rows of runs that are alike."""
+        number, kinds = len(alike.runs), self._kinds[alike.runs[0]]
+        columns = {nodes: program.column(alike.gains[nodes], number, alike.first[nodes]) for nodes in alike.choices}
+        program.row([(column, 1.0) for column in columns.values()], lower=number, upper=number)
+        total = [(column, float(nodes)) for nodes, column in columns.items() if nodes]
+        if len(kinds) == 1:
+            given[kinds[0]] += total
+            return _Columns(columns, {})
+        most = len(alike.gains) - 1
+        counts = {kind: program.column(0.0, min(most, supply[kind])) for kind in kinds}
         program.row(
-            [*nodes, *((column, -float(n)) for column, (n, _) in zip(on_curve, points, strict=True))],
-            lower=0.0,
-            upper=0.0,
+            [*((column, 1.0) for column in counts.values()), *((c, -n) for c, n in total)], lower=0.0, upper=0.0
         )
-        if plan.least > 1:
-            on = program.column(0.0)
-            program.row([*nodes, (on, -float(plan.least))], lower=0.0)
-            program.row([*nodes, (on, -float(most))], upper=0.0)
-        if not _concave(points):
-            # Only neighbours on the curve may be mixed (SOS2).
-            pieces = [program.column(0.0) for _ in points[1:]]
-            program.row([(piece, 1.0) for piece in pieces], lower=1.0, upper=1.0)
-            for place, column in enumerate(on_curve):
-                beside = pieces[max(0, place - 1) : place + 1]
-                program.row([(column, 1.0), *((piece, -1.0) for piece in beside)], upper=0.0)
-        return counts
+        grows = [column for nodes, column in columns.items() if nodes > sum(held)]
+        shrinks = [column for nodes, column in columns.items() if nodes < sum(held)]
+        for kind, column in counts.items():
+            program.row([(column, 1.0), *((up, -float(most)) for up in grows)], upper=held[kind])
+            program.row([(column, 1.0), *((down, float(held[kind])) for down in shrinks)], lower=held[kind])
+            given[kind].append((column, 1.0))
+        return _Columns(columns, counts)
+
+    def _read(self, alike: _Class, columns: _Columns, values: Sequence[int]) -> Iterator[tuple[str, Counts]]:
+        """What each of these runs has in the solution."""
+        numbers = [nodes for nodes, column in columns.choices.items() for _ in range(values[column])]
+        for run, nodes in zip(alike.runs, numbers, strict=True):
+            counts = [0] * self._crew.kinds
+            if len(self._kinds[run]) == 1:
+                counts[self._kinds[run][0]] = nodes
+            for kind, column in columns.counts.items():
+                counts[kind] = values[column]
+            yield run, counts
+
+
+class _Class:
+    """Runs that are alike.
+
+    Args:
+        runs: their names.
+        gains: of each of them, by its number of nodes.
+    """
+
+    def __init__(self, runs: list[str], gains: list[float]) -> None:
+        self.runs, self.gains = runs, gains
+        self.choices = [nodes for nodes, gain in enumerate(gains) if gain > -inf]
+        "numbers of nodes that they may have"
+        self.first: Counter[int] = Counter()
+        "number of nodes -> how many of them have it in the solution to begin with; none: there is none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    choices: dict[int, int]
+    "nodes -> the column with how many of the runs get so many"
+    counts: dict[int, int]
+    "kind -> the column with the (only) run's nodes of that kind, where it may use several"
 
 
 class _Program:
@@ -122,14 +201,14 @@ class _Program:
     def __init__(self) -> None:
         self._gains: list[float] = []
         self._uppers: list[float] = []
-        self._whole: list[bool] = []
+        self._first: list[float] = []
         self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
 
-    def column(self, gain: float, upper: float = 1.0, *, whole: bool = True) -> int:
-        """A variable from 0 to `upper`."""
+    def column(self, gain: float, upper: int, first: int = 0) -> int:
+        """A whole number from 0 to `upper`, and which to begin with."""
         self._gains.append(gain)
         self._uppers.append(float(upper))
-        self._whole.append(whole)
+        self._first.append(float(first))
         return len(self._gains) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float = -inf, upper: float = inf) -> None:
@@ -143,8 +222,7 @@ class _Program:
         lp.sense_ = highspy.ObjSense.kMaximize
         lp.num_col_, lp.num_row_ = len(self._gains), len(self._rows)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = self._gains, [0.0] * len(self._gains), self._uppers
-        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
-        lp.integrality_ = [kinds[whole] for whole in self._whole]
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * len(self._gains)
         lp.row_lower_ = [lower for _, lower, _ in self._rows]
         lp.row_upper_ = [upper for _, _, upper in self._rows]
         matrix = lp.a_matrix_
@@ -157,19 +235,11 @@ class _Program:
         for name, value in {**options, "time_limit": TIME_S, "mip_max_nodes": NODES}.items():
             solver.setOptionValue(name, value)
         solver.passModel(lp)
+        if any(self._first):
+            first = highspy.HighsSolution()
+            first.col_value = self._first
+            solver.setSolution(first)
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         return list(solver.getSolution().col_value)
-
-
-def _points(crew: Crew, run: str) -> list[tuple[int, float]]:
-    """Corners of the curve, from nothing to the most nodes."""
-    plan = crew.plans[run]
-    inner = {nodes - plan.base for nodes, _ in plan.rate if plan.least < nodes - plan.base < plan.most}
-    return [(nodes, crew.speed(run, nodes)) for nodes in sorted({0, plan.least, *inner, plan.most})]
-
-
-def _concave(points: Sequence[tuple[int, float]]) -> bool:
-    slopes = [(s1 - s0) / (n1 - n0) for (n0, s0), (n1, s1) in pairwise(points)]
-    return all(a >= b for a, b in pairwise(slopes))
