@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -608,6 +609,30 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         while any(run.record.allocations[token].job_id is None for token in asked):
             await loop.next()
         assert [job.info().name for job in slurm.jobs.values()] == asked
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
+    site: Site, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be late already: a poll that waited for its turn, while Slurm takes nodes from us."""
+    loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
+    monkeypatch.setattr(site.harvest, "next_in_s", lambda _: 0.0)
+    monkeypatch.setattr(site.harvest, "longest_interval_s", lambda _: 0.0)
+    if not answers:
+        monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
+    polling, submitting = loop.calls.sources(site.book)
+    submitting.close()
+    task = asyncio.create_task(polling)
+    try:
+        for number in (1, 2):
+            item = await asyncio.wait_for(loop.inbox.get(), 10)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert (loop.calls.polls, loop.inbox.empty()) == (number, True)
+            loop.take(item)
+    finally:
+        task.cancel()
 
 
 async def test_trials_are_for_a_partition_that_the_run_may_use(site: Site) -> None:

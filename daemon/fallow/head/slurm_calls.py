@@ -53,6 +53,8 @@ class SlurmCalls:
         self.interval_s = harvest.usual_interval_s
         "from one poll to the next"
         self._sooner = asyncio.Event()
+        self._taken = asyncio.Event()
+        "the last poll was taken in"
         self._answers = asyncio.Event()
         "the last poll was answered, and every submission since; else nothing more is submitted"
         self._answers.set()
@@ -75,6 +77,7 @@ class SlurmCalls:
         failures = 0
         while True:
             began = time.monotonic()
+            self._taken.clear()
             try:
                 self.config = await slurm.config()
                 self.polls += 1
@@ -86,6 +89,8 @@ class SlurmCalls:
             if slurm.backend != self.backend:
                 self.backend = slurm.backend
                 log.info("slurm.client", backend=self.backend)
+            # What it showed decides when the next one is due: polls that are to come soon are counted there.
+            await self._taken.wait()
             await self._wait(slurm, book, began, failures)
 
     async def _wait(self, slurm: PacedClient, book: Book, began: float, failures: int) -> None:
@@ -102,6 +107,7 @@ class SlurmCalls:
                     await self._sooner.wait()
 
     def take_poll(self, turn: Turn, cluster: ClusterState | FallowError) -> None:
+        self._taken.set()
         if isinstance(cluster, FallowError):
             if self.error is None:
                 turn.record(None, "slurm", f"Slurm does not answer: {cluster.message}")
