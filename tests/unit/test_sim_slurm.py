@@ -247,6 +247,20 @@ def test_bf_max_job_user_counts_every_job_that_is_looked_at() -> None:
     assert of(Started, sim.advance(300.0)) == []
 
 
+@pytest.mark.parametrize(("most", "started"), [(1, []), (2, ["small"])])
+def test_bf_max_job_test_ends_a_cycle(most: int, started: list[str]) -> None:
+    """The first job does not fit yet, and the one behind it would."""
+    jobs = [
+        job("runs", 0, 1, 60 * MIN),
+        job("wide", 1, 2, 60 * MIN, user="other"),
+        job("small", 2, 1, 20 * MIN, user="third"),
+    ]
+    sim = SlurmSim(site(2, bf_max_job_test=most), jobs, 0)
+    sim.clock.cycle_end = 0.0
+    sim.advance(300.0)
+    assert [name for name in ("wide", "small") if name in sim.ran] == started
+
+
 def test_a_planned_job_beside_a_maintenance() -> None:
     window = ReservationInfo(reservation="m", nodes=["n1"], start_at=1000, end_at=2000)
     jobs = [job("long", 0, 1, 20 * MIN), job("short", 1, 1, 15 * MIN)]
@@ -550,6 +564,21 @@ def test_who_is_told_to_end_on_a_silent_node_keeps_it_until_that_is_heard(back_a
     assert [j.state for j in sim.poll().jobs] == ["COMPLETING"]
     told += sim.advance(3000.0)
     assert of(Ended, told) == [Ended(at=ended_at, job_id=mine, state="CANCELLED")]
+
+
+def test_a_drained_node_keeps_its_jobs_and_takes_no_new_ones() -> None:
+    drains = [Outage(node=node, begin=50, end=2000, drained=True) for node in ("n1", "n2")]
+    sim = SlurmSim(site(2, outages=drains), [job("a", 0, 1, 10 * MIN, runs_s=100), job("b", 60, 1, 10 * MIN)], 0)
+    mine = sim.submit(wanted(600))
+    told = sim.advance(400.0)
+    assert [(s.at, s.nodes) for s in of(Started, told)] == [(0.2, ("n2",))]
+    assert [(p.at, p.idle) for p in of(Pool, told)] == [(0.0, 2), (0.2, 1)], "ours counts as long as we have it"
+    assert [(node.state, node.flags) for node in sim.poll().nodes] == [("IDLE", ["DRAIN"]), ("ALLOCATED", ["DRAIN"])]
+    sim.left(mine)
+    told = sim.advance(1000.0)
+    assert ([e.state for e in of(Ended, told)], [p.idle for p in of(Pool, told)]) == (["COMPLETED"], [0])
+    sim.advance(3000.0)
+    assert (sim.ran["a"], starts(sim, "b")) == ((0.2, 100.2), [2000.2])
 
 
 def test_a_limit_passes_on_a_silent_node() -> None:

@@ -52,7 +52,7 @@ def sites(draw: st.DrawFn) -> Site:
         for number, start in enumerate(draw(st.lists(SECONDS, max_size=2)))
     ]
     outages = [
-        Outage(node=draw(st.sampled_from(names)), begin=begin, end=begin + draw(SECONDS))
+        Outage(node=draw(st.sampled_from(names)), begin=begin, end=begin + draw(SECONDS), drained=draw(st.booleans()))
         for begin in draw(st.lists(SECONDS, max_size=1))
     ]
     scheduler = Scheduler(

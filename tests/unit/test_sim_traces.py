@@ -15,7 +15,7 @@ from fallow.sim.traces import open_trace, walltimes
 from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.traces.sacct import COMMAND
 from fallow.sim.traces.sites import from_folder, harvested, made_up
-from fallow.sim.types import Holes, JobPart, Scheduler, SimJob, Trace
+from fallow.sim.types import Holes, JobPart, Outage, Scheduler, SimJob, Trace
 from fallow.traces import HELIOS_NODES, trace_path
 
 DATA = Path(__file__).parents[1] / "data"
@@ -224,6 +224,72 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     (tmp_path / "config.txt").unlink()
     assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
     assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE
+
+
+EVENTS_OF = """NodeName|TimeStart|TimeEnd|State
+n1|1790001000|1790002000|DOWN*
+n2|1790003000|Unknown|DRAIN
+n9|1790001000|1790002000|DOWN
+n1|1790005000|1790006000|IDLE+DRAIN
+n1|1790007000|1790008000|IDLE~
+|1790000000|1790000100|
+n2|1790002000|1790001000|DOWN
+"""
+
+
+def test_nodes_are_down_drained_and_maintained_as_sacctmgr_says(tmp_path: Path) -> None:
+    events, windows = tmp_path / "events.txt", tmp_path / "reservations.txt"
+    events.write_text(EVENTS_OF)
+    windows.write_text(
+        "Name|NodeNames|TimeStart|TimeEnd|Flags\n"
+        "upgrade|n[1-5]|1790002500|1790002900|MAINT,SPEC_NODES\n"
+        "course|n1|1790002500|1790002900|SPEC_NODES\n"
+    )
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND), outages=[events, windows])
+    assert trace.site.outages == (
+        Outage(node="n1", begin=1790000700.0, end=1790002000.0),  # silent for SlurmdTimeout before it is DOWN
+        Outage(node="n2", begin=1790003000.0, end=math.inf, drained=True),
+        Outage(node="n1", begin=1790005000.0, end=1790006000.0, drained=True),
+    )
+    assert [(r.reservation, r.nodes, r.start_at, r.end_at) for r in trace.site.reservations] == [
+        ("upgrade", ["n1", "n2"], 1790002500.0, 1790002900.0)
+    ]
+    assert trace.problems.bad == {
+        "events.txt: a node that the jobs or the site do not name": 1,
+        "events.txt: a state that keeps no job away": 1,
+        "events.txt: it ends before it begins, or after 2106": 1,
+        "reservations.txt: a reservation that is no maintenance": 1,
+    }
+    assert trace.problems.assumed[-2:] == [
+        "events.txt: 1 times that a node was down, 2 that one was drained",
+        "reservations.txt: 1 maintenance reservations",
+    ]
+    assert "--outages goes with" in refused(SWF, outages=[events]).message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is empty"),
+        ("NodeName|TimeStart|State\n", "column TimeEnd is missing"),
+        ("NodeNames|Start|End\n", "column Flags is missing"),
+        ("NodeName|TimeStart|TimeEnd|State\nn9|5|9|DOWN\n", "none of its 1 lines can be used"),
+        ("NodeName|TimeStart|TimeEnd|State\nn1|2026-10-01T00:00:00|Unknown|DOWN\n", "must be Unix seconds"),
+        ("NodeName|TimeStart|TimeEnd|State\nn1|5\n", "1 of 1 lines are bad; the first: line 2: not 4 fields"),
+    ],
+)
+def test_outages_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    events = tmp_path / "events.txt"
+    events.write_text(text)
+    error = refused(sacct(tmp_path / "jobs.txt", SOUND), outages=[events])
+    assert (reason in error.message, error.code) == (True, Exit.DATA)
+
+
+def test_a_month_without_outages_is_one(tmp_path: Path) -> None:
+    events = tmp_path / "events.txt"
+    events.write_text("NodeName|TimeStart|TimeEnd|State\n")
+    trace = open_trace(sacct(tmp_path / "jobs.txt", SOUND), outages=[events])
+    assert trace.problems.assumed[-1] == "events.txt: no node was down, drained or maintained"
 
 
 def test_nodes_that_nobody_names_are_as_many_as_were_in_use_at_once(tmp_path: Path) -> None:

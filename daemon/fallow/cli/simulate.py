@@ -11,6 +11,7 @@ import click
 
 from fallow.cli.common import Finite, json_option, print_json, say
 from fallow.model import Exit, FallowError
+from fallow.sim.traces.outages import EVENTS, RESERVATIONS
 from fallow.sim.traces.sacct import COMMAND
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ The jobs of your own cluster in a month:
 {COMMAND}
 
 With `scontrol -o show node > SITE/nodes.txt`, and likewise partition (partitions.txt) and config (config.txt), --site
-SITE has the real nodes and scheduler; else they are guessed from the jobs, and what was guessed is told.
+SITE has the real nodes and scheduler; else they are guessed from the jobs, and what was guessed is told. When nodes
+were down or drained, and when they were maintained (--outages FILE, twice):
+
+\b
+{EVENTS}
+{RESERVATIONS}
 
 \b
 Policies beside `ours` (--policy, several times; `all`: a table of them):
@@ -106,6 +112,9 @@ Ctrl-C ends it with what is known so far (exit code 75).
 @click.option("--begin", "begin_day", type=_number, default=0.0, show_default=True, metavar="DAY", help="Of the trace.")
 @click.option("--days", type=_above, metavar="N", help="Default: all; summit: 2.")
 @click.option("--site", metavar="FOLDER", help="The cluster's nodes, partitions and configuration.")
+@click.option(
+    "--outages", multiple=True, metavar="FILE", help="When its nodes were down, drained or maintained; see above."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--sweep", is_flag=True, help="Each policy with restarts of several lengths, too.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Policies played at once.")

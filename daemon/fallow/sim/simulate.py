@@ -67,6 +67,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     "None: as long as is usual for the trace"
     site: str = ""
     "folder with the cluster's own description"
+    outages: tuple[str, ...] = ()
+    "files with its nodes' events and its reservations"
     seed: int = 0
     record: bool = False
     "keep what plots need"
@@ -225,6 +227,7 @@ def _ground(setup: Setup) -> Ground:
     source = open_trace(
         name,
         site_folder=Path(setup.site) if setup.site else None,
+        outages=[Path(name) for name in setup.outages],
         seed=setup.seed,
         begin_day=setup.begin_day,
         days=setup.days,

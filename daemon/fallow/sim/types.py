@@ -77,6 +77,8 @@ class Outage(Struct, frozen=True, kw_only=True):
     node: str
     begin: float
     end: float
+    drained: bool = False
+    "it answers, and its jobs go on, but it takes no new ones"
 
 
 class Scheduler(Struct, frozen=True, kw_only=True):

@@ -44,6 +44,8 @@ class Cluster:
         "nodes with a job that some partition may preempt"
         self.answering = self.everything
         self.down = 0
+        self.drained = 0
+        "nodes that take no new jobs"
         self.reservations: Windows = sorted(
             (r.start_at, r.end_at, self.mask_of(r.nodes)) for r in site.reservations if r.nodes
         )
@@ -63,12 +65,12 @@ class Cluster:
     @property
     def usable(self) -> int:
         """Nodes that take jobs."""
-        return self.answering & ~self.down
+        return self.answering & ~self.down & ~self.drained
 
     @property
     def idle(self) -> int:
-        """Up, not reserved, and none of others' jobs on it; ours may be."""
-        return self.usable & ~self.reserved & ~self.theirs
+        """Up, not reserved, and none of others' jobs on it; ours may be, which a node that is drained still has."""
+        return self.answering & ~self.down & ~self.reserved & ~self.theirs & ~(self.drained & self.empty)
 
     def mask_of(self, names: Collection[str]) -> int:
         """Raises `FallowError` for a node that there is not."""

@@ -246,6 +246,11 @@ class Lives:
         place = self._cluster.index[outage.node]
         if outage.end <= self.now:
             return
+        if outage.drained:
+            self._agenda.at(max(outage.begin, self.now), NODE, partial(self._drain, place, True))
+            if outage.end < inf:
+                self._agenda.at(outage.end, NODE, partial(self._drain, place, False))
+            return
         self._agenda.at(max(outage.begin, self.now), NODE, partial(self._silent, place))
         down_at = outage.begin + (self._scheduler.slurmd_timeout_s or inf)
         if down_at < outage.end:
@@ -275,6 +280,10 @@ class Lives:
         for job in list(self._cluster.jobs[place]):
             if job.unheard and not self._is_silent(job):
                 self._gone(job, job.unheard)
+
+    def _drain(self, place: int, drained: bool) -> None:
+        self._cluster.drained = self._cluster.drained & ~(1 << place) | drained << place
+        self._node_changed(place)
 
     def _node_changed(self, place: int) -> None:
         self._cluster.touched |= 1 << place

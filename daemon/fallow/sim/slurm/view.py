@@ -50,6 +50,8 @@ class View:
             flags.append("COMPLETING")
         if not cluster.answering & bit:
             flags.append("NOT_RESPONDING")
+        if cluster.drained & bit:
+            flags.append("DRAIN")
         if cluster.reserved & bit:
             flags += ["MAINTENANCE", "RESERVED"]
         if self._planned & bit and not any(job.whole for job in running):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from fallow.model import Exit, FallowError
 from fallow.sim.traces import helios, philly, sacct, swf
-from fallow.sim.traces.problems import lines
-from fallow.sim.traces.recorded import Window
+from fallow.sim.traces import outages as outages_of
+from fallow.sim.traces.problems import MOST_EXAMPLES, lines
+from fallow.sim.traces.recorded import RecordedJobs, Window
 from fallow.sim.traces.sites import Profile, from_folder
 from fallow.sim.traces.summit import SummitHoles
 from fallow.sim.traces.walltimes import MEDIAN_FACTOR
@@ -24,6 +28,7 @@ def open_trace(
     name: str | Path,
     *,
     site_folder: Path | None = None,
+    outages: Sequence[Path] = (),
     seed: int = 0,
     begin_day: float = 0.0,
     days: float | None = None,
@@ -38,6 +43,7 @@ def open_trace(
     Args:
         name: the format of a file is found by its first line.
         site_folder: outputs of `scontrol` (`sites.SITE_FILES`), for the jobs of sacct.
+        outages: outputs of `sacctmgr` (`outages.EVENTS`, `outages.RESERVATIONS`), for those jobs, too.
         seed: of walltimes and holes that are drawn.
         begin_day: days that are left out at the beginning.
         days: what is played; None: all of it, or `SUMMIT_DAYS`.
@@ -66,9 +72,14 @@ def open_trace(
     words = first.replace("|", ",").split(",")
     if "JobID" in words and "|" in first:
         site = None if site_folder is None else from_folder(site_folder)
-        return sacct.read(path, window(False), profile, scheduler, site, names)
+        trace = sacct.read(path, window(False), profile, scheduler, site, names)
+        for each in outages:
+            _close(trace, each)
+        return trace
     if site_folder is not None:
         raise FallowError(f"{path}: --site goes with the output of sacct only", Exit.USAGE)
+    if outages:
+        raise FallowError(f"{path}: --outages goes with the output of sacct only", Exit.USAGE)
     if first.startswith(";") or len(first.split()) == swf.FIELDS:
         return swf.read(path, window(False), profile, scheduler)
     if "job_id" in words and "queue" in words:
@@ -88,6 +99,22 @@ def open_trace(
         f"{path}: not the format of any trace that is known: sacct (`fallow simulate --help` shows the command), "
         f"the Standard Workload Format, or one of contrib/traces; its first line is {clean(first, 60)!r}",
         Exit.DATA,
+    )
+
+
+def _close(trace: RecordedJobs, path: Path) -> None:
+    """Have nodes down, drained or maintained as a file says."""
+    site, problems = trace.site, trace.problems
+    nodes = {node.node for node in site.nodes}
+    found, told = outages_of.read(path, nodes, site.scheduler.slurmd_timeout_s)
+    trace.site = msgspec.structs.replace(
+        site, outages=(*site.outages, *found.events), reservations=(*site.reservations, *found.maintenance)
+    )
+    trace.problems = msgspec.structs.replace(
+        problems,
+        bad={**problems.bad, **{f"{path.name}: {reason}": number for reason, number in told.bad.items()}},
+        examples=[*problems.examples, *(f"{path.name}: {each}" for each in told.examples)][:MOST_EXAMPLES],
+        assumed=[*problems.assumed, *told.assumed],
     )
 
 
