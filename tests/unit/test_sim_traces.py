@@ -221,6 +221,10 @@ def test_the_site_of_ones_own_commands(tmp_path: Path) -> None:
     trace = open_trace(path, site_folder=tmp_path)
     assert trace.site.name == site.name
     assert trace.problems.bad["its partition is not among the site's"] == 4
+    assert not any("not simulated" in each for each in trace.problems.assumed)
+    config = (tmp_path / "config.txt").read_text()
+    (tmp_path / "config.txt").write_text(config.replace("preempt/partition_prio", "preempt/qos"))
+    assert "preempt/qos is not simulated" in " ".join(open_trace(path, site_folder=tmp_path).problems.assumed)
     (tmp_path / "config.txt").unlink()
     assert "scontrol -o show config" in refused(path, site_folder=tmp_path).message
     assert refused(SWF, site_folder=tmp_path).code == Exit.USAGE

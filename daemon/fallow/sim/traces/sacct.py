@@ -72,6 +72,8 @@ def read(
         site = _inferred(path, rows, profile, scheduler, tally)
     else:
         rows = _within(site, rows, tally)
+        if site.preempt_type not in ("", "preempt/none", "preempt/partition_prio"):
+            tally.assume(f"{site.preempt_type} is not simulated: nobody's jobs give way to others'")
     site = _in_slots(site)
     records = _joined(rows, _each(site), tally)
     ends = [record.end_at for record in records if math.isfinite(record.end_at)]
