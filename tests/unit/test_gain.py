@@ -68,7 +68,9 @@ def test_measured_sizes_are_met_and_the_next_ones_foretold(
 def test_speeds_rise_with_the_nodes_whatever_was_measured(
     times: dict[int, float], shards: int, slots: int, pace: float | None
 ) -> None:
-    found = fit(learned(shards, times, pace), shards, NOW).speeds(slots, 300)
+    fitted = fit(learned(shards, times, pace), shards, NOW)
+    found = fitted.speeds(slots, 300)
+    assert found == [(nodes, 1.0 / fitted.step_s(nodes * slots)) for nodes, _ in found]
     assert found[0][0] == 1
     for (fewer, slower), (more, faster) in pairwise(found):
         assert fewer < more

@@ -157,21 +157,30 @@ class Fit:
             most: nodes.
         """
         found: list[tuple[int, float]] = []
-        for nodes in _stairs(self.shards, slots, most):
-            speed = 1.0 / self.step_s(nodes * slots)
-            if not found or speed > found[-1][1]:
+        best = 0.0
+        for nodes, members, each, talks in _stairs(self.shards, slots, most):
+            # As `step_s`.
+            plain = self.shard_s * each + self.rest_s + self.talk_s * talks
+            speed = 1.0 / (plain * self._factor(members))
+            if not found or speed > best:
                 found.append((nodes, speed))
+                best = speed
         return found
 
 
 @lru_cache(maxsize=1024)
-def _stairs(shards: int, slots: int, most: int) -> list[int]:
-    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them. Kept."""
+def _stairs(shards: int, slots: int, most: int) -> list[tuple[int, int, int, float]]:
+    """Numbers of nodes at which a member has fewer shards than with one node less: about 2·√shards of them. Kept.
+
+    Each with its members that have something to do, the shards of one of them, and the binary logarithm of their
+    number.
+    """
     nodes = 1
-    found: list[int] = []
+    found: list[tuple[int, int, int, float]] = []
     while nodes <= most:
-        found.append(nodes)
-        each = -(-shards // min(nodes * slots, shards))
+        busy = min(nodes * slots, shards)
+        each = -(-shards // busy)
+        found.append((nodes, busy, each, math.log2(busy)))
         if each == 1:
             break
         members = -(-shards // (each - 1))
@@ -190,25 +199,33 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
         loss: probability that a node is away.
         most: nodes.
     """
-    sizes = sorted({n + spare for n, _ in speeds for spare in range(SPARES + 1) if n + spare <= most})
-    with_nodes = [0.0] * ((sizes[-1] if sizes else 0) + 1)
+    spread = _spread(tuple([n for n, _ in speeds]), loss, most)
+    with_nodes = [0.0] * ((spread[-1][0] if spread else 0) + 1)
     "steps per second by the number of nodes that are there"
     for (n, speed), (end, _) in pairwise([*speeds, (len(with_nodes), 0.0)]):
         with_nodes[n:end] = [speed] * (end - n)
     falling = with_nodes[::-1]
     found: list[tuple[int, float]] = []
-    for n in sizes:
-        # With none of them lost, with one, and so on.
-        first = len(falling) - 1 - n
-        mean = sum(map(mul, _lost(n, loss), falling[first : first + LOST + 2]))
-        if not found or mean > found[-1][1]:
+    best = 0.0
+    for n, there, chances in spread:
+        mean = sum(map(mul, chances, falling[there]))
+        if not found or mean > best:
             found.append((n, mean))
+            best = mean
     return found
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
+def _spread(stairs: tuple[int, ...], loss: float, most: int) -> list[tuple[int, slice, list[float]]]:
+    """Numbers of nodes to look at; for each those that may be there, from all of them down to the last number and as
+    places in a list that begins with the largest, and how likely that is. Kept, for runs ask for the same."""
+    sizes = sorted({n + spare for n in stairs for spare in range(SPARES + 1) if n + spare <= most})
+    # With none of them lost, with one, and so on.
+    return [(n, slice(sizes[-1] - n, sizes[-1] - n + LOST + 2), _lost(n, loss)) for n in sizes]
+
+
 def _lost(nodes: int, loss: float) -> list[float]:
-    """Probabilities that none of so many nodes is away, one of them, and so on; kept, for runs ask for the same.
+    """Probabilities that none of so many nodes is away, one of them, and so on.
 
     More than `LOST` at once are counted as just one more.
     """
@@ -238,15 +255,17 @@ def fit(curve: Curve, shards: int, at: float) -> Fit:
     # In units of the prior: minimise sum w (x.u - 1)^2 + firm (u - 1)^2 over u >= 0.
     spread = (GUESSED if curve.shard_s is None else KNOWN, LOOSE, LOOSE)
     firm = [(NOISE / s) ** 2 for s in spread]
-    gram = [[firm[i] if i == j else 0.0 for j in range(3)] for i in range(3)]
-    right = firm.copy()
+    # Each plan fits all runs, so this is written out.
+    ra, rb, rc = firm
+    (aa, ab, ac), (ba, bb, bc), (ca, cb, cc) = (firm[0], 0.0, 0.0), (0.0, firm[1], 0.0), (0.0, 0.0, firm[2])
     for m, step_s, weight in seen:
-        row = (prior[0] * -(-shards // m) / step_s, prior[1] / step_s, prior[2] * math.log2(m) / step_s)
-        for i in range(3):
-            right[i] += weight * row[i]
-            for j in range(3):
-                gram[i][j] += weight * row[i] * row[j]
-    scale = _not_negative(gram, right)
+        a, b, c = prior[0] * -(-shards // m) / step_s, prior[1] / step_s, prior[2] * math.log2(m) / step_s
+        wa, wb, wc = weight * a, weight * b, weight * c
+        ra, rb, rc = ra + wa, rb + wb, rc + wc
+        aa, ab, ac = aa + wa * a, ab + wa * b, ac + wa * c
+        ba, bb, bc = ba + wb * a, bb + wb * b, bc + wb * c
+        ca, cb, cc = ca + wc * a, cb + wc * b, cc + wc * c
+    scale = _not_negative([[aa, ab, ac], [ba, bb, bc], [ca, cb, cc]], [ra, rb, rc])
     one, rest, talk = (p * u for p, u in zip(prior, scale, strict=True))
     plain = Fit(shards, one, rest, talk)
     factors = [(w * step_s / plain.step_s(m) + 1.0) / (w + 1.0) for m, step_s, w in seen]
@@ -260,11 +279,14 @@ def _not_negative(gram: list[list[float]], right: list[float]) -> list[float]:
     ra, rb, rc = right
     a = b = c = 1.0
     for _ in range(100):
-        was = a, b, c
-        a = max(0.0, (ra - (ab * b + ac * c)) / aa)
-        b = max(0.0, (rb - (ba * a + bc * c)) / bb)
-        c = max(0.0, (rc - (ca * a + cb * b)) / cc)
-        if max(abs(a - was[0]), abs(b - was[1]), abs(c - was[2])) < 1e-6:
+        was_a, was_b, was_c = a, b, c
+        a = (ra - (ab * b + ac * c)) / aa
+        a = a if a > 0.0 else 0.0
+        b = (rb - (ba * a + bc * c)) / bb
+        b = b if b > 0.0 else 0.0
+        c = (rc - (ca * a + cb * b)) / cc
+        c = c if c > 0.0 else 0.0
+        if abs(a - was_a) < 1e-6 and abs(b - was_b) < 1e-6 and abs(c - was_c) < 1e-6:
             break
     # With nothing left of a shard's time there would be no reason to stop at any size.
     return [max(a, 1e-3), b, c]

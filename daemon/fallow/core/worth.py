@@ -17,7 +17,7 @@ leads to the same end, so every plan that is carried out raises the sum of U by 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, log1p
@@ -58,15 +58,22 @@ class Worth:
     urgency: float = 1.0
     _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     "what `of` has found: a plan asks many times"
+    _steps: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    "numbers of nodes besides `base` at which the speed changes, ascending"
     _changes: dict[tuple[int, int, int, float, bool], tuple[tuple[int, ...], tuple[float, ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     "what `changes` has found"
 
     def __post_init__(self) -> None:
+        self._steps.extend([nodes - self.base for nodes, _ in self.speeds])
         if self.going:
             # Every plan asks for all of them.
-            self._known.update({nodes: self._at(speed) for nodes, speed in self.speeds if nodes >= 1})
+            if self.urgency > 1:
+                self._known.update({nodes: self._at(speed) for nodes, speed in self.speeds if nodes >= 1})
+            elif self.speeds:
+                one, weight = self.speeds[0][1], self.weight
+                self._known.update({nodes: weight * log1p(speed / one) for nodes, speed in self.speeds if nodes >= 1})
 
     def speed(self, nodes: int) -> float:
         """Steps per second with so many nodes."""
@@ -136,11 +143,15 @@ def _changes(
     # Never nothing: that starts take longer than nodes stay is only known as long as some are tried.
     stays = max(0.1, 1.0 - worth.start_s / horizon_s - DOUBT)
     at_once = max(1, worth.least if not worth.going else 1)
-    sizes = {low, held, max(low, at_once - base)}
-    sizes.update([nodes - base for nodes, _ in worth.speeds])
+    extra = [low, held, max(low, at_once - base)]
     if worth.urgency > 1:
-        sizes.add(worth.urgent_nodes - base)
-    chosen = sorted([x for x in sizes if low <= x <= high])
+        extra.append(worth.urgent_nodes - base)
+    steps = worth._steps
+    chosen = steps[bisect_left(steps, low) : bisect_right(steps, high)]
+    for size in extra:
+        at = bisect_left(chosen, size)
+        if low <= size <= high and (at == len(chosen) or chosen[at] != size):
+            chosen.insert(at, size)
     price = PRICE * worth.weight
     thens = [worth.of(base + x) if (then := known.get(base + x)) is None else then for x in chosen]
     values = [
