@@ -176,16 +176,16 @@ class HoleWatch:
         """
         over: list[tuple[str, Spell]] = []
         matter = frozenset(partitions)
-        there = set()
+        there, known = set(), self._open
         self.new = 0
         for node in cluster.nodes:
-            there.add(node.node)
-            sighting = self._open.get(node.node)
-            if node.node in ours or is_idle(node):
+            name = node.node
+            there.add(name)
+            sighting = known.get(name)
+            if name in ours or is_idle(node):
                 if sighting is None:
-                    mine = [name for name in node.partitions if name in matter]
-                    since = ours.get(node.node, node.idle_since)
-                    self._open[node.node] = self._sight(cluster.at, since, mine)
+                    mine = [partition for partition in node.partitions if partition in matter]
+                    known[name] = self._sight(cluster.at, ours.get(name, node.idle_since), mine)
                     self.new += bool(mine) and self._last_at is not None
                 else:
                     sighting.seen, sighting.taken = cluster.at, None
@@ -197,10 +197,10 @@ class HoleWatch:
                     continue
                 until = sighting.seen if sighting.taken is None else (sighting.seen + sighting.taken) / 2
                 spell = sighting.spell(until, ended=taken)
-                over += [(name, spell) for name in sighting.partitions if name in matter]
-                del self._open[node.node]
-        for gone in self._open.keys() - there:
-            del self._open[gone]
+                over += [(partition, spell) for partition in sighting.partitions if partition in matter]
+                del known[name]
+        for gone in known.keys() - there:
+            del known[gone]
         self._last_at = cluster.at
         return over
 

@@ -84,6 +84,11 @@ def find_holes(
         age_s: for how long a node has been idle.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
     """
+    offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in cluster.nodes if is_idle(node)}
+    if not whole_nodes:
+        offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
+    if not offers:
+        return []
     ends = planned_ends(cluster, ours)
     unsure = {
         p
@@ -93,9 +98,6 @@ def find_holes(
     }
     unsure_nodes = {node for p in cluster.partitions if p.partition in unsure for node in p.nodes}
     nodes = {node.node: node for node in cluster.nodes}
-    offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in cluster.nodes if is_idle(node)}
-    if not whole_nodes:
-        offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
     holes: list[Hole] = []
     for partition in partitions:
         offered = [(node, part) for node in partition.nodes for part in offers.get(node, ())]
@@ -182,8 +184,7 @@ def find_coming(
     holes: list[Hole] = []
     for partition in partitions:
         for name in partition.nodes:
-            node = known.get(name)
-            if node is None or name in mine or name not in ends:
+            if name in mine or name not in ends or (node := known.get(name)) is None:
                 continue
             if node.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(node.flags):
                 end = planned.get(name)

@@ -165,14 +165,15 @@ def _closed(
     taboo: Mapping[str, AbstractSet[str]],
 ) -> dict[str, str]:
     """Idle nodes that are no holes to us."""
+    idle = [node for node in cluster.nodes if is_idle(node)]
+    if not idle:
+        return {}
     starts = {node: job for job, nodes in standing.offered for node in nodes}
     kept = frozenset[str]().union(*(taboo.get(p.partition, ()) for p in partitions))
     closed = {p.partition: why for p in cluster.partitions if (why := not_harvested(p, rules))}
     unpreempted = {p.partition: off_limits(p, rules) for p in partitions if off_limits(p, rules)}
     out: dict[str, str] = {}
-    for node in cluster.nodes:
-        if not is_idle(node):
-            continue
+    for node in idle:
         job = starts.get(node.node)
         if node.node not in kept:
             alone = (name for name, nodes in unpreempted.items() if node.node in nodes)
@@ -251,7 +252,8 @@ def withdraw(
     out: list[Withdraw] = []
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
-    closed = {node.node for node in cluster.nodes if not CLOSED.isdisjoint(node.flags)}
+    pinned = {a.pinned for a in pending}
+    closed = {node.node for node in cluster.nodes if node.node in pinned and not CLOSED.isdisjoint(node.flags)}
     shared = {a.part.node for a in pending if a.part is not None}
     idle_there = {node.node: idle_gpus(node) for node in cluster.nodes if node.node in shared}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
@@ -301,6 +303,8 @@ def _declined(
     A request is taken back for each such node, for the others may wait for better ones. Where others' jobs wait, Slurm
     may take its time.
     """
+    if not holes:
+        return {}
     contested = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
     by_partition: dict[str, list[Hole]] = {}
     for hole in holes:

@@ -68,7 +68,9 @@ class Reach:
 
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
         """Can they use this node, or this part of it, in any of these partitions?"""
-        known, may = self.nodes.get(node), self.partitions(sort)
+        known, kept = self.nodes.get(node), self._by_id.get(id(sort))
+        # Asked for each node that is held: a call less counts.
+        may = self.partitions(sort) if kept is None else kept[1]
         if known is None or may.isdisjoint(partitions) or not sort[0].suits(known, part):
             return False
         return node not in self._suspect or any(

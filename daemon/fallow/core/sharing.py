@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import floor, inf, log2
-from typing import cast
+from typing import Any
 
 from fallow.core.allocations import Allocation
 from fallow.core.flow import Flow
@@ -49,11 +49,12 @@ def share_out(
     have = Counter(allocation.run for allocation in held)
     offers = _Offers(list(sorts.values()), holes, held, pending, reach, rules)
 
-    def suits(sort: Hashable, place: Place) -> bool:
-        there = parts.get(place.node)
+    def suits(sort: Any, place: Place) -> bool:
+        node, partitions = place
+        there = parts.get(node)
         if there is None:
-            return reach.suits(cast(Sort, sort), place.node, place.partitions)
-        return any(reach.suits(cast(Sort, sort), place.node, place.partitions, part) for part in there)
+            return reach.suits(sort, node, partitions)
+        return any(reach.suits(sort, node, partitions, part) for part in there)
 
     def fits(allocation: Allocation, place: Place) -> bool:
         there = allocation.part is None or allocation.part.node == place.node
@@ -154,7 +155,10 @@ class _Offers:
 
     def elsewhere(self, node: str, partition: str) -> tuple[str, ...]:
         """Partitions besides this one in which a node that we hold could be asked for."""
-        others = [name for name in self._reach.of_node(node) if name != partition]
+        names = self._reach.of_node(node)
+        if len(names) == 1 and names[0] == partition:
+            return ()
+        others = [name for name in names if name != partition]
         return self._take(others) if others else ()
 
     def _of_use(self, node: str, partition: str, parts: Iterable[Part | None]) -> bool:

@@ -58,14 +58,14 @@ def by_token(jobs: Iterable[JobInfo], prefix: str = "fallow-") -> dict[str, list
     """The jobs of a poll that are anybody's allocations, by the token in their name or comment."""
     found: dict[str, list[JobInfo]] = {}
     for job in jobs:
-        if job.comment:
-            words = [word for word in dict.fromkeys((job.name, *job.comment.split())) if word.startswith(prefix)]
-        elif job.name.startswith(prefix):
-            words = [job.name]
-        else:
+        name, comment = job.name, job.comment
+        if not comment:
+            if name.startswith(prefix):
+                found.setdefault(name, []).append(job)
             continue
-        for word in words:
-            found.setdefault(word, []).append(job)
+        for word in dict.fromkeys((name, *comment.split())):
+            if word.startswith(prefix):
+                found.setdefault(word, []).append(job)
     return found
 
 

@@ -190,8 +190,17 @@ class _Supply:
 
     def add(self, place: Place) -> int:
         """Count a node; returns its kind."""
-        users = tuple([number for sort, number in self._sorts.items() if self._suits(sort, place)])
-        kind = self.places[place] = self._count(users, users)
+        found, suits = [], self._suits
+        for sort, number in self._sorts.items():
+            if suits(sort, place):
+                found.append(number)
+        users = tuple(found)
+        kind = self._kinds.get(users)
+        if kind is None:
+            kind = self._count(users, users)
+        else:
+            self.counts[kind] += 1
+        self.places[place] = kind
         return kind
 
     def hold(self, allocation: Allocation, pending: bool) -> None:

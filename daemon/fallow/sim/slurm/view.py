@@ -19,22 +19,28 @@ class View:
             [p.partition for p in site.partitions if cluster.partitions[p.partition].mask >> place & 1]
             for place in range(len(site.nodes))
         ]
+        self._shown: tuple[list[NodeInfo], list[JobInfo]] = [], []
+        "by the last poll"
         self._planned = 0
         self._idle_since: list[float | None] = [None] * len(site.nodes)
 
     def state(self, now: float) -> ClusterState:
-        """One poll."""
+        """One poll; its lists are those of the one before as long as nothing has changed."""
         jobs = [job.info or self._job(job) for job in self._lives.jobs.values()]
         cluster, planned = self._cluster, 0
         for job in self._lives.jobs.values():
             planned |= job.planned
         touched, cluster.touched = cluster.touched | (planned ^ self._planned), 0
         self._planned = planned
-        for place in places(touched):
-            self._nodes[place] = self._node(place, now)
+        nodes, before = self._shown
+        if touched:
+            for place in places(touched):
+                self._nodes[place] = self._node(place, now)
+            nodes = list(self._nodes)
+        self._shown = nodes, jobs = nodes, before if jobs == before else jobs
         return ClusterState(
             at=now,
-            nodes=list(self._nodes),
+            nodes=nodes,
             jobs=jobs,
             partitions=list(self._site.partitions),
             reservations=[r for r in self._site.reservations if r.end_at > now],
