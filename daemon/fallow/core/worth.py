@@ -153,10 +153,19 @@ def _changes(
         if low <= size <= high and (at == len(chosen) or chosen[at] != size):
             chosen.insert(at, size)
     price = PRICE * worth.weight
-    thens = [worth.of(base + x) if (then := known.get(base + x)) is None else then for x in chosen]
+    there = [base + x for x in chosen] if base else chosen
+    try:
+        thens = list(map(known.__getitem__, there))
+    except KeyError:
+        thens = [worth.of(nodes) for nodes in there]
+    fewer = bisect_right(chosen, held)
     values = [
-        now - price * x if then == now else (now + stays * (then - now) if x > held else then) - stall - price * x
-        for x, then in zip(chosen, thens, strict=True)
+        now - price * x if then == now else then - stall - price * x
+        for x, then in zip(chosen[:fewer], thens[:fewer], strict=True)
+    ]
+    values += [
+        now - price * x if then == now else now + stays * (then - now) - stall - price * x
+        for x, then in zip(chosen[fewer:], thens[fewer:], strict=True)
     ]
     return tuple(chosen), tuple(values)
 
