@@ -178,7 +178,7 @@ class RealHead:
         loop: VirtualLoop,
     ) -> None:
         self._engine, self._runs, self._costs, self._loop = engine, runs, options.costs, loop
-        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
         self.book = Book(
             paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(config)

@@ -59,7 +59,7 @@ class Desk:
     """A book with runs that train by themselves."""
 
     def __init__(self, folder: Path) -> None:
-        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "s"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        paths = Paths(state=folder / "s", runtime=folder / "run").create()
         numbers = iter(range(10_000))
         self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
         self.at = 0.0

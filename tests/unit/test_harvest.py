@@ -62,7 +62,7 @@ class Site:
     def __init__(self, folder: Path, slurm: FakeSlurm, section: HarvestSection | None = None) -> None:
         self.slurm = slurm
         self.config = Config(harvest=section or HarvestSection(partitions=["scavenge"]))
-        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "state"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
         self.book = Book(
             paths, timing=Timing(), public_key="k" * 40, new_id=lambda: next(names), ordered=ordered(self.config)
