@@ -14,7 +14,7 @@ from fallow.core.timing import Timing
 from fallow.files import Paths
 from fallow.head.book import Book, Principal, Run
 from fallow.head.peers import Peers
-from fallow.head.turn import Turn
+from fallow.head.turn import Turn, agent_peer
 from fallow.model import (
     PROTOCOL,
     Active,
@@ -37,6 +37,7 @@ from fallow.model import (
     RunSpec,
     Vote,
     Welcome,
+    WorkerExit,
     WorkerHello,
     WorkerReady,
 )
@@ -103,6 +104,31 @@ def test_a_worker_of_another_protocol_is_refused(turn: Turn, run: Run, allocatio
     assert [type(message) for _, message in turn.messages] == [Welcome]
     assert run.roster.workers["w0"].pid == 5
     assert isinstance(run.machine.story[-1], ev.Said)
+
+
+def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_while(
+    turn: Turn, run: Run, allocation: Allocation
+) -> None:
+    def crash(worker: str) -> None:
+        hear(turn, agent_peer(allocation, "n1"), WorkerExit(worker=worker, code=None, signal=9))
+
+    def started() -> list[str]:
+        turn.messages.clear()
+        Peers(Membership(), Checkpoint()).tick(turn)
+        return [name for _, message in turn.messages if isinstance(message, AgentPlan) for name in message.workers]
+
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    run.roster.generation = 1  # it has trained
+    crash("w0")
+    assert started() == ["w1"]
+    for worker, wait_s in (("w1", 2.0), ("w2", 4.0)):
+        crash(worker)
+        turn.now += wait_s - 0.1
+        assert started() == []
+        turn.now += 0.1
+        assert started() == [f"w{int(worker[1:]) + 1}"]
+    texts = [record.text for record in turn.records if record.kind == "restart"]
+    assert [text.rpartition(" on n1 ")[2] for text in texts] == ["now", "in 2 s", "in 4 s"]
 
 
 def test_members_are_told_when_the_run_has_to_be_saved(turn: Turn, run: Run, allocation: Allocation) -> None:

@@ -12,6 +12,8 @@ FINAL = frozenset((Exit.OK, Exit.USAGE, Exit.DATA, Exit.NOINPUT, Exit.CONFIG, Ex
 """Exit codes of a worker that another one in its place would end with, too."""
 
 LONGEST_S = 64.0
+"""Between a crash and the next start. The first one on a node is made good at once; where one follows another, each
+start costs everybody a change of the membership."""
 
 
 def ended(turn: Turn, run: Run, allocation: Allocation, node: str, exit_: WorkerExit) -> None:
@@ -25,9 +27,10 @@ def ended(turn: Turn, run: Run, allocation: Allocation, node: str, exit_: Worker
         return
     tries = allocation.restarts.get(node, 0)
     allocation.restarts[node] = tries + 1
-    wait_s = min(LONGEST_S, 2.0 ** min(tries, 20))
+    wait_s = min(LONGEST_S, 2.0 ** min(tries, 20)) if tries else 0.0
     allocation.again[exit_.worker] = turn.now + wait_s
-    turn.record(run, "restart", f"another worker takes the place of {exit_.worker} on {node} in {wait_s:g} s")
+    when = f"in {wait_s:g} s" if wait_s else "now"
+    turn.record(run, "restart", f"another worker takes the place of {exit_.worker} on {node} {when}")
 
 
 def due(turn: Turn, run: Run, allocation: Allocation, beat_s: float) -> None:
