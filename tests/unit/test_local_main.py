@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fallow.agent import restart
 from fallow.local import main as local
 from fallow.model import Exit, PauseReport, Quantiles, RunReport, RunStatus, SampleReport
 
@@ -24,13 +25,17 @@ REPORT = RunReport(
 )
 
 
+STARTED: list[tuple[list[str], str]] = []
+"""Argv and name of each training."""
+
+
 class Trained:
     """Stands for the driver of a training that is over."""
 
     absent, missed = 0, ()
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, folder: Path, command: list[str], *_: Any, **more: Any) -> None:
+        STARTED.append((command, more["name"]))
 
     async def train(self) -> RunReport:
         return REPORT
@@ -48,3 +53,22 @@ def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_sum
     said = capsys.readouterr()
     assert "run r: finished, 7 steps" in said.out
     assert f"--report {tmp_path}/folder: cannot be written (Is a directory)" in said.err
+
+
+def test_a_script_that_is_restarted_is_looked_for_once_and_gives_the_run_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.touch()
+    asked: list[list[str]] = []
+
+    def under_torchrun(command: list[str]) -> list[str]:
+        asked.append(command)
+        return restart.under_torchrun(command)
+
+    monkeypatch.setattr(local, "Driver", Trained)
+    monkeypatch.setattr(local, "under_torchrun", under_torchrun)
+    assert local.main([str(script)], 2, restart=True) == Exit.OK
+    assert asked == [[str(script)]]
+    assert STARTED[-1] == (restart.under_torchrun([str(script)]), "train")

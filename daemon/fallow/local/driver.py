@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import msgspec
 
-from fallow.agent.restart import as_program, under_torchrun
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
 from fallow.core.schedule import Action, Item
@@ -43,8 +42,8 @@ class Driver:
         output: takes the main member's output.
         on_view: called with each look at the run.
         environ: environment of everything that is started.
-        restart: the command knows nothing of Fallow and is started anew with each generation. It tells no steps, so
-            those of the schedule are seconds since the training began.
+        name: of the run; None: the command's.
+        by_seconds: the command tells no steps, so those of the schedule are seconds since the training began.
     """
 
     def __init__(
@@ -58,10 +57,11 @@ class Driver:
         output: IO[bytes] | int | None = None,
         on_view: Callable[[RunView], None] | None = None,
         environ: Mapping[str, str] = os.environ,
-        restart: bool = False,
+        name: str | None = None,
+        by_seconds: bool = False,
     ) -> None:
-        self.name = name_of(as_program(command) if restart else command)
-        self.command = under_torchrun(command) if restart else list(command)
+        self.name = name or name_of(command)
+        self.command = list(command)
         self.members = members
         self.schedule = list(schedule)
         self.max_members = max_members or peak(members, schedule)
@@ -88,7 +88,7 @@ class Driver:
         self._run = ""
         self._control: ControlClient
         self._due = list(self.schedule)
-        self._by_seconds = restart
+        self._by_seconds = by_seconds
         self._began: float | None = None
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()

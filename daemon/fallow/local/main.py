@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.agent.restart import under_torchrun
+from fallow.agent.restart import as_program, under_torchrun
 from fallow.core.schedule import parse_schedule
-from fallow.local.driver import Driver
+from fallow.local.driver import Driver, name_of
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 from fallow.text import clean_block
 
@@ -48,13 +48,13 @@ def main(
     if not command or (not restart and shutil.which(command[0]) is None):
         what = command[0] if command else ""
         raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
-    if restart:
-        under_torchrun(command)  # before anything is made
+    name = name_of(as_program(command) if restart else command)
+    argv = under_torchrun(command) if restart else list(command)
     items = parse_schedule(schedule, members)
     folder = Path(tempfile.mkdtemp(prefix="fallow-local-"))
     environ = {**os.environ, "FALLOW_REPRODUCIBLE": "1"} if reproducible else os.environ
     output = sys.stderr.fileno() if json else None
-    driver = Driver(folder, command, members, items, output=output, environ=environ, restart=restart)
+    driver = Driver(folder, argv, members, items, name=name, output=output, environ=environ, by_seconds=restart)
     try:
         result = asyncio.run(_train(driver))
     except asyncio.CancelledError:
