@@ -52,7 +52,7 @@ class Desk:
     """A book with one run, and polls of a cluster of four idle nodes."""
 
     def __init__(self, folder: Path, **spec: object) -> None:
-        paths = Paths.default({"FALLOW_STATE_DIR": str(folder / "s"), "XDG_RUNTIME_DIR": str(folder)}).create()
+        paths = Paths(state=folder / "s", runtime=folder / "run").create()
         numbers = iter(range(10_000))
         self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
         self.harvest = Harvest(Config())
@@ -170,6 +170,18 @@ def test_a_run_whose_script_is_restarted_wants_holes_in_which_that_pays(desk: De
     wanted = demand(desk.run, {}, NOW, asks=True)
     assert wanted.min_minutes > EVERY_S / 60 > usual.min_minutes
     assert wanted.pause_s > usual.pause_s
+
+
+def test_why_a_newcomer_of_such_a_run_waits_is_shown(desk: Desk) -> None:
+    roster = desk.run.roster
+    roster.restarts, roster.status = True, RunStatus.TRAINING
+    for index, phase in enumerate((WorkerPhase.MEMBER, WorkerPhase.READY)):
+        name, token = f"w{index}", desk.hold().token
+        roster.workers[name] = Worker(worker=name, index=index, token=token, node=f"n{index}", phase=phase)
+    roster.members = ["w0"]
+    assert run_view(desk.run, 60.0, NOW).message.startswith("w1 (n1) waits for another 4 min: a newcomer restarts")
+    desk.do("pause")
+    assert run_view(desk.run, 60.0, NOW).message == "paused by hand"
 
 
 def test_a_users_own_base_job_is_given_up_only_once_its_sbatch_must_have_ended(desk: Desk) -> None:

@@ -106,6 +106,21 @@ def test_a_newcomer_is_let_in_after_a_while_or_with_the_next_restart() -> None:
     assert run.members == ["w2", "w3"]
 
 
+def test_who_is_put_off_for_how_long_and_why_is_said() -> None:
+    run = Run()
+    run.come("w0", 0.0)
+    assert run.machine.put_off(10.0) == ""
+    run.come("w1", 30.0)
+    run.come("w2", 40.0)
+    why = "a newcomer restarts the script everywhere, which has to run for 5 min from one such restart to the next"
+    assert run.machine.put_off(60.0) == f"w1 (w1), w2 (w2) wait for another 4 min: {why}"
+    run.handle(ev.LimitChanged(at=61.0, limit=2, reason="asked"))
+    assert run.machine.put_off(120.0) == f"w1 (w1) waits for another 3 min: {why}"
+    run.handle(ev.Ticked(at=EVERY_S + 0.1))
+    assert run.members == ["w0", "w1"]
+    assert run.machine.put_off(EVERY_S + 1.0) == "", "nobody is wanted"
+
+
 def test_e2_torchrun_finds_the_backend_and_says_where_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

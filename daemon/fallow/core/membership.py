@@ -25,6 +25,7 @@ from fallow.core.invariants import check
 from fallow.core.joining import difference
 from fallow.core.losses import Losses
 from fallow.core.proposals import is_involved
+from fallow.core.restarts import waiting
 from fallow.core.roster import Change, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
@@ -123,6 +124,10 @@ class Membership:
     def seen(self, worker: str) -> float | None:
         """When the worker was last heard of, on the events' clock."""
         return self._watch.heard(worker)
+
+    def put_off(self, at: float) -> str:
+        """Which newcomers wait though there is room for them, and why; empty: none."""
+        return waiting(self.roster, self._watch.lasted_s(at))
 
     def forget(self, worker: str) -> None:
         """A worker that is gone will never be heard of again, and no generation needs to know of it."""

@@ -98,8 +98,9 @@ def run_view(run: Run, at: float, now: float) -> RunView:
 
 def _waits_for(run: Run, at: float) -> str:
     """What somebody must know or do, the most pressing thing."""
-    paused = run.record.paused
-    return run.record.harvest_paused or _only_barred(run, at) or run.roster.message or paused or run.held_back
+    record = run.record
+    needed = record.harvest_paused or _only_barred(run, at) or run.roster.message or record.paused or run.held_back
+    return needed or run.machine.put_off(at)
 
 
 def _why_barred(run: Run, node: str, at: float) -> str:
