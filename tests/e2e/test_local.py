@@ -463,6 +463,39 @@ def test_a_newcomer_with_another_model_is_refused_and_the_others_finish(box: Box
     same(done, tiny())
 
 
+ODD_LATER = """
+import os, time, torch, fallow
+from torch.utils.data import DataLoader, TensorDataset
+run = fallow.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = run.prepare(model, optimizer)
+data = TensorDataset(torch.ones(64, 4))
+sizes = (4, 2 if os.environ["FALLOW_WORKER"] in ("w2", "w3") else 4)
+loaders = [run.prepare(DataLoader(data, size), global_batch=16) for size in sizes]
+for loader, steps in zip(loaders, (12, 40)):
+    for (x,) in run.steps(loader, epochs=10, max_steps=steps):
+        time.sleep(0.02)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_newcomers_with_another_loader_in_a_later_loop_are_refused_and_the_others_finish(box: Box) -> None:
+    """One is a member when the second loop begins; the other comes when the members are in the middle of it."""
+    done = box.finish(box.local("-c", ODD_LATER, schedule="+1@3,+1@20"))
+    assert done.code == 0, done.stderr
+    assert (done.report["status"], done.report["steps"]) == ("finished", 52)
+    assert done.report["samples"] == {"consumed": 52 * 16, "lost": 0, "duplicated": 0}
+    assert done.kinds == ["start", "absorb", "eject", "eject"], "the second one's came to nothing"
+    assert done.members[-1] == ["w0", "w1"]
+    assert done.report["generations"][2]["first_step"] == 12
+    for generation in done.report["generations"][2:]:
+        reason = generation["reason"]
+        assert "rank 2 cuts a step into 8 shards of 2 samples, rank 0 into 4 of 4: give the DataLoader" in reason
+
+
 def test_first_members_that_differ_do_not_start(box: Box) -> None:
     done = box.tiny("--odd", "w1")
     assert done.code == Exit.SOFTWARE

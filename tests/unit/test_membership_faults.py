@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core import events as ev
+from fallow.core.failures import STRANGER
 from fallow.core.links import to_drop
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
@@ -533,6 +534,16 @@ def test_newcomers_that_raise_do_not_end_the_run_of_those_who_compute(nodes: str
         fail(m, f"w{number}", number, step=0)  # it loads the state
         assert not m.roster.status.ended
         finish_change(m, at=number, first_step=7)
+    assert m.roster.members == ["w0"]
+
+
+def test_newcomers_that_do_not_follow_the_members_do_not_end_the_run() -> None:
+    """Two at once, on two nodes, in a step that is the members' next one, too."""
+    m = started("w0", "w1", "w2")
+    for worker in ("w1", "w2"):
+        fail(m, worker, 1, signature=f"{STRANGER}rank 1 cuts a step into 4 shards")
+    assert not m.roster.status.ended
+    finish_change(m, at=1, first_step=5)
     assert m.roster.members == ["w0"]
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fallow.core.failures import Apart
+from fallow.core.failures import Apart, Stranger
 from fallow.model import FallowError
 from fallow.worker import control
 from fallow.worker.group import Group
@@ -899,6 +899,22 @@ def test_what_an_exchange_tells_all_members_is_no_members_own_failure() -> None:
         control.check(told(agreement=15.0), plan, 2, 0, 7, drift=False)
     with pytest.raises(Apart, match="sum of samples is 7"):
         control.check(told(samples=7.0), plan, 2, 0, 7, drift=False)
+
+
+def test_who_came_first_decides_how_a_step_is_cut() -> None:
+    """If those do not agree the script is wrong; else newcomers, and the others do without them."""
+    old, new, odd = control.Cutting(2, 4, 1), control.Cutting(2, 4, 3), control.Cutting(4, 2, 3)
+    assert control.check_cuts([old, new, old], 0) == ""
+    said = "rank 0 cuts a step into 4 shards of 2 samples, rank 2 into 2 of 4: give the DataLoader"
+    cuts = [odd, new, old, odd]
+    for rank in (1, 2):
+        assert control.check_cuts(cuts, rank).startswith(said)
+    for rank in (0, 3):
+        with pytest.raises(Stranger, match=f"^rank {rank} cuts a step"):
+            control.check_cuts(cuts, rank)
+    for rank in range(3):
+        with pytest.raises(Apart, match=r"^rank 1 cuts a step"):
+            control.check_cuts([odd, new, odd], rank)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,23 @@ class Apart(FallowError):
         super().__init__(message, Exit.DATA)
 
 
+STRANGER = "stranger: "
+"""Signatures that begin so are of a newcomer that follows another script, or other arguments, than the members."""
+
+
+class Stranger(FallowError):
+    """A newcomer follows another script, or other arguments, than the members: they go on without it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Exit.DATA)
+
+
 def verdict(roster: Roster, failure: Failure) -> str | None:
     """Why this failure is the script's own and ends the run, in words; None: it may be the node's.
 
     Must be asked before `note`, while the worker still counts as a member.
     """
-    if failure.kind not in (FailureKind.EXCEPTION, FailureKind.CRASH):
+    if failure.kind not in (FailureKind.EXCEPTION, FailureKind.CRASH) or failure.signature.startswith(STRANGER):
         return None
     if failure.signature.startswith(APART):
         return f"{failure.text} (step {failure.step}, found by {_where(failure)})"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fallow.core.failures import Apart
+from fallow.core.failures import Apart, Stranger
 
 
 class Head(NamedTuple):
@@ -69,6 +69,8 @@ class Cutting(NamedTuple):
     shards: int
     "in a full step"
     batch_size: int
+    since: int = 0
+    "generation in which it became a member"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +190,38 @@ def check(
             )
 
 
-def check_cuts(cuts: Sequence[Cutting]) -> None:
+def check_cuts(cuts: Sequence[Cutting], mine: int) -> str:
     """Refuse members that cut a step unlike each other: their exchanges would not be of the same size.
+
+    Where those who came first agree, it is the others who are wrong.
 
     Args:
         cuts: by rank.
+        mine: this member's rank.
+
+    Returns:
+        Which newcomer the others have to do without, and why; empty: none.
 
     Raises:
-        Apart: some do.
+        Apart: those who came first do.
+        Stranger: this member does, which came later than those.
     """
+    first = min(range(len(cuts)), key=lambda rank: cuts[rank].since)
+    usual, refused = cuts[first], {}
     for rank, cut in enumerate(cuts):
-        if cut != cuts[0]:
-            raise Apart(
-                f"rank {rank} cuts a step into {cut.shards} shards of {cut.batch_size} samples, rank 0 into "
-                f"{cuts[0].shards} of {cuts[0].batch_size}: give the DataLoader of this run.steps loop the same "
-                "batch_size and run.prepare the same global_batch on all members"
-            )
+        if cut[:2] == usual[:2]:
+            continue
+        text = (
+            f"rank {rank} cuts a step into {cut.shards} shards of {cut.batch_size} samples, rank {first} into "
+            f"{usual.shards} of {usual.batch_size}: give the DataLoader of this run.steps loop the same "
+            "batch_size and run.prepare the same global_batch on all members"
+        )
+        if cut.since == usual.since:
+            raise Apart(text)
+        refused[rank] = text
+    if mine in refused:
+        raise Stranger(refused[mine])
+    return next(iter(refused.values()), "")
 
 
 def _whose(control: Control) -> str:

@@ -21,6 +21,8 @@ class Place:
         "of the run, replaced at each change of the membership"
         self.joined = False
         "this worker has taken part in a first exchange"
+        self.since = 0
+        "generation of that exchange"
         self.in_sync = in_sync
         "the script has reached the place that `position` names"
         self.wrong_epoch = False

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 import fallow
-from fallow.core.failures import APART, Apart
+from fallow.core.failures import APART, STRANGER, Apart, Stranger
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
 
 _PR_SET_PDEATHSIG = 1
@@ -103,6 +103,8 @@ def signature_of(error: BaseException, trace: TracebackType | None) -> str:
     """
     if isinstance(error, Apart):
         return APART + error.message
+    if isinstance(error, Stranger):
+        return STRANGER + error.message
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_SCRIPTS)]
     if not frames:

@@ -228,16 +228,23 @@ class Step:
     def _meet(self, loader: Source) -> None:
         """Before the first step of a call: do all members cut it alike? gloo ends a process over sums of unlike sizes.
 
+        And before the first step with newcomers, of whom the head knows the loader of their first call only.
+
         Raises:
             Apart: they do not.
-            Interrupted: the group broke.
+            Stranger: this member, a newcomer, does not.
+            Interrupted: the group broke, or a newcomer does not.
         """
-        group, at = self._member.group, self._member.place.position
-        if at.call_steps or self._met == (group.generation, at.call):
+        group, place = self._member.group, self._member.place
+        at = place.position
+        if self._met == (group.generation, at.call) or (at.call_steps and not at.call):
             return
-        cuts = group.all_gather(torch.tensor([loader.shards, loader.batch_size]))
+        cuts = group.all_gather(torch.tensor([loader.shards, loader.batch_size, place.since]))
         group.wait()
-        check_cuts([Cutting(*(int(value) for value in row)) for row in cuts])
+        refused = check_cuts([Cutting(*(int(value) for value in row)) for row in cuts], group.rank)
+        if refused:
+            group.interrupt(refused)
+            raise Interrupted(refused)
         self._met = group.generation, at.call
 
     def _touched(self) -> list[bool]:

@@ -172,7 +172,8 @@ class Turn:
             place.over = None
         elif place.asking is None and done.over is not None:
             place.over = done.over
-        place.joined = True
+        if newcomer:
+            place.joined, place.since = True, group.generation
         member.reducer.attach(group)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
         at = place.position
