@@ -1,7 +1,8 @@
-"""A training as torchrun runs it, which knows nothing of Fallow; for `test_restart.py`: FOLDER [--ddp]
+"""A training as torchrun runs it, which knows nothing of Fallow; for `--restart`: FOLDER [--ddp] [--told]
 
 It saves its step in FOLDER, goes on from there, writes a line for each start, and ends some steps after it has been
-left alone. With --ddp it trains with DistributedDataParallel; without, each step is a sleep, which starts at once.
+left alone; with --told as soon as a file `hurry` is in FOLDER. With --ddp it trains with DistributedDataParallel;
+without, each step is a sleep, which starts at once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main() -> None:
     act = ddp(folder / "model") if "--ddp" in sys.argv else sleeper()
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank} {size} {step}\n")
-    while size > 1 or step < began + STEPS_ALONE:
+    told = "--told" in sys.argv
+    while not (folder / "hurry").exists() if told else size > 1 or step < began + STEPS_ALONE:
         act()
         step += 1
         if rank == 0:

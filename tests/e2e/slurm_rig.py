@@ -78,7 +78,7 @@ export OMP_NUM_THREADS=1
 env -0 > "env.$SLURM_JOB_ID"
 echo "$PWD $(umask) $*" > "place.$SLURM_JOB_ID"
 {before}
-fallow run -- {command}
+fallow run {command}
 echo "$SLURM_JOB_ID" >> after
 """
 _HETEROGENEOUS = """#!/bin/bash
@@ -87,7 +87,7 @@ _HETEROGENEOUS = """#!/bin/bash
 #SBATCH --partition=normal --exclusive --nodes=2
 #FALLOW nodes=3:4 workers-per-node=1 min-minutes=1
 export OMP_NUM_THREADS=1
-fallow run -- {command}
+fallow run {command}
 echo "$SLURM_JOB_ID" >> after
 """
 
@@ -340,18 +340,25 @@ class Rig:
         return done.stdout
 
     def submit(
-        self, *options: str, steps: int = 500, pace_s: float = 0.15, heterogeneous: bool = False, before: str = ""
+        self,
+        *options: str,
+        steps: int = 500,
+        pace_s: float = 0.15,
+        heterogeneous: bool = False,
+        before: str = "",
+        words: str = "",
     ) -> Training:
         """Submit a training with the wrapper that users type, from a folder of its own.
 
-        `before` is a line of its batch script, run in every job before `fallow run` is.
+        `before` is a line of its batch script, run in every job before `fallow run` is. `words` come after `fallow run`
+        in the place of the usual training.
         """
         self._count += 1
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
-        train = " ".join([sys.executable, str(_HERE / "slurm_train.py"), str(folder), str(steps), str(pace_s)])
+        train = f"-- {sys.executable} {_HERE / 'slurm_train.py'} {folder} {steps} {pace_s}"
         script = folder / "train.sbatch"
-        script.write_text((_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=train, before=before))
+        script.write_text((_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before))
         job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
         (run,) = (v.run for v in self.status().runs if any(a.job_id == job for a in v.allocations))
         self.trainings.append(Training(self, folder, run, job, steps))

@@ -42,6 +42,13 @@ def rig(shared: Rig) -> Iterator[Rig]:
         yield shared
 
 
+@pytest.fixture(scope="module")
+def lasting(slurm_installed: None) -> Iterator[Rig]:
+    """Preemption without grace, and harvest jobs for which the restart of a script pays."""
+    with Rig("nograce", nodes=3, FALLOW_HARVEST__MAX_MINUTES="120") as rig, telling(rig):
+        yield rig
+
+
 def test_a_run_grows_onto_idle_nodes_without_a_restart(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     members = training.wait_members(3)
@@ -219,10 +226,35 @@ def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
     assert training.lines_after() == [training.job]
 
 
-def test_s2_a_run_survives_preemption_without_grace(slurm_installed: None) -> None:
-    with Rig("nograce", nodes=3) as own, telling(own):
-        training = _play_preemption(own, idle=0)
-        assert training.lines_after() == [training.job]
+def test_s2_a_run_survives_preemption_without_grace(lasting: Rig) -> None:
+    training = _play_preemption(lasting, idle=0)
+    assert training.lines_after() == [training.job]
+
+
+def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_are_there(lasting: Rig) -> None:
+    script = Path(__file__).with_name("restarted_training.py")
+    training = lasting.submit("--nodes=2:3", words=f"--restart -- {script} . --told")
+
+    def starts() -> list[list[int]]:
+        path = training.folder / "starts"
+        return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+
+    training.wait_for("both base nodes have started it", lambda: len(starts()) == 2, START_S)
+    training.wait_for("why the newcomer waits", lambda: "waits for another" in training.view().message, START_S)
+    newcomer = next(m for m in training.view().members if m.rank is None)
+    assert newcomer.allocation == "harvest"
+    assert f"{newcomer.worker} ({newcomer.node}) waits for another" in training.view().message
+    kept, lost = training.members()
+    # All scripts begin again in any case, so it need not wait any longer.
+    os.kill(lost.pid, signal.SIGKILL)
+    training.wait_for("both have started it again", lambda: len(starts()) == 4, START_S)
+    assert {m.worker for m in training.members()} == {kept.worker, newcomer.worker}
+    assert sorted(start[:2] for start in starts()[2:]) == [[0, 2], [1, 2]]
+    assert all(start[2] > 0 for start in starts()[2:]), "not from what it had saved"
+    (training.folder / "hurry").touch()
+    training.wait_for("the end of the run", lambda: training.view().status is RunStatus.FINISHED)
+    training.wait_jobs_gone()
+    assert training.lines_after() == [training.job]
 
 
 def _play_preemption(rig: Rig, idle: int) -> Training:
