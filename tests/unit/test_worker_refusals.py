@@ -120,7 +120,11 @@ def test_a_scheduler_that_was_not_prepared(script: Script) -> None:
     inside.train(inside.usual, schedule)
 
 
-def test_rates_that_change_per_shard(script: Script) -> None:
+@pytest.mark.parametrize("tensor", [False, True])
+def test_rates_that_change_per_shard(tensor: bool, script: Script) -> None:
+    if tensor:
+        script.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+
     def body(x: torch.Tensor) -> None:
         script.usual(x)
         script.optimizer.param_groups[0]["lr"] *= 0.9

@@ -284,6 +284,7 @@ class Watch:
         found: list[Any] = [len(group["params"]) for group in groups]
         for group in groups:
             found += [value for value in group.values() if _is_plain(value)]
+            found += [value.item() for value in group.values() if _is_number(value)]
         return tuple(found)
 
 
@@ -335,6 +336,11 @@ def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
     inside = list(getattr(thing, "__dict__", {}).values())
     inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
     return any(getattr(owner, "optimizer", None) is optimizer for owner in (thing, *inside))
+
+
+def _is_number(value: Any) -> bool:
+    """A learning rate in a tensor, where it can be read without waiting for an accelerator."""
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
 def _is_plain(value: Any) -> bool:
