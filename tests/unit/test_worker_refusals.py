@@ -100,8 +100,51 @@ def test_an_optimizer_of_another_module(script: Script) -> None:
 
 
 def test_an_optimizer_that_was_not_prepared(script: Script) -> None:
-    with pytest.raises(FallowError, match=r"model\.0\.0\.weight was trained, but no prepared optimizer holds it"):
+    with pytest.raises(FallowError, match=r"an object \(SGD\) act that was not prepared"):
         script.train(script.usual, optimizer=False)
+
+
+def test_a_second_optimizer_of_a_prepared_module(script: Script) -> None:
+    second = torch.optim.Adam(script.model[2].parameters(), lr=0.1)
+
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        second.step()
+
+    with pytest.raises(FallowError, match=r"an object \(Adam\) act that was not prepared"):
+        script.train(body)
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_an_optimizer_of_something_that_was_not_prepared(lasts: bool, script: Script) -> None:
+    """A second model would train on each member by itself; what lives in one body is that body's own affair."""
+    other = nn.Linear(3, 3)
+    kept = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def body(x: torch.Tensor) -> None:
+        noise = nn.Parameter(torch.zeros_like(x))
+        optimizer = kept if lasts else torch.optim.SGD([noise], lr=0.1)
+        for _ in range(2):
+            noise.grad = torch.ones_like(x)
+            optimizer.step()
+        script.usual(x + noise.detach())
+
+    refused = pytest.raises(FallowError, match="act that was not prepared") if lasts else contextlib.nullcontext()
+    with refused:
+        script.train(body)
+
+
+def test_weights_that_a_script_trains_by_hand(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.loss(x).backward()
+        with torch.no_grad():
+            for parameter in script.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+    with pytest.raises(FallowError, match=r"model\.0\.0\.weight was trained, but no prepared optimizer holds it"):
+        script.train(body, optimizer=False)
 
 
 def test_weights_that_no_optimizer_trains_may_have_gradients(script: Script) -> None:
@@ -118,6 +161,56 @@ def test_a_scheduler_that_was_not_prepared(script: Script) -> None:
         inside.optimizer, [torch.optim.lr_scheduler.StepLR(inside.optimizer, 1) for _ in range(2)], [3]
     )
     inside.train(inside.usual, schedule)
+
+
+@pytest.mark.parametrize("what", ["average", "scaler", "scaler in the final body"])
+def test_an_average_or_a_scaler_that_was_not_prepared(what: str, script: Script) -> None:
+    average = torch.optim.swa_utils.AveragedModel(script.model)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def body(x: torch.Tensor) -> None:
+        if what == "average":
+            script.usual(x)
+            average.update_parameters(script.model)
+        elif script.run.final_shard or what == "scaler":
+            scaler.scale(script.loss(x)).backward()
+            scaler.step(script.optimizer)
+
+    kind = "AveragedModel" if what == "average" else "GradScaler"
+    with pytest.raises(FallowError, match=rf"a body has an object \({kind}\) act that was not prepared"):
+        script.train(body)
+    average.update_parameters(script.model)  # the script's own, outside of the loop
+
+
+class Both:
+    """An object that has others act, as trainers do."""
+
+    def __init__(self, average: torch.optim.swa_utils.AveragedModel) -> None:
+        self.average = average
+
+    def update(self, model: nn.Module) -> None:
+        self.average.update_parameters(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.load_state_dict(state)
+
+
+def test_an_average_inside_of_a_prepared_object_and_a_scaler_that_does_nothing(script: Script) -> None:
+    both = Both(torch.optim.swa_utils.AveragedModel(script.model))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def body(x: torch.Tensor) -> None:
+        scaler.scale(script.loss(x)).backward()
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+        both.update(script.model)
+
+    script.train(body, both)
+    assert int(both.average.n_averaged) == 2
 
 
 @pytest.mark.parametrize("tensor", [False, True])

@@ -21,6 +21,7 @@ from fallow.worker.step import Step
 from fallow.worker.together import Kind
 from fallow.worker.together import ask as ask_all
 from fallow.worker.turn import Turn
+from fallow.worker.unprepared import acting_seen
 
 
 class Loop:
@@ -51,7 +52,7 @@ class Loop:
         alone = member.session is None and member.group.size == 1
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
         seen = backward_seen(step.before_backward, step.after_backward, step.backward_failed)
-        with seen, overlap, nothing_may_be_clipped():
+        with seen, overlap, nothing_may_be_clipped(), acting_seen(step.watch.acts):
             try:
                 step.begin_call()
                 if not place.joined:

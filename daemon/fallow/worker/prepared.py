@@ -45,6 +45,8 @@ class Gate:
         "an optimizer's step was called in this body, in a void one too"
         self.acted = False
         "something has changed its state in this body"
+        self.acting = 0
+        "prepared objects that are at work just now, one inside the other"
         self.called = False
         "something that acts was called in this body, or in its phase, in a void one too"
         self.settle: Callable[[], bool] = lambda: True
@@ -169,7 +171,11 @@ class Prepared:
                 # Between two calls one member may be a change of the membership ahead of another.
                 acts[number] += 1
                 gate.acted = True
-            return inner(*args, **kwargs)
+            gate.acting += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                gate.acting -= 1
 
         return gated
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import distributed, nn
@@ -52,6 +53,10 @@ class Watch:
         "of the buffers, when the call began"
         self._versions = self._frozen_versions = 0
         self._before_step: list[int] = []
+        self._strangers: WeakSet[Any] = WeakSet()
+        "objects that were not prepared and have acted in the body at work"
+        self._strangers_before: WeakSet[Any] = WeakSet()
+        "and in those before it"
         self._rates_before: tuple[Any, ...] | None = None
         "after the last void body of this step"
 
@@ -170,6 +175,9 @@ class Watch:
     def begin_body(self, *, void: bool) -> None:
         """A body begins; `void` as at its end."""
         self._gate.refusal = None
+        if self._strangers:
+            self._strangers_before |= self._strangers
+            self._strangers = WeakSet()
         self._prepared.modes.begin_body()
         self._versions = _version(self._weights)
         self._collectives = _own_collectives() if self._elastic else 0
@@ -178,6 +186,31 @@ class Watch:
     def wrote(self) -> bool:
         """Whether this body has changed weights until now. What is written to `.data` is not seen."""
         return _version(self._weights) != self._versions
+
+    def acts(self, thing: Any) -> None:
+        """An optimizer, a moving average or a GradScaler acts.
+
+        One that was not prepared may live within a body, on tensors of its own: an attack, a copy that is looked at.
+
+        Raises:
+            FallowError: it was not prepared, and trains a prepared module, or has acted in another body, too.
+        """
+        gate = self._gate
+        if not gate.in_body or gate.acting or any(thing is known for known in self._prepared.optimizers):
+            return
+        if isinstance(thing, torch.amp.GradScaler):
+            here = thing.is_enabled()
+        else:
+            groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else []
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            here = thing in self._strangers_before or not held.isdisjoint(map(id, self._weights))
+        if here:
+            raise gate.refuse(
+                f"a body has an object ({type(thing).__name__}) act that was not prepared: it would act once per "
+                "shard, what it changes would come apart, or a member that joins would not have its state; write "
+                "run.prepare(model, optimizer, ..., it), with all modules that are trained"
+            )
+        self._strangers.add(thing)
 
     def check_buffers(self) -> None:
         """Before anything is made of buffers: they are told to the other members, and put back for the next shard.
