@@ -993,3 +993,21 @@ def test_who_looks_for_a_process_group_is_told_what_to_write_instead(monkeypatch
             lookout()
         assert "run.mean(x)" in world()._advice(caught.value)
     assert world()._advice(ValueError("a sample is broken")) == ""
+
+
+def test_what_scripts_for_other_runtimes_ask_for_is_answered_with_what_to_leave_out() -> None:
+    run = world()
+    model, loader = run.prepare(net(), DataLoader(points(), 4))
+    for ask, words in (
+        (lambda: model.module.state_dict(), "no wrapper"),
+        (lambda: model.no_sync(), "summed once in each step"),
+        (lambda: loader.sampler.set_epoch(1), "Leave set_epoch out"),
+        (lambda: loader.set_epoch(1), "Leave set_epoch out"),
+        (lambda: model.head, ""),
+        (lambda: net().module, ""),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            ask()
+        advice = run._advice(caught.value)
+        assert words in advice
+        assert bool(words) == bool(advice)

@@ -383,6 +383,8 @@ class Run:
                 "init_process_group and what needs it out. backward() sums gradients by itself; use run.rank and "
                 "run.size, run.mean(x) for a metric, run.barrier() for a barrier"
             )
+        if isinstance(error, AttributeError) and (advice := self._advice_on(error.name, error.obj)):
+            return advice
         missing = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
         if not missing or not self._loop.step.left_void:
             return ""
@@ -390,6 +392,17 @@ class Run:
             "If that is a gradient: in a body that is not the step's last one on this member parameters have none "
             "(.grad is None); look at them under `if run.final_shard:`"
         )
+
+    def _advice_on(self, name: str | None, thing: Any) -> str:
+        """What scripts for other runtimes ask of a model or a loader."""
+        if name in ("module", "no_sync") and any(thing is module for module in self._prepared.modules):
+            return (
+                "run.prepare gives back the model itself and no wrapper, so there is no .module to take; nor is there "
+                "a no_sync(): gradients are summed once in each step, over all of its bodies"
+            )
+        if name in ("sampler", "set_epoch") and isinstance(thing, Source):
+            return "Leave set_epoch out: the order of samples is another one in each epoch by itself"
+        return ""
 
     def _ends_at_once(self) -> bool:
         """Under a head always: torch's teardown takes seconds on a busy node, and somebody may be waiting for it."""
