@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fallow.agent import restart
@@ -37,8 +38,10 @@ class Trained:
     def __init__(self, folder: Path, command: list[str], *_: Any, **more: Any) -> None:
         STARTED.append((command, more["name"]))
 
+    report = REPORT
+
     async def train(self) -> RunReport:
-        return REPORT
+        return self.report
 
 
 def test_a_report_that_cannot_be_written_is_a_failure_that_is_told_after_the_summary(
@@ -72,3 +75,12 @@ def test_a_script_that_is_restarted_is_looked_for_once_and_gives_the_run_its_nam
     assert local.main([str(script)], 2, restart=True) == Exit.OK
     assert asked == [[str(script)]]
     assert STARTED[-1] == (restart.under_torchrun([str(script)]), "train")
+
+
+def test_what_is_to_be_said_of_a_finished_run_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "Driver", Trained)
+    monkeypatch.setattr(Trained, "report", msgspec.structs.replace(REPORT, message="members disagree on the state"))
+    assert local.main(["true"], 2) == Exit.OK
+    assert capsys.readouterr().err == "fallow local: members disagree on the state\n"

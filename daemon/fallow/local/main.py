@@ -76,6 +76,8 @@ def main(
         sys.stdout.write(summary(result, restart) + "\n")
     good = result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated
     if good:
+        if result.message:
+            sys.stderr.write(f"fallow local: {result.message}\n")
         shutil.rmtree(folder, ignore_errors=True)
         return Exit.OK if written else Exit.IOERR
     if result.traceback:
