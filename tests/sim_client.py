@@ -283,7 +283,7 @@ class RealHead:
                 pass
 
     def catch_up(self) -> None:
-        """Play what has happened by now: the cluster, the runs, then what is due to us."""
+        """Play what has happened by now: the cluster, the runs, then what is due to us, and what follows from that."""
         now = self._loop.time()
         while min(self._engine.next_at(), self._runs.next_at()) <= now or self._engine.now < now:
             for happening in self._engine.advance(now):
@@ -296,9 +296,12 @@ class RealHead:
                 run.agent_seen.update(dict.fromkeys(run.agent_seen, now))
             self._peers.tick(turn)
             self._carry_out(turn)
-        for token in [token for token, at in self._leaving.items() if at <= now]:
+        gone = [token for token, at in self._leaving.items() if at <= now]
+        for token in gone:
             del self._leaving[token]
             self._left(token)
+        if gone:
+            self.catch_up()
 
     def _tick_at(self) -> float:
         """When a walltime or somebody who waits makes us leave."""

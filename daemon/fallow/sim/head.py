@@ -132,13 +132,15 @@ class VirtualHead:
     def wake(self, at: float) -> None:
         while self.next_at() <= at:
             self._now = at
-            if self._answer is not None and self._answer[0] <= at:
+            if self._leases.next_at() <= at:
+                if self._leases.play(at):
+                    self._pace()
+                if self._leases.next_at() > at:
+                    return  # what follows in the cluster comes before what is asked and answered in the same moment
+            elif self._answer is not None and self._answer[0] <= at:
                 cluster, self._answer = self._answer[1], None
                 self._polled(cluster)
                 self._pace()
-            elif self._leases.next_at() <= at:
-                if self._leases.play(at):
-                    self._pace()
             elif self._sends_at <= at:
                 self._ask()
             else:
