@@ -19,6 +19,8 @@ from fallow.core.timing import Timing
 from fallow.model import (
     PROTOCOL,
     Active,
+    Beat,
+    Commit,
     Held,
     Message,
     Parts,
@@ -103,6 +105,27 @@ def test_each_vote_and_each_switch_is_looked_at_once(order: Callable[[list[str]]
     say(machine, Active(worker=left[-1], generation=2, first_step=1, pause_s=0.1, parts=Parts()))
     assert roster.change is None
     assert roster.history[-1].members == [name for name in NAMES if name != "w7"]
+
+
+def test_beats_from_before_the_commit_do_not_have_it_repeated() -> None:
+    timing = Timing()
+    machine = Membership(Roster(run="r", min_members=3, max_members=3, limit=3), term=1, timing=timing, at=0.0)
+    for name in NAMES[:3]:
+        machine.handle(ev.WorkerExpected(at=0.0, worker=name, token="t", node=name))
+        say(machine, WorkerReady(worker=name, signature="s", layout=[], shards=8, global_batch=8))
+    for name in NAMES[:3]:
+        told = say(machine, Vote(worker=name, generation=1, ok=True))
+    assert told == [Commit] * 3
+
+    def answered(at: float) -> list[type[Message]]:
+        beat = Beat(worker="w0", generation=0, prepared=1, step=0, held=False)
+        out = machine.handle(ev.Said(at=at, message=beat))
+        return [type(instruction.message) for instruction in out if isinstance(instruction, ev.Tell)]
+
+    assert not answered(1.0)
+    assert not answered(1.0 + timing.resend_s / 2)
+    assert answered(1.0 + timing.resend_s) == [Commit], "it has missed it"
+    assert not answered(1.5 + timing.resend_s)
 
 
 def test_who_is_on_the_way_is_no_reason_to_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

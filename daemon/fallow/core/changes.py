@@ -250,8 +250,11 @@ class Changes:
         for name in change.members:
             if r.workers[name].phase is WorkerPhase.READY:
                 r.workers[name].phase = WorkerPhase.MEMBER
+        commit = Commit(term=self._effects.term, generation=change.generation)
         for name in change.participants:
-            self._effects.tell(name, Commit(term=self._effects.term, generation=change.generation))
+            # Beats that were on their way when it was said do not show that anybody missed it.
+            self._effects.note_sent(name, change.generation, Commit, at)
+            self._effects.tell(name, commit)
         self._effects.add(ev.MembersChanged(change.members[0] if change.members else None))
 
     def _complete(self, change: Change, at: float) -> None:
