@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import os
 import resource
+import select
 import sys
 import time
 from collections import Counter
@@ -54,6 +55,8 @@ from fallow.model import (
 from fallow.wire.codec import Decoder, encode
 from fallow.wire.keys import KeyPair, new_keypair
 
+_NOBLOCK = int(zmq.NOBLOCK)
+
 
 class Peer:
     """One connection: an agent's, or a worker's."""
@@ -62,12 +65,14 @@ class Peer:
         self.stage = stage
         self.decoder: Decoder[Any] = Decoder(kind)
         self.socket = stage.connect(key)
-        stage.peers[self.socket] = self
+        self.descriptor: int = self.socket.FD
+        stage.add(self)
 
     def say(self, message: msgspec.Struct) -> None:
         """Send; a head that is far behind loses it, as on any network: beats come again."""
+        self.stage.touched.add(self)
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(encode(message), _NOBLOCK)
         except zmq.Again:
             return
 
@@ -174,13 +179,17 @@ class Stage:
     """All that are played by this process, on one thread."""
 
     def __init__(self, file: KeyFile) -> None:
-        self.peers: dict[zmq.Socket[bytes], Peer] = {}
+        self.touched: set[Peer] = set()
+        "they have sent something, which may have used up the signal that something is there for them"
         self.heard: Counter[int] = Counter()
         "generation -> workers here that were told to switch to it"
         self._head = read_struct(Path(file.head_file), HeadFile)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 1 << 15)
-        self._poller = zmq.Poller()
+        # ZeroMQ's own poller goes through all sockets each time, and the head has to share its cores with that.
+        self._epoll = select.epoll()
+        self._peers: dict[int, Peer] = {}
+        "by the descriptor of their sockets"
         self._due: list[tuple[float, int, Peer, float]] = []
         self._number = 0
 
@@ -191,13 +200,20 @@ class Stage:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
         socket.connect(self._head.endpoint)
-        self._poller.register(socket, zmq.POLLIN)
         return socket
 
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.descriptor] = peer
+        self._epoll.register(peer.descriptor, select.EPOLLIN)
+
     def close(self, peer: Peer) -> None:
-        if self.peers.pop(peer.socket, None) is not None:
-            self._poller.unregister(peer.socket)
+        if self._here(peer):
+            del self._peers[peer.descriptor]
+            self._epoll.unregister(peer.descriptor)
             peer.socket.close()
+
+    def _here(self, peer: Peer) -> bool:
+        return self._peers.get(peer.descriptor) is peer
 
     def beats(self, peer: Peer, every_s: float) -> None:
         """Its heartbeats begin; those of all are spread over the interval."""
@@ -212,19 +228,22 @@ class Stage:
     def play(self, agents: dict[str, Agent]) -> None:
         """Until standard input ends."""
         told: Counter[int] = Counter()
-        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        words_from = sys.stdin.fileno()
+        self._epoll.register(words_from, select.EPOLLIN)
         while True:
             wait_s = self._due[0][0] - time.monotonic() if self._due else 0.1
-            for socket, _ in self._poller.poll(max(0, round(min(0.1, wait_s) * 1000))):
-                if not isinstance(socket, zmq.Socket):
-                    words = os.read(sys.stdin.fileno(), 1 << 16).decode().split()
-                    if not words:
-                        self._context.destroy(linger=0)
-                        return
-                    for node in words[1::2]:
-                        agents[node].kill()
-                elif socket in self.peers:
-                    self._receive(self.peers[socket])
+            wait_s = 0.0 if self.touched else max(0.0, min(0.1, wait_s))
+            ready = [descriptor for descriptor, _ in self._epoll.poll(wait_s)]
+            if words_from in ready:
+                words = os.read(words_from, 1 << 16).decode().split()
+                if not words:
+                    self._context.destroy(linger=0)
+                    return
+                for node in words[1::2]:
+                    agents[node].kill()
+            touched, self.touched = self.touched, set()
+            for peer in touched.union(self._peers[fd] for fd in ready if fd in self._peers):
+                self._receive(peer)
             for generation, count in self.heard.items():
                 if told[generation] != count:
                     told[generation] = count
@@ -232,9 +251,9 @@ class Stage:
             self._beat()
 
     def _receive(self, peer: Peer) -> None:
-        while peer.socket in self.peers:
+        while self._here(peer):
             try:
-                data = peer.socket.recv(zmq.NOBLOCK)
+                data = peer.socket.recv(_NOBLOCK)
             except zmq.Again:
                 return
             peer.hear(peer.decoder.decode(data))
@@ -243,7 +262,7 @@ class Stage:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             at, number, peer, every_s = heapq.heappop(self._due)
-            if peer.socket in self.peers:
+            if self._here(peer):
                 peer.say(peer.beat())
                 heapq.heappush(self._due, (max(now, at + every_s), number, peer, every_s))
 
