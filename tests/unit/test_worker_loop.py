@@ -533,6 +533,28 @@ def test_outside_the_loop_prepared_objects_act_normally() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("left", [None, "void", "final"])
+def test_a_backward_behind_the_loop_gives_the_scripts_own_gradients(left: str | None, reproducible: bool) -> None:
+    run = world()
+    model = net()
+    model, loader = run.prepare(model, DataLoader(points(), 4), global_batch=8, reproducible=reproducible)
+    for x, y in run.steps(loader):
+        if left != "void":
+            F.mse_loss(model(x), y).backward()
+            model.zero_grad()
+        if left == ("final" if run.final_shard else "void"):
+            break
+    x, y = points(4).tensors
+    alone = copy.deepcopy(model)
+    for one in (model, alone):
+        F.mse_loss(one(x), y).backward()
+    for ours, its in zip(model.parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        assert its.grad is not None
+        assert torch.equal(ours.grad, its.grad)
+
+
 def test_buffers_are_those_of_shard_0() -> None:
     norm, reference = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
     run = world()

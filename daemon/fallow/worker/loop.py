@@ -90,6 +90,7 @@ class Loop:
                     place.position.left = True
                 raise
             finally:
+                member.rest()
                 member.ledger.drop_fed()  # of a step that has not come to its reduction: the next call does it
                 member.move(in_loop=False)
                 step.final_shard = False

@@ -90,6 +90,11 @@ class Member:
             self._reducer.complete = lambda: self.standing.intake is None
         return self._reducer
 
+    def rest(self) -> None:
+        """The script leaves `run.steps`, however."""
+        if self._reducer is not None:
+            self._reducer.rest()
+
     def _flags(self) -> tuple[bool, float]:
         if self.session is None or self.saver is None:
             return False, 0.0

@@ -206,6 +206,10 @@ class Reducer:
             if held_weight != weight:
                 self._fold(number)
 
+    def rest(self) -> None:
+        """The script is outside of `run.steps`: gradients are its own affair."""
+        self._adding = False
+
     def add_loss(self, value: torch.Tensor, scale: float) -> None:
         """Count the loss of one backward in the current body: `value` / `scale`, a mean over the shard."""
         if self._weight:
