@@ -1,4 +1,4 @@
-"""A training for `test_local.py` whose script sets things between its loops: rates, groups, what is frozen.
+"""A training for `test_local.py` whose script sets things between its loops: rates, groups, what is frozen, weights.
 
 It counts its epochs by itself, so a newcomer runs all these lines on its way to the members' place.
 """
@@ -41,6 +41,9 @@ def main() -> None:
         rest.train(epoch % 3 != 0)
         for group in optimizer.param_groups:
             group["lr"] *= 0.7
+        with torch.no_grad():
+            model(inputs)  # it moves the statistics where they do not rest
+            top.weight.mul_(0.9)
         for batch, target in run.steps(loader):
             time.sleep(args.pace)
             F.mse_loss(model(batch), target).backward()

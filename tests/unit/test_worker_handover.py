@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from fallow.model import Exit, FallowError
 from fallow.worker import intake, stream, supply, switch
 from fallow.worker.align import align, source
+from fallow.worker.catch_up import CatchUp
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted, build_group
 from fallow.worker.position import Position
@@ -828,3 +829,28 @@ def test_a_member_that_left_its_call_already_gives_and_one_that_has_not_stays_as
     # Between two calls a script may do what changes weights (an average swapped in), and the other will do it, too.
     views = [seen(call=1), seen(call=2, fingerprint=8), seen(standing=FRESH, progress=0, call=0)]
     assert judge(3, views) == Verdict([1], [0], [])
+
+
+def test_what_a_script_changes_on_its_way_to_the_members_is_put_back_as_it_was_received() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, catch_up = Prepared(Gate()), CatchUp()
+    prepared.add(model)
+    prepared.add(optimizer)
+
+    def seen() -> list[object]:
+        return [optimizer.param_groups[0]["lr"], model[1].training, *(w.tolist() for w in prepared.weights())]
+
+    received = seen()
+    for _ in range(2):  # at each loop that the members are past
+        catch_up.keep(prepared)
+        with torch.no_grad():
+            model(torch.randn(8, 3))
+            model[0].weight.mul_(0.9)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        model[1].eval()
+    catch_up.put_back(prepared)
+    assert seen() == received
+    model[1].eval()
+    catch_up.put_back(prepared)
+    assert not model[1].training, "what comes afterwards is the script's own"

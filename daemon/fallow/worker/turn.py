@@ -146,7 +146,7 @@ class Turn:
         member, place = self._member, self._member.place
         newcomer = not place.joined
         member.standing.give_up()
-        member.catch_up.forget()
+        member.catch_up.put_back(member.prepared)
         if prepare.rollback:
             member.standing.value = FRESH
         done = exchange(
