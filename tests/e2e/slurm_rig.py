@@ -364,9 +364,9 @@ class Rig:
         self.trainings.append(Training(self, folder, run, job, steps))
         return self.trainings[-1]
 
-    def others(self, nodes: int) -> str:
+    def others(self, nodes: int, partition: str = "normal") -> str:
         """Somebody else's job over so many whole nodes; returns its id."""
-        argv = ["sbatch", "--parsable", "--partition=normal", "--exclusive", "--time=10", "--output=/dev/null"]
+        argv = ["sbatch", "--parsable", f"--partition={partition}", "--exclusive", "--time=10", "--output=/dev/null"]
         return self.command(*argv, f"--nodes={nodes}", "--job-name=others", "--wrap=sleep 600").strip()
 
     def scancel(self, *jobs: str) -> None:

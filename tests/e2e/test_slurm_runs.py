@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,13 +221,26 @@ def test_slurm_is_asked_once_an_interval_whatever_the_number_of_runs(minutes: Mi
 
 
 def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
-    training = _play_preemption(rig, idle=6)
+    """And one that Slurm takes for nobody is given back by the head."""
+    waits: list[str] = []
+
+    def take() -> list[str]:
+        idle = rig.others(6)
+        rig.wait_job(idle, "RUNNING")
+        # Slurm preempts one of ours for the first; nobody but the head makes room for a job of our own tier.
+        waits.append(rig.others(1, "scavenge"))
+        return [idle, rig.others(1), *waits]
+
+    training = _play_preemption(rig, take)
     assert not training.events("eject", "failed", "lost")
     assert training.lines_after() == [training.job]
+    reasons = [event.text for event in training.events("release")]
+    assert any("warned by Slurm" in text for text in reasons), reasons
+    assert any(f"job {waits[0]} of " in text for text in reasons), reasons
 
 
 def test_s2_a_run_survives_preemption_without_grace(lasting: Rig) -> None:
-    training = _play_preemption(lasting, idle=0)
+    training = _play_preemption(lasting, lambda: [lasting.others(2)])
     assert training.lines_after() == [training.job]
 
 
@@ -257,15 +270,16 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
     assert training.lines_after() == [training.job]
 
 
-def _play_preemption(rig: Rig, idle: int) -> Training:
-    """Somebody takes both harvest nodes of a run and what is idle."""
+def _play_preemption(rig: Rig, take: Callable[[], list[str]]) -> Training:
+    """Others take both harvest nodes of a run, and what is idle. Args: take: returns their jobs."""
     training = rig.submit("--nodes=1:3")
     base = training.wait_members(3)[0]
-    other = rig.others(idle + 2)
-    rig.wait_job(other, "RUNNING")
+    others = take()
+    for other in others:
+        rig.wait_job(other, "RUNNING")
     assert [m.worker for m in training.wait_members(1)] == [base.worker]
     training.wait_steps()
-    rig.scancel(other)
+    rig.scancel(*others)
     # What they leave is harvested again.
     training.wait_members(3)
     training.finish()
