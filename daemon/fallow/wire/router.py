@@ -36,6 +36,10 @@ MAX_AGENT_NAME = 255
 _PROBE_S = 5.0
 _RECHECK_S = 1.0
 _LOG_EVERY_S = 10.0
+_GATHER_S = 2.5e-6
+"for each peer; 2,000 of them send 4,000 beats a second, and waking up for one costs three times what it takes itself"
+_LEAST_GATHER_S, _MOST_GATHER_S = 0.001, 0.01
+"the loop's clock knows no shorter time, and what is decided is not held up for longer"
 
 
 def key_of(peer: str) -> str:
@@ -180,11 +184,18 @@ class Router:
             socket = self._open()
             frames = socket.receive()
             if frames is None:
+                await self._gather()
                 await socket.readable(_RECHECK_S)
                 continue
             accepted = self._accept(frames)
             if accepted is not None:
                 return accepted
+
+    async def _gather(self) -> None:
+        """With many peers, let a few messages come together before the next is looked for."""
+        gather_s = min(_GATHER_S * len(self._routes), _MOST_GATHER_S)
+        if gather_s >= _LEAST_GATHER_S:
+            await asyncio.sleep(gather_s)
 
     def _open(self) -> AsyncSocket:
         if self._down is not None or self._socket is None:

@@ -27,7 +27,6 @@ class AsyncSocket:
         self._ready = asyncio.Event()
         self._touched = False
         self._descriptor: int = socket.FD
-        self._loop.add_reader(self._descriptor, self._ready.set)
 
     def receive(self) -> list[zmq.Frame] | None:
         """The next message if one is there."""
@@ -68,9 +67,21 @@ class AsyncSocket:
         """Wait until a message may be there, at most `timeout_s`."""
         self._ready.clear()
         self._look()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
+        if self._ready.is_set():
+            return
+        # Nobody but a reader that waits needs to know; and until it has read, the loop would be told again and again.
+        self._loop.add_reader(self._descriptor, self._signalled)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._ready.wait()
+        finally:
+            if not self.socket.closed:
+                self._loop.remove_reader(self._descriptor)
+
+    def _signalled(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._ready.set()
 
     def close(self) -> None:
         """Close at once; what was not sent yet is lost."""
