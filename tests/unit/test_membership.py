@@ -409,6 +409,18 @@ def test_n3_run_ends_when_every_member_has_finished_and_dismisses_the_rest() -> 
     assert tells(out, Dismiss) == ["w2"]
 
 
+def test_a_run_whose_members_end_with_unlike_states_says_so_when_it_is_over() -> None:
+    m = started("w0", "w1")
+    m.roster.message = "something that happened before"
+    for worker in ("w0", "w1"):
+        done = Finished(worker=worker, generation=1, steps=9, digest=f"of {worker}", loss=1.0, samples=99)
+        out = m.handle(ev.Said(at=1, message=done))
+    assert [i.kind for i in out if isinstance(i, ev.Record)] == ["diverged"]
+    m.handle(ev.WorkerGone(at=1, worker="w0", reason="exited with 0", code=0))
+    assert m.roster.status is RunStatus.FINISHED
+    assert m.roster.message.startswith("members disagree on the final state: w1 has of w1, another one of w0: ")
+
+
 def test_a_newcomer_whose_change_was_overtaken_by_the_end_is_not_waited_for() -> None:
     m = started("w0", "w1")
     join(m, "w2")

@@ -391,7 +391,7 @@ class Changes:
             why = f"its process was still there {self._timing.lease_s:g} s after its script had ended"
             main.ended_because = exit_unknown(main, why)
             self._effects.record("exit", main.ended_because, worker=main.worker)
-        self.end(RunStatus.FINISHED, "" if main is None else main.ended_because)
+        self.end(RunStatus.FINISHED, (main.ended_because if main is not None else "") or r.diverged)
 
     def _free_those_who_wait(self, at: float) -> None:
         """Some have finished, so nothing is rebuilt: who waits for them hears what they know, and ends by itself."""

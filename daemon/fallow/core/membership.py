@@ -335,9 +335,11 @@ class Membership:
         if r.final is None:
             r.final = finished
         elif r.final.digest != finished.digest:
-            text = f"members disagree on the final state: {finished.worker} has {finished.digest[:12]}"
-            self._effects.record("diverged", text)
-            r.message = text
+            r.diverged = (
+                f"members disagree on the final state: {finished.worker} has {finished.digest[:12]}, another one "
+                f"{r.final.digest[:12]}: the script trains outside of run.steps, or their nodes compute differently"
+            )
+            self._effects.record("diverged", r.diverged)
         if r.change is not None and not r.change.committed:
             self._changes.burn(at, "the training is finished")
 

@@ -184,6 +184,8 @@ class Roster(msgspec.Struct, kw_only=True):
     steps_discarded: int = 0
     final: Finished | None = None
     "what the first member said whose script ended"
+    diverged: str = ""
+    "members whose final states differ, in words; empty: they are the same"
     start_failures: int = 0
     "workers in a row that ended before they were ready"
     failures: list[Failure] = []
