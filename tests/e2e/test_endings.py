@@ -89,7 +89,7 @@ def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_th
     assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 9), done.report["message"]
 
 
-@pytest.mark.parametrize("harm", ["mean before", "mean after"])
+@pytest.mark.parametrize("harm", [pytest.param("mean before", marks=pytest.mark.soak), "mean after"])
 def test_a_mean_that_one_member_alone_asks_for_in_a_body_is_refused_at_the_deadline(box: Box, harm: str) -> None:
     words = [SCRIPT, "--folder", str(box.folder), "--harm", harm]
     done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__PROGRESS_S="8"))

@@ -49,6 +49,7 @@ def test_one_digest_for_the_worlds_between() -> None:
     assert others == [first] * 8
 
 
+@pytest.mark.soak
 def test_floating_sums_would_differ() -> None:
     """The trainings above are able to tell."""
     one, three = results({"world": 1, "reproducible": False}, {"world": 3, "reproducible": False})
@@ -74,7 +75,7 @@ def test_scaler_several_backwards_and_an_infinite_loss() -> None:
     assert [other["scale"] for other in others] == [one["scale"]] * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_every_optimizer_with_newcomers_state(dtype: str) -> None:
     """All ranks begin anew in the middle, from the state that rank 0 hands over."""
     case = {"optimizers": DENSE, "dtype": dtype, "autocast": False, "steps": 4}

@@ -105,6 +105,7 @@ def test_ranks_whose_loops_cut_a_step_unlike_each_other_are_refused(box: Box) ->
         assert "Traceback" not in stderr
 
 
+@pytest.mark.soak
 def test_ranks_that_compute_other_bits_are_brought_together_now_and_then(box: Box) -> None:  # noqa: F811
     """Their optimizers' results differ in the last bit, which is nobody's mistake; it was taken for one."""
     first, second = unlike_ranks(box, "--steps", "40", "--float32", "--pace", "0")

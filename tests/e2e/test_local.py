@@ -234,7 +234,7 @@ SCHEDULE = "+2@20,-1@40,-m0@60"
 EXPECTED = [["w0", "w1"], ["w0", "w1", "w2", "w3"], ["w0", "w1", "w2"], ["w1", "w2"]]
 
 CASES = [
-    pytest.param(["gpt_stdlib.py", *GPT], 90 * 32, 1e-5, id="gpt"),
+    pytest.param(["gpt_stdlib.py", *GPT], 90 * 32, 1e-5, id="gpt", marks=pytest.mark.soak),
     pytest.param(["--double", "digits_cnn.py", *DIGITS], 6 * 1500, 1e-6, id="digits"),
 ]
 
@@ -403,6 +403,7 @@ def test_members_beyond_the_shards_are_standbys_that_take_over(box: Box) -> None
     assert time.monotonic() - began < 40, "the schedule waited for standbys to become members"
 
 
+@pytest.mark.soak
 def test_loader_processes(box: Box, tiny: Callable[..., Any]) -> None:
     done = box.tiny("--num-workers", "2", schedule="+1@20,-m0@40").trained(90, expected_samples(90))
     assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]

@@ -225,11 +225,12 @@ def test_s2_a_preempted_node_is_left_within_the_grace(rig: Rig) -> None:
     waits: list[str] = []
 
     def take() -> list[str]:
-        idle = rig.others(6)
-        rig.wait_job(idle, "RUNNING")
-        # Slurm preempts one of ours for the first; nobody but the head makes room for a job of our own tier.
+        above = rig.others(7)
+        # Slurm preempts one of ours for it. Nobody but the head makes room for a job of our own tier; were that one
+        # first, the other would take the room.
+        rig.wait_job(above, "RUNNING")
         waits.append(rig.others(1, "scavenge"))
-        return [idle, rig.others(1), *waits]
+        return [above, *waits]
 
     training = _play_preemption(rig, take)
     assert not training.events("eject", "failed", "lost")

@@ -74,6 +74,7 @@ def check(head: FakeHead, reference: dict, *workers: str) -> None:
     assert (report.consumed, report.lost, report.duplicated) == (SAMPLES, 0, 0)
 
 
+@pytest.mark.soak
 def test_fixed_two(make, reference) -> None:
     head = make()
     head.start("w0", "w1")
@@ -99,6 +100,7 @@ def test_absorb_then_release(make, reference) -> None:
     assert head.result("w2")["epochs"] == [0, 1, 2, 3]
 
 
+@pytest.mark.soak
 def test_rank_0_leaves(make, reference) -> None:
     head = make(stops={6: "all", 12: "all"})
     head.start("w0", "w1")
