@@ -18,8 +18,8 @@ from fallow.worker.torchrun import RESTART, create_handler
 _TIED = str(Path(__file__).with_name("tied.py"))
 
 
-def main(command: list[str]) -> int:
-    """Serve until the script has ended for good; returns the exit code."""
+def main(command: list[str]) -> None:
+    """Serve until the script has ended for good."""
     process.die_with_parent()
     process.leave_sigterm_to_the_head()
     # One process here, as everywhere: torchrun's agents need not ask each other for their ranks.
@@ -37,8 +37,7 @@ def main(command: list[str]) -> int:
         "--no-python",
     ]
     torchrun.main([*options, sys.executable, "-S", _TIED, str(os.getpid()), *command])
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
