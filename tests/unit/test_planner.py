@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fallow.core import allowance
 from fallow.core.allocations import Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
@@ -371,9 +374,19 @@ def test_every_idle_node_that_is_not_used_has_a_reason() -> None:
     assert found["n2"] == "too many requests: 1 wait already, as many as may at once"
     assert set(unused(state, [], [], RULES).values()) == {"not needed: there is no run"}
     assert set(unused(state, [Demand("r", 0)], [], RULES).values()) == {"not needed: no run wants more nodes"}
-    assert unused(state, [greedy], waits, HarvestRules(max_nodes=1))["n2"] == "limited: 1 nodes may be held at most"
-    capped = HarvestRules(partition_nodes={"scavenge": 1})
-    assert unused(state, [greedy], waits, capped)["n2"] == "limited: 1 nodes of scavenge may be held at most"
+    capped = HarvestRules(max_nodes=1), HarvestRules(partition_nodes={"scavenge": 1})
+    # Of a cap of three, nodes of normal priority have two; those elsewhere are none of a partition's.
+    hurried = Counter(scavenge=2), Counter(scavenge=2, normal=4)
+    shared = (
+        allowance.beside(HarvestRules(max_nodes=3), hurried[0]),
+        allowance.beside(HarvestRules(partition_nodes={"scavenge": 3}), hurried[1]),
+    )
+    assert [unused(state, [greedy], waits, rules)["n2"] for rules in (*capped, *shared)] == [
+        "limited: 1 node may be held at most",
+        "limited: 1 node of scavenge may be held at most",
+        "limited: 1 node may be held at most besides 2 of normal priority",
+        "limited: 1 node of scavenge may be held at most besides 2 of normal priority",
+    ]
 
 
 def test_idle_nodes_that_are_no_holes_to_us_have_a_reason_too() -> None:

@@ -101,10 +101,10 @@ def held_or_asked(allocations: Iterable[Allocation]) -> Counter[str]:
 
 
 def beside(rules: HarvestRules, nodes: Counter[str]) -> HarvestRules:
-    """What is left under the caps beside so many nodes by partition."""
+    """What is left under the caps beside so many nodes of normal priority, by partition."""
     most = None if rules.max_nodes is None else max(0, rules.max_nodes - nodes.total())
     each = {name: max(0, number - nodes[name]) for name, number in rules.partition_nodes.items()}
-    return replace(rules, max_nodes=most, partition_nodes=each)
+    return replace(rules, max_nodes=most, partition_nodes=each, hurried=nodes)
 
 
 def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:

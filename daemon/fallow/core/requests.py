@@ -21,6 +21,7 @@ from fallow.core.reach import Reach
 from fallow.core.rules import Demand, HarvestRules, Known, may_take
 from fallow.core.unstarted import Sort
 from fallow.model import ClusterState, PartitionInfo
+from fallow.text import counted
 
 TRIES = 32
 """Nodes that are looked at for one request; they are sorted, so the ones behind are hardly any better."""
@@ -160,11 +161,12 @@ class Requests:
     def _decided(self, hole: Hole) -> str:
         if why := self._why.get((hole.node, hole.partition)):
             return why
+        hurried = self._rules.hurried
         if self._full():
-            return f"limited: {self._rules.max_nodes} nodes may be held at most"
+            return _at_most("", self._rules.max_nodes, sum(hurried.values()))
         if self._full(hole.partition):
             most = self._rules.partition_nodes[hole.partition]
-            return f"limited: {most} nodes of {hole.partition} may be held at most"
+            return _at_most(f" of {hole.partition}", most, hurried.get(hole.partition, 0))
         return self._stop
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -381,3 +383,9 @@ class Requests:
             nodes = {node.node for node in there if not told.suits(node)}.union(closed)
             self._unsuited[kind, partition, ahead] = tuple(sorted(nodes))
         return self._unsuited[kind, partition, ahead]
+
+
+def _at_most(where: str, most: int | None, hurried: int) -> str:
+    """That no more nodes may be held. Args: most: that may, beside the `hurried` ones of normal priority."""
+    besides = f" besides {hurried} of normal priority" if hurried else ""
+    return f"limited: {counted(most or 0, 'node')}{where} may be held at most{besides}"
