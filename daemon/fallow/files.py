@@ -77,6 +77,10 @@ class RunPaths:
     def key(self, token: str) -> Path:
         return self.keys / f"{check_id(token)}.json"
 
+    def base_job(self, token: str) -> Path:
+        """What `fallow submit` leaves where it cannot tell the head."""
+        return self.keys / f"{check_id(token)}.job"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"

@@ -13,7 +13,8 @@ import pytest
 
 from fallow.cli.main import invoke
 from fallow.cli.submit import find_script
-from fallow.control.protocol import NewRun
+from fallow.control.protocol import BaseJob, NewRun
+from fallow.files import Paths, read_struct
 from fallow.model import Exit, FallowError, Prospect, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
@@ -208,8 +209,13 @@ def test_without_a_head_nothing_is_submitted(site: Site) -> None:
 def test_a_head_that_goes_away_meanwhile_does_not_fail_the_submission(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It finds the job by its number, which is left for it, or else by its comment."""
     site.head_error["base_submitted"] = FallowError("gone", Exit.UNAVAILABLE)
     assert invoke(["submit", "job.sh"]) == 0
+    assert "it will find it by itself" in capsys.readouterr().err
+    folder = Paths.default().run("r1").create()
+    assert invoke(["submit", "job.sh"]) == 0
+    assert read_struct(folder.base_job("r1.0"), BaseJob) == BaseJob("77")
     assert "it will find it by itself" in capsys.readouterr().err
 
 

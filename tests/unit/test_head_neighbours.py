@@ -13,7 +13,7 @@ from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.room import whole_nodes
 from fallow.core.timing import Timing
-from fallow.files import Paths
+from fallow.files import Paths, write_private
 from fallow.head import submissions
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
@@ -271,6 +271,24 @@ def test_a_base_job_whose_comment_is_another_by_now_is_found_by_its_number(book:
         poll(NOW + at, "RUNNING", NOW + 1.0, nodes=["n1"], start_at=NOW + 50.0)
     assert (base.state, base.nodes, base.spans["8"].start_at) == (AllocationState.RUNNING, ["n1"], NOW + 50.0)
     assert not run.roster.status.ended
+
+
+@pytest.mark.parametrize("word", ['{"job_id": "8"}', "", None])
+def test_a_base_job_that_a_head_was_not_told_of_is_found_by_the_number_that_was_left_for_it(
+    book: Book, run: Run, word: str | None
+) -> None:
+    """The head was away while it was submitted, and the site's job_submit plugin has written a comment of its own."""
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW + 90.0)
+    if word is not None:
+        write_private(book.paths.run(run.id).base_job(base.token), word.encode())
+    for at in (120.0, 125.0, 130.0):
+        job = JobInfo(job_id="8", name="mine", user="me", state="PENDING", partition="p", submit_at=NOW + 1.0)
+        take_in(turn(book, NOW + at), ClusterState(at=NOW + at, nodes=[], jobs=[job], partitions=[]), 30.0)
+    known = (base.job_id, base.state, base.submit_at, run.roster.status.ended)
+    if word:
+        assert known == ("8", AllocationState.PENDING, NOW + 1.0, False)
+    else:
+        assert known == (None, AllocationState.LOST, None, True), "nothing tells it from any other job"
 
 
 def test_delays_are_told_and_kept(book: Book, run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -211,14 +212,18 @@ def _announce(plan: Submission, line: str, run: str) -> None:
 
 
 def _tell(new: object, job_id: str) -> None:
-    """The head learns the job id; if it is away just now, it finds the job by its comment."""
-    from fallow.control.protocol import NewRun
+    """The head learns the job id; if it is away just now, it is left for it."""
+    from fallow.control.protocol import BaseJob, NewRun
+    from fallow.files import Paths, write_struct
 
     assert isinstance(new, NewRun)
     try:
         ask("base_submitted", run=new.run, token=new.token, job_id=job_id)
     except FallowError as error:
         say(f"job {job_id} is submitted, but the head was not told ({error.message}); it will find it by itself")
+        with contextlib.suppress(OSError):
+            # Where no site overwrites comments, it finds the job by the token in its comment, too.
+            write_struct(Paths.default().run(new.run).base_job(new.token), BaseJob(job_id))
 
 
 def _warn_of_refusal(run: str) -> None:

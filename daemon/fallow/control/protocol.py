@@ -93,6 +93,12 @@ class NewRun(Struct, frozen=True):
     key_file: str
 
 
+class BaseJob(Struct, frozen=True):
+    """What `base_submitted` says, as `fallow submit` leaves it in the run's folder for a head that is away."""
+
+    job_id: str
+
+
 class LocalAllocation(Struct, frozen=True):
     """Result of `local_allocation`."""
 

@@ -8,6 +8,7 @@ from fallow.core import duds, failures
 from fallow.core import events as ev
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown, observe, preempted_until
 from fallow.head.book import Run
+from fallow.head.submissions import left_word
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
 
@@ -21,6 +22,7 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     for run in list(turn.book.current.values()):
         for allocation in run.live_allocations():
             if not run.spec.local:
+                left_word(turn, run, allocation)
                 _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
 
 

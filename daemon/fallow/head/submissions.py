@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import structlog
+
 from fallow.config import Config
+from fallow.control.protocol import BaseJob
 from fallow.core.allocations import Allocation, sent
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.sbatch import base_options, harvest_options
 from fallow.core.script import harvest_copy
+from fallow.files import read_struct
 from fallow.head.book import Run
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, JobRequest
+from fallow.model import AllocationKind, AllocationState, FallowError, JobRequest
+
+log = structlog.get_logger("fallow.head")
 
 REFUSALS = 3
 """Submissions that Slurm refuses in a row, with the pauses of `core.backoff` between them, before a run's harvesting
@@ -82,6 +88,21 @@ def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:
     where = f" in {allocation.partition}" if allocation.partition else ""
     limit = "" if allocation.minutes is None else f" for {allocation.minutes} min"
     turn.record(run, "submit", f"{token}: job {job_id}{where}{limit}")
+
+
+def left_word(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """Take in the number of a base job that `fallow submit` could not tell a head, which was away."""
+    if allocation.kind is not AllocationKind.BASE or allocation.renewed or allocation.job_id is not None:
+        return
+    try:
+        found = read_struct(turn.book.paths.run(run.id).base_job(allocation.token), BaseJob)
+    except FileNotFoundError:
+        return
+    except (FallowError, OSError) as error:
+        # The job can be found by its comment as well.
+        log.warning("base_job.unreadable", run=run.id, error=str(error))
+        return
+    submitted(turn, run, allocation.token, found.job_id)
 
 
 def refused(turn: Turn, run: Run, token: str, reason: str, usable: Collection[str], news: bool) -> None:
