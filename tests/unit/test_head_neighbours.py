@@ -330,6 +330,38 @@ def test_a_submission_that_never_came_to_slurm_fails_the_run_and_is_asked_for_ag
     assert not trained.roster.status.ended
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("whose", ["theirs", "theirs, given up", "the head's"])
+def test_a_users_own_base_job_that_slurm_shows_after_all_is_theirs(
+    book: Book, run: Run, whose: str, marked: bool
+) -> None:
+    """Slurm had not shown it for so long that it was lost. Args: marked: its comment is as it was."""
+    base = book.new_allocation(run, AllocationKind.BASE, NOW, sent_by=NOW, renewed=whose == "the head's")
+    submissions.submitted(turn(book), run, base.token, "8")
+    for at in (60.0, 65.0):
+        take_in(turn(book, NOW + at), cluster(run, True, NOW + at), 30.0)
+    assert base.state is AllocationState.LOST
+    if whose == "theirs, given up":
+        run.roster.status = RunStatus.CANCELLED
+    own = {"name": base.token} if base.renewed else {"name": "mine", "comment": base.token if marked else "x"}
+    job = JobInfo(job_id="8", user="me", state="RUNNING", partition="p", nodes=["n1"], submit_at=NOW, **own)  # type: ignore[arg-type]
+    seen = []
+    for at in (95.0, 100.0, 126.0):
+        shown = cluster(run, True, NOW + at)
+        shown.jobs.append(job)
+        found = Neighbours(CONFIG).polled(turn(book), shown, SITE)
+        assert (found.delayed != {}) == base.renewed, "its owner may hold nodes for as long as they like"
+        seen.append(turn(book, NOW + at))
+        sweep(seen[-1], shown)
+    told = [(record.kind, record.text.partition(",")[0]) for each in seen for record in each.records]
+    cancels = [each.cancels for each in seen]
+    if whose == "theirs":
+        assert (cancels, told) == ([[], [], []], [("found", "job 8")])
+    else:
+        assert cancels == [[(run.id, base.token, "8")], [], [(run.id, base.token, "8")]]
+        assert {kind for kind, _ in told} == {"orphan"}
+
+
 @pytest.mark.parametrize(
     ("select_type", "whole"),
     [("select/linear", True), ("select/cons_tres", False), ("select/cons_res", False), ("", True)],

@@ -44,8 +44,10 @@ class Neighbours(Neighbourhood):
         runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
         over = [a for run in runs for a in run.record.allocations.values() if not a.live]
-        # The end of a user's batch script may run on in a base job; one that was lost is cancelled when it appears.
-        over = [a for a in over if a.kind is AllocationKind.HARVEST or a.state is AllocationState.LOST]
+        # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
+        # cancelled when they appear (`orphans`).
+        lost = AllocationState.LOST
+        over = [a for a in over if a.kind is AllocationKind.HARVEST or (a.state is lost and a.renewed)]
         refused, nice = self.refused, self.nice
         standing, waited = self.look(cluster, config, live, over)
         self._tell(turn, refused, nice)
