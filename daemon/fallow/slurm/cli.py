@@ -1,7 +1,7 @@
 """Slurm through its commands: works with every version and needs nothing but a working `squeue`.
 
 One poll is two processes: `scontrol`, which reads three `show` commands from its standard input, and `squeue`.
-On 22.05 that is six requests at slurmctld, two of them answered with "no change" (measured with sdiag).
+On 22.05 and 25.11 that is six requests at slurmctld, two of them answered with "no change" (measured with sdiag).
 Commands and traps: squeue(1), scontrol(1), sbatch(1), and `sbatch` messages in Slurm's slurm_errno.c.
 """
 
