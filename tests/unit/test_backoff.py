@@ -64,6 +64,10 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
         ("QOSMaxCpuPerUserLimit", Scope.OWNER),
         ("AssocGrpCpuLimit", Scope.OWNER),
         ("AssocMaxJobsLimit", Scope.OWNER),
+        ("MaxJobsPerAccount", Scope.OWNER),
+        ("MaxNodePerAccount", Scope.OWNER),
+        ("MaxGRESRunMinsPerUser", Scope.OWNER),
+        ("MaxMemPerLimit", Scope.PARTITION),
         ("QOSMaxWallDurationPerJobLimit", Scope.LENGTH),
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\n{DENIED}", Scope.OWNER),
         (f"sbatch: error: AssocMaxSubmitJobLimit\n{DENIED}", Scope.OWNER),
@@ -71,7 +75,7 @@ def test_a_limit_of_one_account_shortens_nobody_elses_requests() -> None:
         ("sbatch: error: Batch job submission failed: Invalid qos specification", Scope.PARTITION),
     ],
 )
-def test_what_22_05_said_at_limits_of_qos_and_accounts(said: str, scope: Scope) -> None:
+def test_what_slurm_says_at_limits_of_qos_and_accounts(said: str, scope: Scope) -> None:
     """Reasons of pending jobs, and what sbatch printed where a job was refused."""
     assert not said.startswith("sbatch") or parse.is_refusal(said)
     assert scope_of(parse.complaint(said)) is scope

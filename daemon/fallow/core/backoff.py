@@ -1,7 +1,7 @@
 """Why Slurm leaves a request pending, and what follows: wait, ask for less time, or leave something alone. Pure.
 
-Reasons: squeue(1), JOB REASON CODES, and `job_reason_string` in Slurm's sources. Those of associations and QOS begin
-with `Assoc` and `QOS`; new ones appear with every release, so they are told apart by their words.
+Reasons: squeue(1), JOB REASON CODES, and `job_reason_string` in Slurm's sources. Those of associations and QOS mostly
+begin with `Assoc` and `QOS`; new ones appear with every release, so they are told apart by their words.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _LENGTH = re.compile(
     r"TimeLimit|time limit is invalid|MaxWall|reserved for maintenance|^Reservation$|ReqNodeNotAvail.*Reserved",
     re.IGNORECASE,
 )
+# Limits of a QOS for each account, and some for each user, have names without QOS: MaxNodePerAccount.
 _OWNER = re.compile(
-    r"^(Assoc|QOS|Association)|InvalidAccount|InvalidQOS|MaxSubmit|accounting/QOS policy", re.IGNORECASE
+    r"^(Assoc|QOS|Association)|^Max\w+Per(Account|User)$|InvalidAccount|InvalidQOS|MaxSubmit|accounting/QOS policy",
+    re.IGNORECASE,
 )
 _PARTITION = re.compile(r"NotAllowed$", re.IGNORECASE)
 _WAITS = re.compile(
