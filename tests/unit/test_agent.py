@@ -183,13 +183,14 @@ async def test_signal_is_reported_fast(head: Head) -> None:
 async def test_command_that_cannot_start(head: Head) -> None:
     head.leave_keys()
     head.agent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--", "/no/such/program"),
+        *(sys.executable, "-m", "fallow.agent", "--key-file", str(head.key_file), "--", "/no/such/train.py"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     await head.begin("w0")
     gone = await head.hear(WorkerExit)
     assert gone.code == 127
-    assert "/no/such/program" in gone.tail
+    assert "/no/such/train.py: cannot be started (No such file or directory)" in gone.tail
+    assert "for a Python script: python /no/such/train.py" in gone.tail
 
 
 async def test_worker_gets_its_place(head: Head) -> None:

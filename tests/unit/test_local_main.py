@@ -10,7 +10,7 @@ import pytest
 
 from fallow.agent import restart
 from fallow.local import main as local
-from fallow.model import Exit, PauseReport, Quantiles, RunReport, RunStatus, SampleReport
+from fallow.model import Exit, FallowError, PauseReport, Quantiles, RunReport, RunStatus, SampleReport
 
 NONE = Quantiles(p50=None, p95=None, max=None)
 REPORT = RunReport(
@@ -75,6 +75,16 @@ def test_a_script_that_is_restarted_is_looked_for_once_and_gives_the_run_its_nam
     assert local.main([str(script)], 2, restart=True) == Exit.OK
     assert asked == [[str(script)]]
     assert STARTED[-1] == (restart.under_torchrun([str(script)]), "train")
+
+
+def test_a_script_without_its_interpreter_is_refused_with_the_command_that_would_do() -> None:
+    with pytest.raises(FallowError) as error:
+        local.main(["train.py", "--steps", "3"], 2)
+    assert error.value.message == (
+        "command 'train.py': not found or not executable; for a Python script: python train.py"
+    )
+    with pytest.raises(FallowError, match=r"command 'pyhton': not found or not executable$"):
+        local.main(["pyhton", "train.py"], 2)
 
 
 def test_what_is_to_be_said_of_a_finished_run_is_said(

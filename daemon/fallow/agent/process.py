@@ -17,6 +17,11 @@ from fallow.model import STACK_SIGNAL, WorkerSecret
 EXEC_FAILED = 127
 
 
+def with_python(program: str) -> str:
+    """What to do where it cannot be started, to be added to the reason: a Python script is no program by itself."""
+    return f"; for a Python script: python {program}" if program.endswith(".py") else ""
+
+
 class WorkerProcess:
     """A started worker. Made in the main thread: a worker asks the kernel to die with the *thread* that made it."""
 
@@ -52,7 +57,7 @@ class WorkerProcess:
             )
         except OSError as error:
             self.ended, self.code = True, EXEC_FAILED
-            self._error = f"{command[0]}: cannot be started ({error.strerror})"
+            self._error = f"{command[0]}: cannot be started ({error.strerror}){with_python(command[0])}"
         finally:
             for descriptor in (channel, out_write, error_write):
                 os.close(descriptor)

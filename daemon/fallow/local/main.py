@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from fallow.agent.process import with_python
 from fallow.agent.restart import as_program, under_torchrun
 from fallow.core.schedule import parse_schedule
 from fallow.local.driver import Driver, name_of
@@ -47,7 +48,7 @@ def main(
         raise FallowError(f"--members {members}: at least 1", Exit.USAGE)
     if not command or (not restart and shutil.which(command[0]) is None):
         what = command[0] if command else ""
-        raise FallowError(f"command {what!r}: not found or not executable", Exit.NOINPUT)
+        raise FallowError(f"command {what!r}: not found or not executable{with_python(what)}", Exit.NOINPUT)
     name = name_of(as_program(command) if restart else command)
     argv = under_torchrun(command) if restart else list(command)
     items = parse_schedule(schedule, members)
