@@ -164,6 +164,21 @@ async def test_a_run_is_paused_or_resumed_whichever_it_is_not(make_rig: Make) ->
         assert rig.source.calls == [("resume", {"run": "digits-1"})]
 
 
+async def test_a_run_without_drained_nodes_can_be_told_to_use_them_again(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(120, 40)) as pilot:
+        await rig.source.send(pilot, snapshot(runs=[run_view(drained=["n3", "n4"])]))
+        assert "p Pause" in rig.text()
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "drained n3,n4" in rig.text()
+        await pilot.press("r")
+        await pilot.pause()
+        await pilot.press("y")
+        await rig.source.was_asked()
+        assert rig.source.calls == [("resume", {"run": "digits-1"})]
+
+
 @pytest.mark.parametrize("no", ["n", "escape", "enter"])
 async def test_a_stray_key_does_not_cancel_a_run(make_rig: Make, no: str) -> None:
     rig = make_rig()

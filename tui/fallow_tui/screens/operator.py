@@ -49,7 +49,14 @@ ACTIONS = {
             "The youngest leave at the next step boundary and their nodes are handed back; no work is lost.",
             countable="worker",
         ),
-        Action("drain", "d", "Drain", "node", "Its workers leave at the next step boundary; no work is lost."),
+        Action(
+            "drain",
+            "d",
+            "Drain",
+            "node",
+            "Its workers leave at the next step boundary; no work is lost. It is not used again until the run is "
+            "resumed.",
+        ),
         Action(
             "pause",
             "p",
@@ -57,7 +64,7 @@ ACTIONS = {
             "run",
             "Its harvested nodes are handed back and none is asked for until it is resumed; its base job goes on.",
         ),
-        Action("resume", "r", "Resume", "run", "Idle nodes are asked for again."),
+        Action("resume", "r", "Resume", "run", "Idle nodes are asked for again, drained ones too."),
         Action(
             "cancel",
             "c",
@@ -114,8 +121,9 @@ class OperatorScreen(Screen[None]):
         run = self.selected_run()
         if run is None or run.status.ended:
             return False
-        # One of the two: whoever sees the other key knows that it is paused.
-        return parameters not in ([("resume",)] if not run.paused else [("pause",)])
+        # Whoever sees no key to pause it knows that it is paused.
+        possible = {"pause": not run.paused, "resume": bool(run.paused or run.drained)}
+        return possible.get(str(parameters[0]), True)
 
     def refresh_keys(self) -> None:
         """Has the footer drawn again if other keys are valid now.

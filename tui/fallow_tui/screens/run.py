@@ -156,6 +156,7 @@ class RunScreen(OperatorScreen):
             "loss": f"{run.loss:.5g}" if run.loss is not None else "-",
             "samples/s": count(run.samples_per_s),
             "next release in": duration(view.next_release(run, now)),
+            **({"drained": ",".join(run.drained)} if run.drained else {}),
             **{name: f"{value:.5g}" for name, value in run.scalars.items()},
         }
         text.append("\n")
