@@ -93,6 +93,7 @@ RUN = RunView(
     members=[MEMBER],
     allocations=[JOB],
     change="absorbing n2",
+    scalars={"accuracy": 0.98765, "lr\n": 1e-5},
     speeds=[
         SpeedView(nodes=1, steps_per_s=0.5, measured=True),
         SpeedView(nodes=4, steps_per_s=1.75, measured=False),
@@ -187,6 +188,7 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     assert invoke(["status", "r1"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
+    assert ["accuracy", "0.9877", "lr", "1e-05"] in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
     assert ["1", "0.5", "measured"] in shown
     assert ["4", "1.75", "foretold"] in shown

@@ -217,6 +217,9 @@ def show_run(run: RunView) -> None:
     show_table(
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"], [_run_row(run)]
     )
+    if run.scalars:
+        # As the script logs them.
+        click.echo(clean("  ".join(f"{name} {number(value)}" for name, value in run.scalars.items())))
     for node, reason in sorted(run.barred.items()):
         click.echo(clean(f"node {node} is barred: {reason}"))
     if run.drained:
