@@ -85,6 +85,8 @@ def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
         (["local", "--members", "2", "--schedule", "+99999999999@5", "--", "true"], Exit.USAGE, "at most 512"),
         (["bench", "pause", "--members", "99999"], Exit.USAGE, "at most 512"),
         (["local", "--members", "2", "--schedule", "+1@x", "--", "true"], Exit.USAGE, "item 1 ('+1@x')"),
+        (["local", "--memebers", "2", "--", "true"], Exit.USAGE, "--memebers"),
+        (["local", "--members", "2", "--scheduel", "+1@3", "true", "--x"], Exit.USAGE, "--schedule"),
         (["run", "--", "true"], Exit.USAGE, "fallow submit"),
     ],
 )
@@ -97,6 +99,14 @@ def test_errors_are_one_clear_line(
     assert err.startswith("fallow: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_no_testbed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fallow.testbed.api.status", list)
+    assert invoke(["testbed", "status"]) == Exit.OK
+    assert capsys.readouterr().out == "no testbeds; start one with: fallow testbed up\n"
+    assert invoke(["testbed", "status", "--json"]) == Exit.OK
+    assert capsys.readouterr().out == "[]\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["status", "--json"]], ids=" ".join)

@@ -102,4 +102,4 @@ def check_names(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in BENCHES:
-            raise FallowError(f"bench {name!r}: unknown; there are {', '.join(BENCHES)}", Exit.USAGE)
+            raise FallowError(f"bench {name!r}: unknown; there are {', '.join(BENCHES)}, harvest", Exit.USAGE)

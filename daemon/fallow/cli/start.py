@@ -11,8 +11,6 @@ import click
 from fallow.cli.common import Finite, json_option, restart_option
 from fallow.model import Exit, FallowError
 
-_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-
 
 @click.command(short_help="Run the head in the foreground.")
 def daemon() -> int:
@@ -22,7 +20,7 @@ def daemon() -> int:
     return int(main())
 
 
-@click.command(short_help="Train on this machine, without Slurm.", context_settings=_PASS_ON)
+@click.command(short_help="Train on this machine, without Slurm.", context_settings={"allow_interspersed_args": False})
 @click.option("--members", type=click.IntRange(min=1), required=True, help="Workers at the start.")
 @click.option(
     "--schedule",

@@ -71,6 +71,9 @@ def status(as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    if not found:
+        click.echo("no testbeds; start one with: fallow testbed up")
+        return
     rows = [
         [
             str(one["folder"]),
