@@ -35,8 +35,8 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
                     sbatch's where Slurm would refuse the base job
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
-                    weight=X, deadline=YYYY-MM-DD[THH:MM], seed=N, min-minutes=N,
-                    harvest-account=NAME
+                    weight=X, deadline=YYYY-MM-DD[THH:MM] or =friday[-HH:MM],
+                    seed=N, min-minutes=N, harvest-account=NAME
   --parsable        print the job id (and ;CLUSTER) only
 """
 
