@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from math import log
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fallow.core import apportion as module
 from fallow.core.apportion import GAP, Apportioned, Claim, apportion
 from fallow.core.flow import Flow
 
@@ -115,6 +118,25 @@ def test_a_claim_that_can_go_elsewhere_makes_room() -> None:
     """Two kinds: the one that can use both leaves the kind that the other one needs."""
     either, only = Claim((0, 1), (0, 2), (0.0, 5.0)), Claim((0,), (0, 2), (0.0, 4.0))
     assert apportion([either, only], [2, 2]).nodes == [2, 2]
+
+
+def test_what_is_kept_of_earlier_problems_is_what_would_be_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers come and go in a row of problems, so that others are where they were; some stay, and some come again."""
+    rng = Random(0)
+
+    def claim() -> Claim:
+        sizes = (0, *sorted(rng.sample(range(1, 13), 3)))
+        return Claim((0,), sizes, (*[rng.uniform(0, 9) for _ in sizes],))
+
+    claims = [claim(), claim()]
+    for _ in range(1000):
+        claims.pop(rng.randrange(2))
+        claims.append(claim())
+        supply, cap = [rng.choice([5, 20])], rng.choice([None, 6])
+        found = [apportion(claims, supply, cap) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_envelope", module._rising)
+            assert found == [module._apportioned(claims, supply, cap)] * 2
 
 
 def test_no_claims() -> None:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from fallow.core.flow import Flow
 
@@ -27,6 +26,8 @@ BRANCHES = 200
 """Problems looked at before the best result so far is good enough; its distance to the bound is told."""
 
 EPSILON = 1e-12
+
+Result = TypeVar("Result")
 
 
 class Claim(NamedTuple):
@@ -60,12 +61,37 @@ def apportion(claims: Sequence[Claim], supply: Sequence[int], cap: int | None = 
         supply: nodes of each kind.
         cap: nodes in all; None: no cap.
     """
-    return _apportioned(tuple(claims), tuple(supply), cap)
+    claims, supply = tuple(claims), tuple(supply)
+    key = supply, cap, tuple([(claim.kinds, id(claim.sizes), id(claim.values)) for claim in claims])
+    # Between two polls little changes that bears on it.
+    return _APPORTIONED.of(key, claims, lambda: _apportioned(claims, supply, cap))
 
 
-@lru_cache(maxsize=256)
-def _apportioned(claims: tuple[Claim, ...], supply: tuple[int, ...], cap: int | None) -> Apportioned:
-    """Kept, for between two polls little changes that bears on it."""
+class _Kept(Generic[Result]):
+    """The newest results, by the identity of the numbers that they come from: `worth.changes` gives out the same tuples
+    again, and to hash all that is in them takes longer than to find them.
+
+    A result is kept with its numbers, so no others can have their identity meanwhile.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[object, tuple[object, Result]] = {}
+
+    def of(self, key: object, numbers: object, find: Callable[[], Result]) -> Result:
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
+            known = self._known[key] = numbers, find()
+        return known[1]
+
+
+_APPORTIONED: _Kept[Apportioned] = _Kept(256)
+_ENVELOPES: _Kept[list[tuple[float, int]]] = _Kept(4096)
+
+
+def _apportioned(claims: Sequence[Claim], supply: Sequence[int], cap: int | None) -> Apportioned:
     problem = _Problem(claims, supply, cap)
     least = sum(claim.values[0] for claim in claims)
     whole = problem.relax([(0, len(claim.sizes) - 1) for claim in claims])
@@ -185,12 +211,14 @@ class _Problem:
                     yield gain / more, i, k
 
 
-@lru_cache(maxsize=4096)
 def _envelope(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high: int) -> list[tuple[float, int]]:
-    """(value per node, nodes) of the concave envelope's rising pieces over a range of sizes, steepest first.
+    """(value per node, nodes) of the concave envelope's rising pieces over a range of sizes, steepest first."""
+    # Most claims of a plan are those of the plan before.
+    key = id(sizes), id(values), low, high
+    return _ENVELOPES.of(key, (sizes, values), lambda: _rising(sizes, values, low, high))
 
-    Kept, for most claims of a plan are those of the plan before.
-    """
+
+def _rising(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high: int) -> list[tuple[float, int]]:
     corners = [(sizes[low], values[low])]
     rises: list[tuple[float, int]] = []
     "(value, nodes) from each corner to the next"
