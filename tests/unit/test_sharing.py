@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fallow.core import apportion, reach
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, fit
@@ -246,6 +249,17 @@ def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
     assert [w.minutes for w in wishes if isinstance(w, Ask)] == [2]
 
 
+def planned_anew(site: Site, demands: list[Demand], rules: HarvestRules) -> list[Wish]:
+    """On copies of it all, with nothing that is left of plans before."""
+    copies = [msgspec.structs.replace(each, worth=dataclasses.replace(each.worth)) for each in demands if each.worth]
+    mine = msgspec.msgpack.decode(msgspec.msgpack.encode(site.mine), type=list[Allocation])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apportion, "_APPORTIONED", apportion._Kept(1))
+        patch.setattr(apportion, "_ENVELOPES", apportion._Kept(1))
+        patch.setattr(reach, "_by_node", reach._by_node.__wrapped__)
+        return plan(site.cluster(), copies, mine, rules)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
@@ -278,6 +292,7 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         demands = [demand(site, run, most[run], worths[run], where[run]) for run in most]
         wishes = plan(site.cluster(), demands, site.mine, rules)
         assert wishes == plan(site.cluster(), demands, site.mine, rules)
+        assert wishes == planned_anew(site, demands, rules)
         asked = [w for w in wishes if isinstance(w, Ask)]
         assert len(asked) <= rules.max_pending
         for w in asked:

@@ -64,6 +64,11 @@ def is_idle(node: NodeInfo) -> bool:
     return node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)
 
 
+def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
+    """Those of a poll, as `is_idle`."""
+    return [node for node in cluster.nodes if node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)]
+
+
 def find_holes(
     cluster: ClusterState,
     partitions: list[PartitionInfo],
@@ -84,7 +89,7 @@ def find_holes(
         age_s: for how long a node has been idle.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
     """
-    offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in cluster.nodes if is_idle(node)}
+    offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in idle_nodes(cluster)}
     if not whole_nodes:
         offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
     if not offers:

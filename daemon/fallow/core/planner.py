@@ -7,15 +7,15 @@ withdrawn, nodes whose time is nearly over are asked for again, and what is left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import LIVE, Allocation
 from fallow.core.backoff import Scope, scope_of
-from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, is_idle
+from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, idle_nodes
 from fallow.core.neighbour import GiveBack, Standing, assess
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
@@ -81,7 +81,7 @@ def plan(
     """
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
-    harvest = [a for a in allocations if a.harvested and a.live]
+    harvest = [a for a in allocations if a.state in LIVE and a.harvested]
     pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
     out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
@@ -115,7 +115,7 @@ def plan(
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = given.union(a.token for a in [*found.unused, *moves])
     leaving = {a.run for a in harvest if is_leaving(a, cluster.at, rules.lead_s)}
-    for demand in demands:
+    for demand in demands if leaving else ():
         if demand.run in leaving:
             mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
             out += _renew(cluster, demand, mine, rules, requests, budgets)
@@ -165,7 +165,7 @@ def _closed(
     taboo: Mapping[str, AbstractSet[str]],
 ) -> dict[str, str]:
     """Idle nodes that are no holes to us."""
-    idle = [node for node in cluster.nodes if is_idle(node)]
+    idle = idle_nodes(cluster)
     if not idle:
         return {}
     starts = {node: job for job, nodes in standing.offered for node in nodes}
@@ -199,6 +199,8 @@ def _none_of(partitions: Sequence[str], closed: Mapping[str, str]) -> str:
 
 def _moves(found: Targets, sorts: Mapping[str, Sort], requests: Requests, reach: Reach) -> list[Allocation]:
     """Nodes to take from one run for another: no more than can be asked for again soon, idle ones first."""
+    if not found.release:
+        return []
     growing = {sorts[run] for run, more in found.more.items() if more > 0}
     idle = sum(max(0, more) for more in found.more.values()) - len(found.release)
     out: list[Allocation] = []
@@ -214,21 +216,22 @@ def _lasting(
     partitions: Sequence[PartitionInfo], pending: Sequence[Allocation], demands: Sequence[Demand], rules: HarvestRules
 ) -> frozenset[str]:
     """Requests ahead that keep no room from anything else: to cancel them and submit the same again would be idle."""
+    waits = [a for a in pending if a.ahead and a.state is AllocationState.PENDING]
+    if rules.max_nodes is not None or not rules.ahead or not waits:
+        return frozenset()
     there = {p.partition for p in partitions if p.preempts} - rules.partition_nodes.keys()
     runs = {demand.run for demand in demands if demand.renew and demand.budget_node_s is None}
-    if rules.max_nodes is not None or not rules.ahead:
-        return frozenset()
-    waits = (a for a in pending if a.ahead and a.state is AllocationState.PENDING)
     return frozenset(a.token for a in waits if a.partition in there and a.run in runs)
 
 
-def _counted(harvest: Sequence[Allocation]) -> Iterator[Allocation]:
+def _counted(harvest: Sequence[Allocation]) -> list[Allocation]:
     """Those that are not on their way out; while its successor starts, a node is counted once."""
     replaced = {a.replaces for a in harvest}
-    for allocation in harvest:
-        gone = allocation.state is AllocationState.RELEASING or allocation.asked_at is not None
-        if not gone and allocation.token not in replaced:
-            yield allocation
+    return [
+        a
+        for a in harvest
+        if a.state is not AllocationState.RELEASING and a.asked_at is None and a.token not in replaced
+    ]
 
 
 def withdraw(
@@ -248,14 +251,17 @@ def withdraw(
         declined: token -> idle nodes on which Slurm does not start it.
         lasting: tokens of those that may wait for as long as it takes.
     """
+    if not pending:
+        return []
     declined = declined or {}
     out: list[Withdraw] = []
     too_many = dict(surplus)
     unsure = {hole.partition for hole in idle if not hole.sure and hole.part is None}
-    pinned = {a.pinned for a in pending}
-    closed = {node.node for node in cluster.nodes if node.node in pinned and not CLOSED.isdisjoint(node.flags)}
+    pinned = {a.pinned for a in pending if a.pinned}
+    there = cluster.nodes if pinned else ()
+    closed = {node.node for node in there if node.node in pinned and not CLOSED.isdisjoint(node.flags)}
     shared = {a.part.node for a in pending if a.part is not None}
-    idle_there = {node.node: idle_gpus(node) for node in cluster.nodes if node.node in shared}
+    idle_there = {node.node: idle_gpus(node) for node in (cluster.nodes if shared else ()) if node.node in shared}
     for allocation in sorted(pending, key=lambda a: a.requested_at):
         token, waited_s = allocation.token, cluster.at - allocation.waits_since
         part = allocation.part
@@ -354,10 +360,13 @@ def _hopeless(allocation: Allocation) -> bool:
 def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRules) -> list[GiveBack]:
     """Nodes that their administrators want: drained ones and the like, and those of a reservation that is about to
     begin."""
-    wanted = {node.node: WANTED_BACK[flag] for node in cluster.nodes for flag in node.flags if flag in WANTED_BACK}
+    flagged = [node for node in cluster.nodes if node.flags]
+    wanted = {node.node: WANTED_BACK[flag] for node in flagged for flag in node.flags if flag in WANTED_BACK}
     soon = cluster.at + rules.margin_s + NOTICE_S
     coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at]
     reserved = {node: reservation.reservation for reservation in coming for node in reservation.nodes}
+    if not wanted and not reserved:
+        return []
     out: list[GiveBack] = []
     for allocation in harvest:
         if allocation.state is not AllocationState.RUNNING:
@@ -399,11 +408,13 @@ def _renew(
 
 def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
     """A node of ours that reaches the end of its time limit within `lead_s`."""
-    running = allocation.state is AllocationState.RUNNING and allocation.asked_at is None
-    if not running or allocation.end_at is None or allocation.start_at is None:
+    end_at, start_at = allocation.end_at, allocation.start_at
+    # For most of its time it is far from its end.
+    if end_at is None or end_at - at >= lead_s or start_at is None:
         return False
+    running = allocation.state is AllocationState.RUNNING and allocation.asked_at is None
     # Never for more than a third of its time: two nodes would be held for the work of one.
-    return allocation.end_at - at < min(lead_s, (allocation.end_at - allocation.start_at) / 3)
+    return running and end_at - at < (end_at - start_at) / 3
 
 
 def _taboo(cluster: ClusterState, standing: Standing) -> Mapping[str, AbstractSet[str]]:

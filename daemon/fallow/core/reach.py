@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from fallow.core.backoff import Backoff
 from fallow.core.holes import Part
@@ -34,7 +35,7 @@ class Reach:
         "(sort, node, partition) of those that were found just now"
         self._suspect = unstarted.nodes()
         "nodes that are declined to somebody"
-        self._of_node: dict[str, list[str]] = {}
+        self._of_node: Mapping[str, Sequence[str]] | None = None
         self._known: dict[Hashable, frozenset[str]] = {}
         self._by_id: dict[int, tuple[Sort, frozenset[str]]] = {}
         "the same by the sort's identity, which is asked for far more often than its hash is worth; kept with it"
@@ -60,10 +61,8 @@ class Reach:
 
     def of_node(self, node: str) -> Sequence[str]:
         """Names of the partitions that have a node, and may be harvested."""
-        if not self._of_node:
-            for partition in self._partitions:
-                for name in partition.nodes:
-                    self._of_node.setdefault(name, []).append(partition.partition)
+        if self._of_node is None:
+            self._of_node = _by_node(tuple([(p.partition, tuple(p.nodes)) for p in self._partitions]))
         return self._of_node.get(node, ())
 
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
@@ -105,3 +104,17 @@ class Reach:
             return "of another kind: no run can use it"
         declined_s = self._declined_s(sort, node, partition)
         return f"declined: Slurm starts no request there; left alone for {declined_s:.0f} s" if declined_s else ""
+
+
+@lru_cache(maxsize=8)
+def _by_node(partitions: tuple[tuple[str, tuple[str, ...]], ...]) -> Mapping[str, Sequence[str]]:
+    """Node -> names of the partitions that have it. Kept, for they are the same from poll to poll.
+
+    Args:
+        partitions: name and nodes of each.
+    """
+    found: dict[str, list[str]] = {}
+    for partition, nodes in partitions:
+        for node in nodes:
+            found.setdefault(node, []).append(partition)
+    return found

@@ -83,7 +83,7 @@ class Requests:
         self._held: dict[str, int] = {}
         "nodes held or asked for, by partition; a successor on the same node is the same one"
         self._taken: set[str] = set()
-        self._ours = {a.token for a in allocations}
+        self._allocations = allocations
         self.waiting = 0
         "pending requests for which there is no idle node"
         self.waiting_ahead: list[Allocation] = []
@@ -125,7 +125,9 @@ class Requests:
     @cached_property
     def _wanted(self) -> set[str]:
         """Nodes that others wait for, or might."""
-        others = (job for job in self._cluster.jobs if job.name not in self._ours and waits(job))
+        ours = {a.token for a in self._allocations}
+        pending = [job for job in self._cluster.jobs if job.state == "PENDING"]
+        others = [job for job in pending if job.name not in ours and waits(job)]
         wanted = {name for job in others for name in job.partition.split(",")}
         return {node for p in self._cluster.partitions if p.partition in wanted for node in p.nodes}
 
@@ -254,6 +256,8 @@ class Requests:
 
         Its share of the budget is free only once Slurm has cancelled it.
         """
+        if not self._holes:
+            return None
         self._count_waiting(waits, -1)
         wish = self.ask(demand, budget_node_s)
         if wish is None:

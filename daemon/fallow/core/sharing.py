@@ -46,7 +46,6 @@ def share_out(
         parts.setdefault(hole.node, set()).add(hole.part)
     sorts = {demand.run: demand.sort for demand in demands}
     lengths = {hole.node: hole.length_s for hole in holes}
-    have = Counter(allocation.run for allocation in held)
     offers = _Offers(list(sorts.values()), holes, held, pending, reach, rules)
 
     def suits(sort: Any, place: Place) -> bool:
@@ -65,7 +64,7 @@ def share_out(
         Party(
             run=demand.run,
             sort=demand.sort,
-            worth=demand.worth or Worth(as_many_as(have[demand.run] + max(0, demand.nodes))),
+            worth=demand.worth or Worth(as_many_as(_count(held, demand.run) + max(0, demand.nodes))),
             room=_room(demand, rules),
         )
         for demand in demands
@@ -108,6 +107,10 @@ def stay_s(rules: HarvestRules) -> float:
     return max(STAY_S, 30.0 * rules.max_minutes)
 
 
+def _count(held: Sequence[Allocation], run: str) -> int:
+    return len([a for a in held if a.run == run])
+
+
 def _room(demand: Demand, rules: HarvestRules) -> int:
     """Nodes more that it may have, given its budget."""
     if demand.budget_node_s is None or demand.nodes <= 0:
@@ -133,10 +136,10 @@ class _Offers:
         rules: HarvestRules,
     ) -> None:
         self._sorts, self._reach = list(dict.fromkeys(sorts)), reach
-        having = Counter(allocation.partition for allocation in held if allocation.token not in pending)
+        having = Counter([a.partition for a in held if a.token not in pending] if rules.partition_nodes else ())
         self._room = {name: max(0, most - having[name]) for name, most in rules.partition_nodes.items()}
         "capped partition -> nodes more that may be asked for in it"
-        self._waits = {allocation.partition for allocation in held if allocation.token in pending}
+        self._waits = {a.partition for a in held if a.token in pending} if pending else set[str]()
         there: dict[str, dict[str, list[Part | None]]] = {}
         for hole in holes:
             # A name comes once for each part that is idle there.
@@ -247,6 +250,8 @@ def requests_instead(
         aims, demands, requests, budgets: as for `requests_for`.
         asked: run -> requests that this plan makes for it already.
     """
+    if not requests.waiting_ahead:
+        return []
     known = {demand.run: demand for demand in demands}
     missing = {run: more - asked.get(run, 0) for run, more in aims.more.items()}
     out: list[tuple[Allocation, Ask]] = []

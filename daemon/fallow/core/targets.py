@@ -133,12 +133,13 @@ def targets(
 
 def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], at: float) -> tuple[int, int]:
     """Nodes that a run keeps whatever others would gain, and the most that it may have."""
-    running = [a for a in mine if a.token not in pending]
     if party.room < 0:
         # Requests are withdrawn; who leaves of those that train is decided where the limit was lowered.
+        running = [a for a in mine if a.token not in pending]
         fixed = max(len(running), len(mine) + party.room)
         return fixed, fixed
-    soon = sum(1 for a in running if a.end_at is not None and a.end_at - at < MOVABLE_S)
+    ending = [a for a in mine if a.end_at is not None and a.end_at - at < MOVABLE_S]
+    soon = len([a for a in ending if a.token not in pending])
     owed = min(len(mine), max(0, party.worth.least - party.worth.base))
     return max(soon, owed), len(mine) + party.room
 
@@ -190,11 +191,8 @@ class _Supply:
 
     def add(self, place: Place) -> int:
         """Count a node; returns its kind."""
-        found, suits = [], self._suits
-        for sort, number in self._sorts.items():
-            if suits(sort, place):
-                found.append(number)
-        users = tuple(found)
+        suits = self._suits
+        users = tuple([number for sort, number in self._sorts.items() if suits(sort, place)])
         kind = self._kinds.get(users)
         if kind is None:
             kind = self._count(users, users)
