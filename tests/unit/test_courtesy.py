@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 import pytest
@@ -135,6 +136,24 @@ def test_hidden_jobs_are_noticed_and_forbid_harvesting() -> None:
     seen = cluster([job("1", "RUNNING", nodes=["n1"])])
     assert not watching.look(seen, site())
     assert [watching.look(cluster(), site()) for _ in range(3)] == [False, False, True]
+
+
+def test_polls_that_share_what_has_not_changed_are_seen_as_those_that_do_not() -> None:
+    rng = Random(0)
+    shared, apart = Visibility(), Visibility()
+    nodes: list[NodeInfo] = []
+    jobs: list[JobInfo] = []
+    found: list[bool] = []
+    for _ in range(300):
+        if rng.random() < 0.3:
+            state = rng.choice(["ALLOCATED", "IDLE"])
+            nodes = [NodeInfo(node="n1", state=state), NodeInfo(node="n2", state="MIXED")]
+        if rng.random() < 0.3:
+            jobs = [job(name[1:], "RUNNING", nodes=[name]) for name in ("n1", "n2") if rng.random() < 0.7]
+        poll = ClusterState(at=NOW, nodes=nodes, jobs=jobs, partitions=[])
+        found.append(shared.look(poll, site()))
+        assert found[-1] == apart.look(msgspec.structs.replace(poll, nodes=list(nodes), jobs=list(jobs)), site())
+    assert len(set(found)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fallow.core.states import ON_NODES
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 MAX_NICE = 2_147_483_645
 """The most that sbatch takes (NICE_OFFSET - 3)."""
@@ -123,12 +123,12 @@ def at_first_sight(
 
 def in_use_by_nobody(cluster: ClusterState) -> frozenset[str]:
     """Nodes that are in use though no job is shown on them: somebody's jobs are hidden from us."""
-    shown = {node for job in cluster.jobs if job.state in ON_NODES for node in job.nodes}
-    return frozenset(
-        n.node
-        for n in cluster.nodes
-        if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags and n.node not in shown
-    )
+    in_use = [n for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags]
+    shown: set[str] = set()
+    for job in cluster.jobs:
+        if job.state in ON_NODES:
+            shown.update(job.nodes)
+    return frozenset([n.node for n in in_use if n.node not in shown])
 
 
 class Visibility:
@@ -136,10 +136,21 @@ class Visibility:
 
     def __init__(self) -> None:
         self._streak: dict[str, int] = {}
+        self._nodes: list[NodeInfo] = []
+        self._jobs: list[JobInfo] = []
+        "of the last poll"
+        self._found = frozenset[str]()
+        "what `in_use_by_nobody` made of them"
 
     def look(self, cluster: ClusterState, config: ClusterConfig | None) -> bool:
         """Take in a poll; True: others' jobs are hidden, some of them at least."""
-        found = in_use_by_nobody(cluster)
+        found = self._in_use_by_nobody(cluster)
         self._streak = {node: self._streak.get(node, 0) + 1 for node in found}
         hidden = config is not None and "jobs" in config.private_data
         return hidden or any(count >= LOOKS for count in self._streak.values())
+
+    def _in_use_by_nobody(self, cluster: ClusterState) -> frozenset[str]:
+        """The same lists of nodes and jobs have the same ones."""
+        if cluster.nodes is not self._nodes or cluster.jobs is not self._jobs:
+            self._nodes, self._jobs, self._found = cluster.nodes, cluster.jobs, in_use_by_nobody(cluster)
+        return self._found

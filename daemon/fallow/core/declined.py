@@ -9,7 +9,7 @@ start on such a node, or for a while.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fallow.core.states import ON_NODES
 from fallow.core.waiting import Waiting
@@ -74,7 +74,8 @@ class Declined:
         "sort -> node -> Unix time until which it counts as declined"
         self._sorts: dict[str, Sort] = {}
         "job that nodes were kept free for -> its sort"
-        self._on_nodes: set[str] = set()
+        self._shown: Sequence[JobInfo] = ()
+        "jobs of the last poll"
         self._looks: dict[str, Sort] = {}
         self._polled_at: float | None = None
         self._found: dict[Sort, frozenset[str]] = {}
@@ -129,15 +130,18 @@ class Declined:
 
     def _forget_sorts_that_start(self, cluster: ClusterState) -> None:
         """Jobs of these sorts can start on such nodes after all; Slurm just takes its time."""
-        on_nodes = [job for job in cluster.jobs if job.state in ON_NODES]
-        for job in on_nodes if self._sorts else ():
+        before, self._shown = self._shown, cluster.jobs
+        if not self._sorts:
+            return
+        were_on_nodes = {job.job_id for job in before if job.state in ON_NODES}
+        for job in cluster.jobs:
+            if job.state not in ON_NODES:
+                continue
             sort = self._sorts.get(_root(job))
-            if sort is not None and job.job_id not in self._on_nodes:
+            if sort is not None and job.job_id not in were_on_nodes:
                 known = self._tried.get(sort, {}).keys() | self._until.get(sort, {}).keys()
                 if not known.isdisjoint(job.nodes):
                     self._tried.pop(sort, None)
                     self._until.pop(sort, None)
-        self._on_nodes = {job.job_id for job in on_nodes}
-        if self._sorts:
-            waiting = {_root(job) for job in cluster.jobs if job.state == "PENDING"}
-            self._sorts = {root: sort for root, sort in self._sorts.items() if root in waiting}
+        waiting = {_root(job) for job in cluster.jobs if job.state == "PENDING"}
+        self._sorts = {root: sort for root, sort in self._sorts.items() if root in waiting}

@@ -176,12 +176,13 @@ class HoleWatch:
         """
         over: list[tuple[str, Spell]] = []
         matter = frozenset(partitions)
-        there, known = set(), self._open
+        known = self._open
         self.new = 0
         for node in cluster.nodes:
             name = node.node
-            there.add(name)
             sighting = known.get(name)
+            if sighting is None and node.state != "IDLE" and name not in ours:
+                continue
             if name in ours or is_idle(node):
                 if sighting is None:
                     mine = [partition for partition in node.partitions if partition in matter]
@@ -199,7 +200,7 @@ class HoleWatch:
                 spell = sighting.spell(until, ended=taken)
                 over += [(partition, spell) for partition in sighting.partitions if partition in matter]
                 del known[name]
-        for gone in known.keys() - there:
+        for gone in known.keys() - {node.node for node in cluster.nodes}:
             del known[gone]
         self._last_at = cluster.at
         return over

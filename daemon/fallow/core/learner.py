@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import LIVE, Allocation
 from fallow.core.backoff import Asker, Scope, scope_of
 from fallow.core.planner import Withdraw
 from fallow.core.rules import HarvestRules, Known, harvestable
@@ -60,11 +60,15 @@ class Learner:
         tokens = {a.token for a, _ in harvest}
         self._begun &= tokens
         self._trained &= tokens
+        begun, trained = self._begun, self._trained
         for allocation, asker in harvest:
-            if allocation.start_at is not None:
-                self._follow_start(self._begun, allocation, allocation.start_at, asker, now)
+            token, start_at = allocation.token, allocation.start_at
+            if start_at is None or (token in begun and (token in trained or allocation.active_at is None)):
+                continue
+            self._follow_start(begun, allocation, start_at, asker, now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
-        news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in harvest)
+        waits = [(a, asker) for a, asker in harvest if a.state is AllocationState.PENDING and a.asked_at is None]
+        news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in waits)
         return [(run, text) for run, text in news if text]
 
     def seen_again(self, cluster: ClusterState) -> None:
@@ -76,14 +80,13 @@ class Learner:
     def _ease(self, harvest: Sequence[Asked], now: float) -> None:
         """Where jobs of ours have ended, a limit of their account or QOS has room for as many again."""
         before = self._holders
-        self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.live}
-        for asker, ended in Counter(who for token, who in before.items() if token not in self._holders).items():
-            self.known.backoff.eased(asker, now, ended)
+        self._holders = {a.token: who for a, who in harvest if a.start_at is not None and a.state in LIVE}
+        ended = before.keys() - self._holders.keys()
+        for asker, count in Counter([who for token, who in before.items() if token in ended]).items() if ended else ():
+            self.known.backoff.eased(asker, now, count)
 
     def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""
-        if allocation.state is not AllocationState.PENDING or allocation.asked_at is not None:
-            return ""
         one_node = allocation.pinned or allocation.part is not None
         # What stands against one node says nothing about the partition.
         if one_node and scope_of(allocation.reason) is not Scope.OWNER:

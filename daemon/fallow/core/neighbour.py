@@ -25,6 +25,7 @@ from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
 from fallow.core.states import ON_NODES
+from fallow.core.tokens import PREFIX
 from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting, picks_up
 from fallow.model import AllocationState, ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
@@ -160,7 +161,6 @@ class _View:
             if p.preempts
         }
         "partition that preempts -> those whose jobs may preempt its"
-        self._features = {n.node: n.features for n in cluster.nodes}
         self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
@@ -192,7 +192,8 @@ class _View:
         "nodes that Slurm has just taken from us"
         # Where nobody waits, nothing follows.
         wanted = frozenset[str]().union(*(self._nodes.get(name, ()) for job in others for name in job.partitions))
-        theirs = [job for job in cluster.jobs if self._is_given_back_by_its_head(job) and job.name not in deaf]
+        heads_jobs = [job for job in cluster.jobs if job.name.startswith(PREFIX) and job.name not in self._tokens]
+        theirs = [job for job in heads_jobs if self._is_given_back_by_its_head(job) and job.name not in deaf]
         self._beside: dict[str, set[str]] = {}
         "node -> jobs of other heads on it, by name"
         for job in theirs:
@@ -203,7 +204,7 @@ class _View:
         self._room = Room(cluster, heads, self._held.keys() | set(beside), wanted)
         # An owner goes with the last of his jobs; where only ours are, we are the owner.
         self._owned = {n.node: n.owner for n in cluster.nodes if n.owner and not self._room.left_alone(n.node)}
-        newest = sorted(self._held, key=lambda n: (-max(a.start_at or 0.0 for a in self._held[n]), n))
+        newest = sorted(self._held, key=lambda n: (-max([a.start_at or 0.0 for a in self._held[n]]), n))
         free = self._room.free()
         held = [place for n in (*newest, *beside) if (place := self._room.without_us(n)) is not None]
         self.packing = Packing([*free, *held], dear=len(held))
@@ -215,10 +216,14 @@ class _View:
 
     def _is_given_back_by_its_head(self, job: JobInfo) -> bool:
         """Does it hold what another head picked up idle, where Slurm takes it for nobody?"""
-        if job.state == "COMPLETING" or job.state not in ON_NODES or job.name in self._tokens or not picks_up(job):
+        if job.state == "COMPLETING" or job.state not in ON_NODES or not picks_up(job):
             return False
         partition = self._partitions.get(job.partition)
         return partition is not None and not partition.preempts
+
+    @cached_property
+    def _features(self) -> dict[str, list[str]]:
+        return {n.node: n.features for n in self._cluster.nodes}
 
     @property
     def near(self) -> frozenset[str]:
@@ -382,8 +387,8 @@ class _View:
     def standing(self, takers: Mapping[str, Sequence[Waiting]], others: Sequence[Waiting]) -> Standing:
         """Args: takers: node -> jobs that would start on it; others: all that wait."""
         spoken_for = {
-            name: frozenset(node for node in nodes & takers.keys() if not self._gets(name, node, takers[node]))
-            for name, nodes in self._nodes.items()
+            name: frozenset([node for node in nodes & takers.keys() if not self._gets(name, node, takers[node])])
+            for name, nodes in (self._nodes if takers else {}).items()
         }
         give_back: dict[str, GiveBack] = {}
         leaving: dict[str, GiveBack] = {}

@@ -13,7 +13,7 @@ from fallow.core.heads import Heads
 from fallow.core.neighbour import Standing, assess, preempts_again_s
 from fallow.core.room import whole_nodes
 from fallow.core.waiting import looked_at
-from fallow.model import ClusterConfig, ClusterState
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 LEAVE_S = 3.5
 """From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
@@ -53,6 +53,8 @@ class Neighbourhood:
         self._visibility = courtesy.Visibility()
         self._declined = Declined()
         self._heads = Heads()
+        self._partitions: list[PartitionInfo] = []
+        "of the last poll"
         self._watchful: frozenset[str] = frozenset()
         "partitions where nothing preempts"
         self._watchful_nodes: dict[str, frozenset[str]] = {}
@@ -82,8 +84,7 @@ class Neighbourhood:
         """
         if cluster.at >= self._taken_at:
             self.alert = max(0, self.alert - 1)
-        self._watchful = frozenset(p.partition for p in cluster.partitions if not p.preempts)
-        self._watchful_nodes = {p.partition: p.unpreempted for p in cluster.partitions if p.preempts and p.unpreempted}
+        self._watch(cluster.partitions)
         self._be_allowed(cluster, config)
         standing = assess(
             cluster,
@@ -98,7 +99,7 @@ class Neighbourhood:
         self._declined.polled(cluster, standing.offered, config)
         self._heads.polled(cluster, standing.awaited)
         tokens = frozenset[str]().union(*standing.delayed.values())
-        self._awaited = any(a.token in tokens and self._ours_to_give(a) for a in over)
+        self._awaited = bool(tokens) and any(a.token in tokens and self._ours_to_give(a) for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
 
     def taken(self, at: float) -> None:
@@ -111,8 +112,15 @@ class Neighbourhood:
             return self._awaited
         # Where Slurm takes back what we have, as nearly everywhere, a look at the partition will do.
         there = self._watchful.union(self._watchful_nodes)
-        mine = (a for a in allocations if a.partition in there)
+        mine = [a for a in allocations if a.partition in there]
         return any(a.harvested and a.live and self._ours_to_give(a) for a in mine)
+
+    def _watch(self, partitions: list[PartitionInfo]) -> None:
+        """Find out where nothing preempts; the same list has the same partitions."""
+        if partitions is not self._partitions:
+            self._partitions = partitions
+            self._watchful = frozenset(p.partition for p in partitions if not p.preempts)
+            self._watchful_nodes = {p.partition: p.unpreempted for p in partitions if p.preempts and p.unpreempted}
 
     def _ours_to_give(self, allocation: Allocation) -> bool:
         """Would nobody but us give back what it has, or may get?"""

@@ -8,6 +8,7 @@ allocation is *settled*, and what it cost is known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -59,14 +60,18 @@ def by_token(jobs: Iterable[JobInfo], prefix: str = "fallow-") -> dict[str, list
     found: dict[str, list[JobInfo]] = {}
     for job in jobs:
         name, comment = job.name, job.comment
-        if not comment:
-            if name.startswith(prefix):
-                found.setdefault(name, []).append(job)
-            continue
-        for word in dict.fromkeys((name, *comment.split())):
-            if word.startswith(prefix):
-                found.setdefault(word, []).append(job)
+        if comment:
+            for token in _tokens(name, comment, prefix):
+                found.setdefault(token, []).append(job)
+        elif name.startswith(prefix):
+            found.setdefault(name, []).append(job)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _tokens(name: str, comment: str, prefix: str) -> list[str]:
+    """Those in a job's name or comment. Kept, for each poll shows the same jobs again."""
+    return [word for word in dict.fromkeys((name, *comment.split())) if word.startswith(prefix)]
 
 
 def follow(

@@ -77,11 +77,13 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
 
     What other heads have asked for idle nodes is not among them.
     """
-    tiers = {p.partition: p.priority_tier for p in cluster.partitions}
     groups: dict[str, list[JobInfo]] = {}
     for job in cluster.jobs:
         if job.state == "PENDING" and not is_ours(job, tokens) and not picks_up(job):
             groups.setdefault(job.het_job_id or job.job_id, []).append(job)
+    if not groups:
+        return []
+    tiers = {p.partition: p.priority_tier for p in cluster.partitions}
     running = _running_elements(cluster.jobs)
     found = [
         Waiting(tuple(sorted(jobs, key=lambda job: _number(job.job_id))), startable)
