@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from math import inf
 
@@ -78,10 +79,10 @@ class Book:
     # -- allocations ------------------------------------------------------------------------------------------------
 
     def live(self) -> list[Allocation]:
-        return [a for run in self._runs.values() for a in run.live()]
+        return [a for run in self._runs.values() for a in run.allocations.values() if a.state in LIVE]
 
     def over(self) -> list[Allocation]:
-        return [a for run in self._runs.values() for a in run.allocations.values() if not a.live]
+        return [a for run in self._runs.values() for a in run.allocations.values() if a.state not in LIVE]
 
     def new_allocation(self, wish: Ask, at: float) -> Allocation:
         """Reserve a token for what the planner asks for."""
@@ -172,12 +173,11 @@ class Book:
         live = [a for a in run.allocations.values() if a.state in STAYING]
         replaced = {a.replaces for a in live}
         staying = sum([len(a.agents) or 1 for a in live if a.token not in replaced])
-        homes = (nodes[node] for a in live if a.active_at is not None for node in a.agents if node in nodes)
         return Demand(
             run=name,
             nodes=min(run.plan.max_nodes, run.plan.shards) - run.plan.base - staying,
             partitions=run.plan.partitions,
-            kind=Kind(arch=next((node.arch for node in homes if node.arch), "")),
+            kind=_kind(_arch(live, nodes)),
             members=run.plan.base + members,
             pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
             worth=worth,
@@ -222,3 +222,19 @@ class Book:
         known = (other for other in self._runs.values() if other is not run and measured(other.curve))
         alike = (o for o in known if (o.plan.rate, o.plan.shards) == (run.plan.rate, run.plan.shards))
         return list(islice(alike, ALIKE))
+
+
+def _arch(live: Sequence[Allocation], nodes: Mapping[str, NodeInfo]) -> str:
+    """Architecture of the first node that trains; empty: not known."""
+    for allocation in live:
+        if allocation.active_at is not None:
+            for name in allocation.agents:
+                if name in nodes and nodes[name].arch:
+                    return nodes[name].arch
+    return ""
+
+
+@cache
+def _kind(arch: str) -> Kind:
+    """Kept, for every plan asks for the same few."""
+    return Kind(arch=arch)

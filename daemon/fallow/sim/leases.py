@@ -242,14 +242,17 @@ class Leases:
             jobs: those of a poll, by the token that they carry.
             polled_at, at: Unix time of the poll, and now.
         """
+        shown = self._shown
         for allocation in self._book.live():
-            self._observe(allocation, jobs.get(allocation.token, ()), polled_at, at)
+            token = allocation.token
+            mine = jobs.get(token, ())
+            if allocation.state is AllocationState.RUNNING and len(mine) == 1:
+                if shown.get(token) is mine[0] and not allocation.missing and allocation.asked_at is None:
+                    continue
+                shown[token] = mine[0]
+            self._observe(allocation, mine, polled_at, at)
 
     def _observe(self, allocation: Allocation, jobs: Sequence[JobInfo], polled_at: float, at: float) -> None:
-        if allocation.state is AllocationState.RUNNING and len(jobs) == 1:
-            if self._shown.get(allocation.token) is jobs[0] and not allocation.missing and allocation.asked_at is None:
-                return
-            self._shown[allocation.token] = jobs[0]
         unseen, end_at = allocation.job_id is None, allocation.end_at
         observe(allocation, jobs, polled_at, horizon_s(self._limits.poll_interval_s))
         grace_end = preempted_until(allocation, jobs)

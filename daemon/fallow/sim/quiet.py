@@ -48,13 +48,18 @@ def same(one: ClusterState, other: ClusterState) -> bool:
 
 def _jobs(cluster: ClusterState) -> list[JobInfo]:
     """Ours, and those that wait; of ours that are over nothing follows from when Slurm forgets them."""
-    jobs = (job for job in cluster.jobs if job.state == "PENDING" or job.name.startswith(OURS))
-    return [_planned_for_nothing(job) for job in jobs if job.state not in ENDED_STATES]
+    found: list[JobInfo] = []
+    for job in cluster.jobs:
+        if job.state == "PENDING":
+            found.append(_planned_for_nothing(job))
+        elif job.name.startswith(OURS) and job.state not in ENDED_STATES:
+            found.append(job)
+    return found
 
 
 def _planned_for_nothing(job: JobInfo) -> JobInfo:
     """Where and when Slurm plans to start what we wait for bounds nothing."""
-    if job.state != "PENDING" or job.start_at is None or not job.name.startswith(OURS):
+    if job.start_at is None or not job.name.startswith(OURS):
         return job
     return structs.replace(job, planned_nodes=[], start_at=None)
 
@@ -91,6 +96,8 @@ def wake_at(
     allocations = list(live)
     replaced = {allocation.replaces for allocation in allocations}
     for allocation in allocations:
+        if _far_from_its_end(allocation, wake + rules.lead_s):
+            continue
         # Its successor is waited for, and nothing else is decided about it.
         if allocation.token not in replaced or allocation.asked_at is not None:
             wake = min(wake, _wake_for(allocation, at, rules, idle=bool(unused)))
@@ -102,6 +109,13 @@ def wake_at(
     ends = [until for *_, until in left.alone] + [until for *_, until in left.too_long]
     wake = min([wake, known.experience.fresh_until(at), *(until for until in ends if until > at)])
     return wake if wake <= at else _moves_worth_more(known.experience, at, wake)
+
+
+def _far_from_its_end(allocation: Allocation, at: float) -> bool:
+    """Is nothing decided about it until its time is over, and is that not before this moment? Most are like that."""
+    end_at, running = allocation.end_at, allocation.state is AllocationState.RUNNING
+    lasts = running and end_at is not None and end_at >= at and allocation.start_at is not None
+    return lasts and allocation.asked_at is None and not allocation.missing
 
 
 def _moves_worth_more(experience: Experience, at: float, until: float) -> float:
