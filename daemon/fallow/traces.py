@@ -33,7 +33,14 @@ HELIOS_GPUS = 8
 def trace_path(name: str | Path) -> Path:
     """A trace by path, or by the name of one of those that come with the source tree."""
     if str(name) not in SHIPPED:
-        return Path(name)
+        path = Path(name)
+        if path.name == str(name) and not path.exists():
+            raise FallowError(
+                f"{name}: no such file, and no trace that comes with Fallow is called that; they are "
+                f"{', '.join(SHIPPED)}",
+                Exit.NOINPUT,
+            )
+        return path
     path = FOLDER / SHIPPED[str(name)]
     if not path.exists():
         raise FallowError(

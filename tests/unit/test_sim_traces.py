@@ -346,6 +346,13 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     assert refused(path).code == Exit.DATA
     path.write_bytes(b"no gzip")
     assert "cannot read it" in refused(path).message
+    assert "they are earth, helios, earth-holes, philly, summit" in refused(Path("Earth")).message
+
+
+def test_a_packed_file_may_have_any_name(tmp_path: Path) -> None:
+    packed = tmp_path / "holes.csv"
+    packed.write_bytes(gzip.compress(trace_path("summit").read_bytes()))
+    assert open_trace(packed).site == open_trace("summit").site
 
 
 def test_a_part_outside_of_the_trace_is_refused() -> None:

@@ -92,13 +92,15 @@ class Tally:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line without its end) of a text file, unpacked where its name ends in .gz.
+    """(number, line without its end) of a text file, which may be packed by gzip, whatever its name.
 
     Raises:
         FallowError: it cannot be read.
     """
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b" or path.suffix == ".gz"
+        opened = gzip.open if packed else open
         with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 yield number, line.rstrip("\r\n")

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from fallow.model import Exit, FallowError
+from fallow.sim.traces.problems import lines
 from fallow.sim.traces.sites import Profile, made_up
 from fallow.sim.types import Problems, Scheduler
 
@@ -303,13 +304,10 @@ def read_percentiles(path: Path) -> dict[str, Percentiles]:
     Raises:
         FallowError: it is no such table.
     """
+    rows = list(csv.DictReader([line for _, line in lines(path)]))
     try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
         columns = {name: [float(row[name]) for row in rows] for name in (*MEANS, "percentile")}
-    except FileNotFoundError:
-        raise FallowError(f"{path}: no such file", Exit.NOINPUT) from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise FallowError(f"{path}: cannot read this as percentiles ({error!r})", Exit.DATA) from error
     if columns.pop("percentile") != [float(number) for number in range(101)]:
         raise FallowError(f"{path}: not the percentiles 0, 1, ... 100, each in a line", Exit.DATA)
