@@ -567,6 +567,35 @@ def test_buffers_are_those_of_shard_0() -> None:
     assert int(model.num_batches_tracked) == 2
 
 
+class Counting(nn.Module):
+    """Counts its forwards, as the power iteration of a spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.register_buffer("count", torch.tensor(0))
+        self.count: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return (x * self.weight).sum()
+
+
+def test_buffers_are_those_of_shard_0s_backwards_one_by_one() -> None:
+    """Not what its body does to them behind these; and a second forward goes on from the first one in every body."""
+    run = world()
+    model, loader = run.prepare(Counting(), DataLoader(points(), 4), global_batch=16)
+    seen: dict[int, list[int]] = {}
+    for x, _ in run.steps(loader):
+        for _ in range(2):
+            model(x).backward()
+            seen.setdefault(run.step, []).append(int(model.count))
+        if not run.final_shard:
+            with torch.no_grad():
+                model(x)
+    assert seen == {0: [1, 2] * 4, 1: [3, 4] * 4}
+
+
 def test_a_backward_after_a_step_in_the_same_body_is_refused() -> None:
     run = world()
     model = net()

@@ -28,8 +28,8 @@ class SharedBuffers:
         self._unread = unread
         self._agreed: list[torch.Tensor] = []
         "copies of what all members had after the last round; empty: there was none in this generation"
-        self._kept: list[torch.Tensor] | None = None
-        "copies of shard 0's, if other shards came after it"
+        self._kept: list[list[torch.Tensor]] = []
+        "copies of shard 0's, by number of the backward that had just returned, if other shards came after it"
         self._quiet: set[tuple[int, int]] = set()
         "(phase, round) in which nothing had changed the last time: they do not go with its control exchange"
         self._key = (0, 0)
@@ -47,18 +47,23 @@ class SharedBuffers:
 
     def begin_step(self) -> None:
         """A step begins, or a phase of it."""
-        self._kept = None
+        self._kept = []
 
     def keep(self, copies: list[torch.Tensor]) -> None:
-        """These are shard 0's."""
-        self._kept = copies
+        """These are shard 0's behind its next backward, or of all of its body if that made none."""
+        self._kept.append(copies)
+
+    @property
+    def kept(self) -> bool:
+        """Shard 0's are known, and this member has come to others."""
+        return bool(self._kept)
 
     def launch(self, group: Group, phase: int, number: int) -> None:
         """Just before the control exchange of a round, which has that number in its phase; sets `changed`."""
         # Rank 0 always has shard 0.
-        mine = self._kept or self._live()
         self._key, self._flat, self.changed = (phase, number), None, False
-        self._alone = not mine or (group.size == 1 and self._kept is None)
+        mine = self._mine()
+        self._alone = not mine or (group.size == 1 and not self._kept)
         if self._alone:
             return
         self.changed = group.rank == 0 and bool(self._agreed) and not all(map(_same, mine, self._agreed))
@@ -79,16 +84,20 @@ class SharedBuffers:
         if self._alone:
             return
         if changed and self._flat is None:
-            self._flat = _gather(self._kept or self._live())
+            self._flat = _gather(self._mine())
             group.broadcast(self._flat, 0)
             group.wait()
         live = self._live()
         if self._flat is not None:
             self._agreed = _parts(self._flat, live)
-        if group.rank or self._kept is not None:
+        if group.rank or self._kept:
             self._take(live, came=self._flat is not None)
         self._flat = None
         (self._quiet.discard if changed else self._quiet.add)(self._key)
+
+    def _mine(self) -> Sequence[torch.Tensor]:
+        """Of shard 0, as far as this member knows, behind the backward at work."""
+        return self._kept[min(self._key[1], len(self._kept) - 1)] if self._kept else self._live()
 
     def _take(self, live: Sequence[torch.Tensor], *, came: bool) -> None:
         """So that a graph that was made before stays good for another backward: what is equal is left alone.

@@ -126,7 +126,7 @@ class Step:
             if member.group.broken is not None and not self.final_shard:
                 reducer.interrupted = True
                 break
-            if shard == 0 and (not self.final_shard or not reducer.rounds):
+            if shard == 0 and not reducer.buffers.kept and (not self.final_shard or not reducer.rounds):
                 reducer.buffers.keep(member.buffers())
         else:
             missing = not reducer.rounds and not reducer.interrupted
@@ -411,6 +411,9 @@ class Step:
         except FallowError as error:
             gate.refusal = error
             raise
+        if self.shard == 0 and not (self.final_shard or self.rehearsing):
+            # What the body does to them later, another one would do on a member where this is the final body.
+            reducer.buffers.keep(self._member.buffers())
         self._member.pace.restart()
         gate.open = self.final_shard and reducer.rounds > 0 and not reducer.interrupted
 
