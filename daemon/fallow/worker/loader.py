@@ -114,7 +114,7 @@ class ElasticLoader(Source):
             self.load_s, batch = self._prefetch.take(key)
             return batch
         began = time.monotonic()
-        rng.seed_everything(self.data_seed(key))
+        rng.seed_everything(self.data_seed(key), self.generators)
         batch = self.source.collate_fn(_samples(self.dataset, self.indices(key)))
         if self.source.pin_memory and torch.cuda.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
@@ -191,13 +191,14 @@ class _Tagged(NamedTuple):
 class _TaggedDataset(torch.utils.data.Dataset[Any]):
     """Runs in the loader's processes: an index list begins with (seed, key) and seeds all generators first."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, generators: Sequence[Any]) -> None:
         self.dataset = dataset
+        self._generators = list(generators)  # come with the data set, so they are the ones that it holds there
 
     def __getitems__(self, tagged: list[Any]) -> _Tagged:
         (seed, key), *indices = tagged
         began = time.monotonic()
-        rng.seed_everything(seed)
+        rng.seed_everything(seed, self._generators)
         return _Tagged(key, began, _samples(self.dataset, indices) if indices else [])
 
 
@@ -265,7 +266,7 @@ class _Prefetcher:
         self._layout = loader.layout
         self._ready: dict[Key, tuple[float, Any]] = {}
         inner: DataLoader[Any] = DataLoader(
-            _TaggedDataset(loader.dataset),
+            _TaggedDataset(loader.dataset, loader.generators),
             batch_sampler=self._feed,
             num_workers=source.num_workers,
             collate_fn=functools.partial(_collate, source.collate_fn),

@@ -6,9 +6,7 @@ from collections.abc import Generator
 from contextlib import nullcontext
 from typing import Any
 
-from fallow.core.shards import mix
 from fallow.model import Exit, FallowError, WorkerReady
-from fallow.worker import rng
 from fallow.worker.capture import backward_seen
 from fallow.worker.clipping import nothing_may_be_clipped
 from fallow.worker.compiled import graphs_cut_at_buckets
@@ -97,7 +95,7 @@ class Loop:
                 step.watch.end_call()
                 gate.in_body = gate.in_backward = gate.stepped = False
                 gate.open = place.in_sync and not place.wrong_epoch
-                rng.seed_everything(mix(member.seed, "between", place.position.step))
+                member.seed_random("between", place.position.step)
 
     def _wants_more(self, epochs: int, max_steps: int | None) -> bool:
         at = self._member.place.position

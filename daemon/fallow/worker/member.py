@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from fallow.core.shards import Duty, duties
+from fallow.core.shards import Duty, duties, mix
 from fallow.core.shares import Division
 from fallow.model import Welcome
+from fallow.worker import rng
 from fallow.worker.buffers import SharedBuffers
 from fallow.worker.catch_up import CatchUp
 from fallow.worker.checkpoint.saver import Saver
@@ -110,6 +111,10 @@ class Member:
         """The script gets on: what the head takes for progress."""
         if self.session is not None:
             self.session.progress.move(in_loop=in_loop)
+
+    def seed_random(self, *place: int | str) -> None:
+        """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
+        rng.seed_everything(mix(self.seed, *place), self.prepared.generators)
 
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""

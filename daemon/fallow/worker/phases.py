@@ -7,17 +7,22 @@ once in each phase.
 
 from __future__ import annotations
 
-from fallow.core.shards import mix
+from collections.abc import Callable
+
 from fallow.model import Exit, FallowError
-from fallow.worker import rng
 from fallow.worker.position import Position
 from fallow.worker.prepared import Gate
 
 
 class Phases:
-    """Answers `run.phase`. The names are found in the first body of a run.steps call and are in the position then."""
+    """Answers `run.phase`. The names are found in the first body of a run.steps call and are in the position then.
 
-    def __init__(self, gate: Gate, seed: int) -> None:
+    Args:
+        gate: what prepared objects ask before they act.
+        seed: puts random numbers to where they begin at a place of the run.
+    """
+
+    def __init__(self, gate: Gate, seed: Callable[..., None]) -> None:
         self._gate = gate
         self._seed = seed
         self._at = Position()
@@ -57,7 +62,7 @@ class Phases:
         if self._rehearsal:
             self._gate.stepped = False
         if self._inside:
-            rng.seed_everything(mix(self._seed, "body", self._at.step, self._shard, name))
+            self._seed("body", self._at.step, self._shard, name)
         return self._inside
 
     def before_backward(self) -> None:

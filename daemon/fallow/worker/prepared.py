@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fallow.model import Exit, FallowError
+from fallow.worker import rng
 from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.exact import Exact
 from fallow.worker.modes import Modes
@@ -75,6 +76,8 @@ class Prepared:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.others: list[Any] = []
+        self.generators: list[Any] = []
+        "of random numbers; no part of the state, for each body seeds them"
         self.scaler: torch.amp.GradScaler | None = None
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
@@ -90,9 +93,9 @@ class Prepared:
         """Take over one object (not a DataLoader).
 
         Raises:
-            FallowError: it is neither a module nor has state_dict and load_state_dict.
+            FallowError: it is no module and no generator, and has no state_dict and load_state_dict.
         """
-        known = [*self.modules, *self.optimizers, *self.others]
+        known = [*self.modules, *self.optimizers, *self.others, *self.generators]
         if any(thing is other for other in known):
             raise FallowError(f"prepare: {type(thing).__name__} was given twice; prepare each object once")
         averaged = isinstance(thing, torch.optim.swa_utils.AveragedModel)
@@ -102,6 +105,9 @@ class Prepared:
         if isinstance(thing, nn.Module) and not averaged:
             self.modules.append(thing)
             self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
+            return
+        if rng.is_generator(thing):
+            self.generators.append(thing)
             return
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise FallowError(

@@ -5,15 +5,31 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from fallow.core.shards import mix
 
-def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), `random`, and numpy if the script has imported it. `seed`: 63 bits."""
+
+def is_generator(thing: Any) -> bool:
+    """Whether it is a generator of torch, numpy or `random` that can be seeded."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+    return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)
+
+
+def seed_everything(seed: int, own: Sequence[Any] = ()) -> None:
+    """Seed torch (all devices), `random`, and numpy if the script has imported it.
+
+    Args:
+        seed: 63 bits.
+        own: generators of the script (see `is_generator`) to be seeded besides, each in another way.
+    """
+    for number, generator in enumerate(own):
+        _seed(generator, mix(seed, "own", number))
     if _devices() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.manual_seed(seed)  # also remembered for devices that are not in use yet
     else:
@@ -25,6 +41,16 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
 
 
 @functools.cache

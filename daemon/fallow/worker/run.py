@@ -70,7 +70,9 @@ class Run:
         """Take over models, optimizers, loaders, schedulers, scalers and whatever else has a state.
 
         Args:
-            objects: modules, optimizers, DataLoaders, and objects with state_dict and load_state_dict.
+            objects: modules, optimizers, DataLoaders, generators of random numbers (of torch, numpy or `random`:
+                each body finds them seeded for its shard, and so does a data set that holds them), and objects with
+                state_dict and load_state_dict.
             global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
                 times the run's maximum number of workers (or the fixed world's size).
             reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed as
@@ -99,8 +101,10 @@ class Run:
             return thing
         check_loader(thing)
         assert thing.batch_size is not None
-        made = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
-        return made(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
+        kind = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
+        made = kind(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
+        made.generators = self._prepared.generators
+        return made
 
     # ------------------------------------------------------------------------------------------------ the loop
 

@@ -53,6 +53,8 @@ class Source(ABC):
         "seconds of this member's own work in the last batch that `fetch` gave, wherever it was done"
         self.moved: Callable[[], None] = lambda: None
         "called while something takes long, as often as it gets on"
+        self.generators: Sequence[Any] = ()
+        "of the script, which its data set may hold: seeded as those are that torch, numpy and `random` have"
         self._seed = seed
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fallow.core.shards import Cut, lone, mix
+from fallow.core.shards import Cut, lone
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
 from fallow.worker.control import Cutting, StepPlan, check_cuts
@@ -45,7 +45,7 @@ class Step:
         self.watch = Watch(member.prepared, member.gate, elastic=member.session is not None)
         self._examples: dict[int, Any] = {}
         "phase -> the last batch with which a body came to a backward"
-        self.phases = Phases(member.gate, member.seed)
+        self.phases = Phases(member.gate, member.seed_random)
         self._batches: dict[int, Any] = {}
         "shard -> its batch, as long as another phase of the step needs it"
         self._fed: tuple[int, int] | None = None
@@ -162,7 +162,7 @@ class Step:
         at = member.place.position
         self.shard = shard
         self._backwards = 0
-        rng.seed_everything(mix(member.seed, "body", at.step, shard))
+        member.seed_random("body", at.step, shard)
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
         gate.open, gate.in_body, gate.stepped, gate.acted, gate.called = False, True, False, False, False
         gate.trained = gate.handmade = False
@@ -258,7 +258,7 @@ class Step:
         at = member.place.position
         with rng.kept():
             batch = loader.example(member.reached)
-            rng.seed_everything(mix(member.seed, "body", 0, 0))
+            member.seed_random("body", 0, 0)
             member.reducer.begin_body(0, 0.0, final=True, live=False)
             gate.open, gate.in_body, gate.stepped, gate.called = False, True, False, False
             gate.single = loader.shards == 1

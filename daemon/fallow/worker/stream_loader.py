@@ -177,7 +177,7 @@ class StreamLoader(Source):
     def _seeded(self, batch: int) -> Iterator[None]:
         """Seed what draws random numbers in this process, and put the script's generators back."""
         with rng.kept():
-            rng.seed_everything(mix(self._seed, "stream", self._epoch, batch))
+            rng.seed_everything(mix(self._seed, "stream", self._epoch, batch), self.generators)
             yield
 
 
