@@ -69,3 +69,35 @@ def test_what_cannot_be_seeded_is_no_generator() -> None:
     run = Run(None, None, Group(0, 0, 1, None))
     with pytest.raises(FallowError, match="SystemRandom has no state_dict"):
         run.prepare(random.SystemRandom())
+
+
+class Langevin(torch.optim.Optimizer):
+    """Adds noise to each step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.noise: list[float] = []
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.noise.append(float(torch.rand(())))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_an_optimizer_draws_does_not_depend_on_the_last_shard(scaled: bool) -> None:
+    def noise(wasted: int) -> list[float]:
+        run = Run(None, None, Group(0, 0, 1, None))
+        model = nn.Linear(1, 1)
+        optimizers = [Langevin(model.parameters()) for _ in range(2)]
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        data = DataLoader(Noisy(torch.Generator()), 2)  # type: ignore[var-annotated]
+        *_, loader = run.prepare(model, *optimizers, scaler, data, global_batch=6)
+        for x in run.steps(loader):
+            scaler.scale(model(x).sum()).backward()
+            torch.rand(wasted)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        return [value for optimizer in optimizers for value in optimizer.noise]
+
+    assert noise(0) == noise(3)
+    assert len(set(noise(0))) == 4

@@ -61,6 +61,7 @@ class Member:
         self.standing = Standing()
         self.catch_up = CatchUp()
         gate.settle = self.standing.complete
+        gate.seed_step = self._seed_step
         self.loader: Source | None = None
         "of the run.steps call at work"
         self.saver = Saver(session, welcome) if session and welcome else None
@@ -115,6 +116,11 @@ class Member:
     def seed_random(self, *place: int | str) -> None:
         """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
         rng.seed_everything(mix(self.seed, *place), self.prepared.generators)
+
+    def _seed_step(self, number: int) -> None:
+        # Until then they are those of the member's last shard.
+        at = self.place.position
+        self.seed_random("step", at.step, at.phase, number)
 
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""

@@ -50,6 +50,10 @@ class Gate:
         "prepared objects that are at work just now, one inside the other"
         self.called = False
         "something that acts was called in this body, or in its phase, in a void one too"
+        self.steps = 0
+        "optimizer steps that have acted in this body"
+        self.seed_step: Callable[[int], None] = lambda number: None
+        "puts random numbers to where they begin in that step of this body, on every member alike"
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
         self.in_backward = False
@@ -177,6 +181,9 @@ class Prepared:
                 # Between two calls one member may be a change of the membership ahead of another.
                 acts[number] += 1
                 gate.acted = True
+                if takes_step and not gate.acting:
+                    gate.seed_step(gate.steps)
+                    gate.steps += 1
             gate.acting += 1
             try:
                 return inner(*args, **kwargs)

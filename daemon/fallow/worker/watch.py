@@ -175,6 +175,7 @@ class Watch:
     def begin_body(self, *, void: bool) -> None:
         """A body begins; `void` as at its end."""
         self._gate.refusal = None
+        self._gate.steps = 0
         if self._strangers:
             self._strangers_before |= self._strangers
             self._strangers = WeakSet()
