@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -641,3 +642,83 @@ def test_a_skipped_shard_is_zeros_and_everything_else_goes_on(bad: int, script: 
         twin.optimizer.param_groups[0]["lr"] *= 0.5
     for a, b in zip(script.model.parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_training_on_batches_that_were_taken_out_of_the_loop(script: Script) -> None:
+    """Each member would train by itself, on its own shards."""
+    *_, loader = script.run.prepare(script.model, script.optimizer, script.loader, global_batch=6)
+    batches = list(script.run.steps(loader))
+    assert len(batches) == 6
+    script.optimizer.step()  # on nothing
+    with pytest.raises(FallowError, match="an optimizer's step outside of the body, after"):
+        script.usual(batches[0][0])
+    for (x,) in script.run.steps(loader):
+        script.usual(x)
+    script.usual(x)  # the script's own affair again
+
+
+@pytest.mark.parametrize(
+    ("calls", "refused"),
+    [
+        ("by turns", True),
+        ("every third", False),
+        ("every fourth", True),
+        ("a rate every second", True),
+        ("a rate", True),
+        ("a rate, by step", False),
+        ("by turns, by step", False),
+        ("final", False),
+        ("finite", False),
+        ("with gradients", False),
+        ("left out", False),
+    ],
+)
+def test_bodies_of_one_step_that_call_different_things(calls: str, refused: bool, script: Script) -> None:
+    """What counts bodies, or looks at one shard's loss, does something else with other members."""
+    first, last = (torch.optim.SGD(script.model[number].parameters(), lr=0.1) for number in (0, 2))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(first, 5)
+    count = 0
+
+    def body(x: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if calls == "left out" and count % 2:
+            return
+        script.loss(x).backward()
+        norm = nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+        final = script.run.final_shard
+        if calls.startswith("by turns"):
+            (first, last)[(script.run.step if calls.endswith("step") else count) % 2].step()
+        elif calls.startswith("every"):
+            if count % (3 if calls.endswith("third") else 4) == 0:
+                first.step()
+        elif calls.startswith("a rate"):
+            first.step()
+            if count % 2 or not calls.endswith("second"):
+                schedule.step((script.run.step if calls.endswith("step") else count) / 3)
+        elif {
+            "final": final,
+            "finite": bool(torch.isfinite(norm)) and not (final and script.run.step),
+            "with gradients": script.model[0].weight.grad is not None,
+            "left out": True,
+        }[calls]:
+            first.step()
+        script.model.zero_grad()
+
+    script.optimizer = first
+    expected = pytest.raises(FallowError, match="the bodies of one step call different optimizers")
+    with expected if refused else contextlib.nullcontext():
+        script.train(body, last, schedule)
+
+
+@pytest.mark.parametrize(("leaves", "refused"), [(0, False), (1, True), (2, True), (3, False), ("early", False)])
+def test_leaving_the_loop_in_the_middle_of_a_step(leaves: int | str, refused: bool, script: Script) -> None:
+    """As a count of bodies does (itertools.islice); behind the last one, or in front of the first, it is no matter."""
+    *_, loader = script.run.prepare(script.model, script.optimizer, script.loader, global_batch=6)
+    for (x,) in itertools.islice(script.run.steps(loader), None if leaves == "early" else leaves):
+        if script.run.step == 1:
+            break
+        script.usual(x)
+    with pytest.raises(FallowError, match="left in the middle of a step") if refused else contextlib.nullcontext():
+        script.run.barrier()
+        assert script.run.step == (leaves != 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import nullcontext
 from typing import Any
 
+from fallow.core.failures import Apart
 from fallow.model import Exit, FallowError, WorkerReady
 from fallow.worker.capture import backward_seen
 from fallow.worker.clipping import nothing_may_be_clipped
@@ -20,6 +22,13 @@ from fallow.worker.together import Kind
 from fallow.worker.together import ask as ask_all
 from fallow.worker.turn import Turn
 from fallow.worker.unprepared import acting_seen
+
+_AMID = (
+    "step {step}: the run.steps loop was left in the middle of a step (break, return, itertools.islice, or an "
+    "exception that the script caught), which is then lost, and with other members another one would be: leave it "
+    "under `if run.final_shard:`, or in front of the backward by run.step; for a number of steps give run.steps "
+    "max_steps"
+)
 
 
 class Loop:
@@ -50,6 +59,7 @@ class Loop:
         alone = member.session is None and member.group.size == 1
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
         seen = backward_seen(step.before_backward, step.after_backward, step.backward_failed)
+        gate.untrained = False
         with seen, overlap, nothing_may_be_clipped(), acting_seen(step.watch.acts):
             try:
                 step.begin_call()
@@ -81,6 +91,7 @@ class Loop:
                         self._open = None
                         return
                 member.ledger.flush()
+                gate.untrained = step.trained is False
             except GeneratorExit:
                 # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those
                 # who come to the end of the call by it agree on that when they do the next thing together.
@@ -141,9 +152,18 @@ class Loop:
                     "the script",
                     Exit.DATA,
                 )
+            if self.step.left_amid:
+                self._left_amid(script)
             self._member.place.position.left = True
             self._agree_on_end(script=script)
             self._open = None
+
+    def _left_amid(self, script: bool) -> None:
+        text = _AMID.format(step=self._member.place.position.step)
+        if not script:
+            raise Apart(text)
+        # By a break or by `sys.exit`, whose code must not become another one.
+        sys.stderr.write(f"fallow: {text}\n")
 
     def together(self, kind: Kind, value: float) -> float:
         """The mean of the members' values, outside of `run.steps`."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fallow.model import Exit, FallowError
 from fallow.worker import rng
@@ -50,10 +51,14 @@ class Gate:
         "prepared objects that are at work just now, one inside the other"
         self.called = False
         "something that acts was called in this body, or in its phase, in a void one too"
+        self.calls: set[tuple[int, float]] = set()
+        "what was called to act in this body, in a void one too: (number of the method, on or with what)"
         self.steps = 0
         "optimizer steps that have acted in this body"
         self.seed_step: Callable[[int], None] = lambda number: None
         "puts random numbers to where they begin in that step of this body, on every member alike"
+        self.untrained = False
+        "the last loop is over, and no body of it has made a backward"
         self.settle: Callable[[], bool] = lambda: True
         "asked before a closure: is the whole state here? False: it will not come, the body is void"
         self.in_backward = False
@@ -165,16 +170,25 @@ class Prepared:
                     )
                 gate.stepped = True
                 if not gate.trained:
-                    optimizer = thing if is_optimizer else args[0] if args else kwargs["optimizer"]
-                    gate.handmade = gate.handmade or _has_gradients(optimizer)
+                    gate.handmade = gate.handmade or _has_gradients(_stepped(thing, args, kwargs))
                 if is_optimizer and gate.gathered and _holds(thing, gate.gathered):
                     raise gate.refuse(
                         "an optimizer's step on gradients that were gathered over several steps: they would be lost if "
                         "the membership changes; call zero_grad in each step, and for larger steps raise global_batch "
                         "in run.prepare"
                     )
+            if takes_step and gate.untrained and not gate.in_body and _has_gradients(_stepped(thing, args, kwargs)):
+                raise FallowError(
+                    "an optimizer's step outside of the body, after a run.steps loop in which no body made a backward: "
+                    "gradients are shared in bodies only, so each member would train by itself, on its own shards; "
+                    "train in the body of `for batch in run.steps(loader):`, and neither make a list of it nor keep "
+                    "its batches for later",
+                    Exit.DATA,
+                )
             if gate.in_body:
                 gate.called = True
+                if not gate.acting:
+                    gate.calls.add((number, id(_stepped(thing, args, kwargs)) if takes_step else _place(thing, args)))
             if not gate.open:
                 return None
             if gate.in_body:
@@ -375,6 +389,20 @@ def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
         return found
 
     return reduce
+
+
+def _stepped(thing: Any, args: Any, kwargs: Any) -> torch.optim.Optimizer:
+    """Whom a call of `step` is for: an optimizer, or a scaler's first argument."""
+    found: torch.optim.Optimizer = (
+        thing if isinstance(thing, torch.optim.Optimizer) else args[0] if args else kwargs["optimizer"]
+    )
+    return found
+
+
+def _place(thing: Any, args: Any) -> float:
+    """Where a scheduler is told to go: `step(epoch + i / n)`. A metric is another thing, see `run.mean`."""
+    told = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau) and args
+    return float(args[0]) if told and isinstance(args[0], int | float) else 0.0
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

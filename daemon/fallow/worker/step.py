@@ -37,6 +37,10 @@ class Step:
         self.rehearsing = False
         self.left_void = False
         "the script has left the loop in a body without gradients"
+        self.left_amid = False
+        "it has left it behind the first backward or body of a step on this member, and before the step was complete"
+        self.trained: bool | None = None
+        "a step of the call has had a gradient; None: there was no step"
         self.shards = 1
         "shards in a full step"
         self.shard = 0
@@ -54,12 +58,15 @@ class Step:
         "(generation, run.steps call) in which the members have compared how they cut a step"
         self._backwards = 0
         "in the body at work"
+        self._bodies = 0
+        "of the step, or of its phase, that are over"
         self._began = 0.0
         self._speed = 0.0
 
     def begin_call(self) -> None:
         """A run.steps call begins."""
-        self.left_void = False
+        self.left_void = self.left_amid = False
+        self.trained = None
         self._examples.clear()
         self._batches.clear()
         self._fed = None
@@ -85,6 +92,7 @@ class Step:
         alone = lone(loader.shards, member.group.size, cut.sizes)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase, alone))
         self.watch.begin_step()
+        self._bodies = 0
         # In its first step a newcomer's optimizers may still be under way.
         reducer.agreement = self.watch.agreement(rates=self._fed is not None and self._fed[0] == generation)
         reducer.piece = self.watch.piece(at.step)
@@ -177,6 +185,7 @@ class Step:
         except GeneratorExit:
             # The user's `break`; or an exception of the body, and then there may be backwards that were not made.
             self.left_void = not self.final_shard or reducer.interrupted
+            self.left_amid = not self.final_shard and (self._backwards > 0 or self._bodies > 0)
             told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
             if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
@@ -187,6 +196,7 @@ class Step:
             self.means.end_body(shard, trained=self._backwards > 0)
         if self._backwards:
             self._examples[at.phase] = batch
+        self._bodies += 1
 
     @property
     def trains(self) -> bool:
@@ -298,6 +308,7 @@ class Step:
     def _finish(self, cut: Cut) -> None:
         member = self._member
         member.reducer.finish_step()
+        self.trained = bool(self.trained) or member.reducer.used
         at = member.place.position
         member.boundary = time.monotonic()
         if not at.finish_phase(member.reducer.loss):

@@ -59,6 +59,8 @@ class Watch:
         "and in those before it"
         self._rates_before: tuple[Any, ...] | None = None
         "after the last void body of this step"
+        self._calls_before: set[tuple[int, float]] | None = None
+        "in a void body of this step that came to a backward"
 
     # ------------------------------------------------------------------------------------------------ run.steps
 
@@ -152,7 +154,7 @@ class Watch:
 
     def begin_step(self) -> None:
         """Remember the weights that no prepared optimizer may change."""
-        self._rates_before = None
+        self._rates_before = self._calls_before = None
         self._before_step = [parameter._version for _, _, parameter in self._alone]
 
     def end_step(self, touched: Callable[[], list[bool]]) -> None:
@@ -175,6 +177,7 @@ class Watch:
     def begin_body(self, *, void: bool) -> None:
         """A body begins; `void` as at its end."""
         self._gate.refusal = None
+        self._gate.calls = set()
         self._gate.steps = 0
         if self._strangers:
             self._strangers_before |= self._strangers
@@ -280,6 +283,8 @@ class Watch:
                     Exit.DATA,
                 )
             self._rates_before = rates
+        if trained:
+            self._check_calls(void=void)
         if any(parameter.requires_grad for parameter in self._frozen):
             raise FallowError(
                 "a parameter that was frozen when it was prepared has requires_grad=True now, and its gradient would "
@@ -288,6 +293,21 @@ class Watch:
             )
         if void:
             self._prepared.modes.undo()
+
+    def _check_calls(self, *, void: bool) -> None:
+        """Bodies of one step call the same objects. Only the final one has gradients by which to decide otherwise."""
+        calls, before = self._gate.calls, self._calls_before
+        if void:
+            self._calls_before = calls
+        if before is None or calls == before or (not void and (calls < before or calls > before)):
+            return
+        raise FallowError(
+            "the bodies of one step call different optimizers, schedulers or averages to act, so what happens depends "
+            "on which body is a member's last one: go by run.step and not by a count of bodies (enumerate), by "
+            "run.mean(loss) under `if run.final_shard:` and not by one shard's loss; leave gathering gradients over "
+            "bodies out, for global_batch of run.prepare does that",
+            Exit.DATA,
+        )
 
     def others(self) -> int:
         """A checksum of the prepared objects that are neither modules nor optimizers.
