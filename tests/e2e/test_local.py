@@ -432,6 +432,7 @@ def test_an_exception_in_the_script_ends_the_run_with_its_traceback(box: Box) ->
     assert "ValueError: sample in step 10 is broken" in done.report["message"]
     assert "ValueError: sample in step 10 is broken" in done.stderr.splitlines()[-1]
     assert "Traceback (most recent call last)" in done.stderr, "the main member's own output is shown"
+    assert "fallow agent: Traceback" not in done.stderr, "and once more at the end"
     assert 'raise ValueError(f"sample in step' in box.logs
     assert len(done.members) <= 2, "it was tried again and again"
     assert box.logs.count("ValueError: sample") <= 2
@@ -452,6 +453,7 @@ def test_a_script_that_never_reaches_the_loop(early: str, message: str, box: Box
     assert done.report["status"] == "failed"
     assert message in done.report["message"]
     assert message in done.stderr.splitlines()[-1]
+    assert ("Traceback (most recent call last)" in done.stderr) == (early == "raise")
     assert done.report["generations"] == []
 
 

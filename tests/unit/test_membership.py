@@ -300,6 +300,17 @@ def test_h6_script_that_never_reaches_the_loop_fails_the_run_with_advice() -> No
     assert "run.steps()" in ended.message
 
 
+def test_script_that_fails_before_the_loop_leaves_its_last_words() -> None:
+    """A SyntaxError without its file and line helps nobody, and fallow.init never saw it."""
+    m = new_machine()
+    for name in ("w0", "w1"):
+        m.handle(ev.WorkerExpected(at=0, worker=name, token="t", node="n1"))
+    for name in ("w0", "w1"):
+        m.handle(ev.WorkerGone(at=5, worker=name, reason="exited with 1 (no)", code=1, tail=f"{name}, line 2\nno"))
+    assert m.roster.status is RunStatus.FAILED
+    assert m.roster.traceback == "w0, line 2\nno"
+
+
 def test_script_that_hangs_before_the_loop_is_killed_at_its_deadline() -> None:
     m = new_machine()
     m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n1"))

@@ -77,6 +77,7 @@ class Losses:
                 text = f"{worker.worker} on node {worker.node}: the script ended with exit code {event.code}"
                 self._effects.record("failed", text, worker=worker.worker, code=event.code, step=worker.step)
             if worker.phase is WorkerPhase.STARTING:
+                worker.traceback = worker.traceback or event.tail
                 self._note(event.at, worker, kind, signature, reason)
             elif self._is_the_scripts(event.at, worker, kind, signature, reason, event.tail):
                 return
@@ -209,4 +210,5 @@ class Losses:
         r.message = r.message or what
         others = [w for w in r.workers.values() if w.phase in (WorkerPhase.STARTING, WorkerPhase.READY)]
         if r.generation == 0 and not others:
+            r.traceback = next((w.traceback for w in r.workers.values() if w.traceback), "")
             self._changes.end(RunStatus.FAILED, r.message)

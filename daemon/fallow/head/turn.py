@@ -225,9 +225,9 @@ class Turn:
             if allocation is elected:
                 code = Exit.OK if status is RunStatus.FINISHED else Exit.SOFTWARE
             allocation.state, allocation.asked_at = AllocationState.RELEASING, self.now
-            reason = "\n".join(
-                part for part in (run.roster.traceback.rstrip(), message or f"the run is {status}") if part
-            )
+            # `fallow local` shows the traceback by itself.
+            trace = "" if run.spec.local else run.roster.traceback.rstrip()
+            reason = "\n".join(part for part in (trace, message or f"the run is {status}") if part)
             self.end_agents(allocation, code, reason)
 
     @staticmethod
