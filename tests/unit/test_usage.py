@@ -157,7 +157,15 @@ def test_every_node_second_is_counted_once(held: list[Allocation], now: float) -
     for key, one in sums.items():
         nodes = sum(len(span.nodes) for span in spans)
         assert sum(one.node_s.values()) <= nodes * DAY_S + 1e-3, key
-    assert sum(one.jobs for one in sums.values()) == len(held)
+    assert sum(one.jobs for one in sums.values()) == sum(bool(a.spans) or a.live for a in held)
+
+
+def test_a_job_that_slurm_refused_was_none() -> None:
+    sums: Tallies = {}
+    tally(sums, held(spans={}), NOW)
+    assert [(one.jobs, one.useless) for one in sums.values()] == [(0, 0)]
+    tally(sums, held(spans={}, job_id="7"), NOW)
+    assert [(one.jobs, one.useless) for one in sums.values()] == [(1, 1)]
 
 
 def test_time_is_split_at_midnight_utc() -> None:

@@ -180,5 +180,7 @@ def tally(tallies: Tallies, allocation: Allocation, now: float) -> None:
     first = min(allocation.spans.values(), key=lambda span: span.start_at, default=None)
     began, partition = (allocation.requested_at, "") if first is None else (first.start_at, first.partition)
     mine = tallies.setdefault(f"{day_of(began)} {partition or allocation.partition}", Tally())
+    if allocation.job_id is None and first is None and not allocation.live:
+        return  # Slurm refused it
     mine.jobs += 1
     mine.useless += not allocation.uses and not allocation.live
