@@ -128,6 +128,18 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
+def test_a_name_means_the_run_that_has_not_ended(tmp_path: Path) -> None:
+    """Somebody who submits a script again, after it was refused or had ended, goes on calling it by its name."""
+    desk = Desk(tmp_path)
+    desk.do("cancel")
+    assert desk.book.get("train") is desk.run
+    again = desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
+    assert desk.book.get("train") is again
+    desk.book.create(RunSpec(run="", name="train", min_nodes=1, max_nodes=4), 0.0, NOW)
+    with pytest.raises(FallowError, match="3 runs have that name"):
+        desk.book.get("train")
+
+
 def test_pause_gives_harvested_nodes_back_and_asks_for_none(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE)
     running, pending = desk.hold(), desk.hold(state=AllocationState.PENDING)

@@ -214,7 +214,7 @@ class Book:
         self._validate = validate
 
     def get(self, run: str) -> Run:
-        """The run of that id, or of that name when only one has it.
+        """The run of that id, or of that name when only one has it, or only one that has not ended.
 
         Raises:
             FallowError: none, or more than one.
@@ -222,8 +222,9 @@ class Book:
         if run in self.runs:
             return self.runs[run]
         named = [r for r in self.runs.values() if r.spec.name == run]
-        if len(named) == 1:
-            return named[0]
+        going = [r for r in named if not r.roster.status.ended]
+        if len(named) == 1 or len(going) == 1:
+            return (going or named)[0]
         if named:
             ids = ", ".join(sorted(r.id for r in named))
             raise FallowError(f"run {shown(run)}: {len(named)} runs have that name; say which: {ids}", Exit.USAGE)
