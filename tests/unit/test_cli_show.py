@@ -13,7 +13,7 @@ import pytest
 from fallow.cli import show
 from fallow.cli.main import invoke
 from fallow.cli.show import MISSED
-from fallow.cli.tables import duration, number
+from fallow.cli.tables import duration, number, show_table
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -259,6 +259,19 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run r1: finished after 100 steps" in shown
     assert "6400 consumed, 0 lost, 0 duplicated" in shown
     assert "p95 0.02 s; unplanned p50 - s" in shown
+
+
+def test_on_a_narrow_terminal_nothing_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever has to type a run's name must be able to read it."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    show_table(["RUN", "STATUS", "NOTE"], [["train.sbatch-b5a901", "training", "sbatch refused the base job: nope"]])
+    shown = capsys.readouterr().out
+    assert "train.sbatch-b5a901" in shown
+    assert "…" not in shown
+    assert len(shown.splitlines()) > 2, "the note is folded"
 
 
 def test_figures() -> None:

@@ -52,7 +52,10 @@ def doctor(as_json: bool) -> int:
 
 def show(check: Check) -> None:
     colour = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}[check.level]
-    click.echo(f"{click.style(f'{check.level.value:<5}', fg=colour)} {check.name}: {clean(check.found)}")
+    level = f"{check.level.value:<5}"
+    # Rich's tables keep to it by themselves.
+    level = level if os.environ.get("NO_COLOR") else click.style(level, fg=colour)
+    click.echo(f"{level} {check.name}: {clean(check.found)}")
     if check.fix:
         click.echo(f"      {clean(check.fix)}")
 

@@ -34,8 +34,9 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if terminal else _PIPE_WIDTH, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=not terminal)
+    for number, column in enumerate(columns):
+        # On a narrow terminal names that other commands take stay whole, and the rest is folded, not cut.
+        table.add_column(column, no_wrap=not terminal or number == 0, overflow="fold")
     for row in rows:
         table.add_row(*(Text(clean(cell, 512), style=STYLES.get(cell, "")) for cell in row))
     with console.capture() as captured:
