@@ -596,6 +596,41 @@ def test_reproducible_bits(box: Box, plain: Callable[..., dict[str, Any]]) -> No
     assert done.result == plain(TINY, "--float32", "--reproducible", "--pace", "0", "--result", "RESULT")
 
 
+TURNED = """
+import hashlib, json, os, sys, torch, fallow
+from torch.utils.data import DataLoader, TensorDataset
+class Halves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.halves = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(2))
+    def forward(self, x):
+        first = os.environ.get("FALLOW_WORKER", "w0") != "w0"
+        y = {number: self.halves[number](x) for number in (first, not first)}
+        return y[0] + y[1]
+run = fallow.init()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = Halves()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.rand(64, 600))
+model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 4), global_batch=16, reproducible=True)
+for (x,) in run.steps(loader, epochs=10):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+json.dump({"weights": weights}, open(sys.argv[1], "w"))
+"""
+
+
+def test_members_whose_gradients_come_in_another_order(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
+    """Buckets are laid out as the gradients came on one of the first members; here the others' come the other way."""
+    done = box.finish(box.local("-c", TURNED, str(box.folder / "result.json"), schedule="+1@10,kill:0@20"))
+    done.trained(40, 640)
+    assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.result == plain("-c", TURNED, "RESULT")
+
+
 def test_an_odd_member_of_a_reproducible_run_is_refused(box: Box) -> None:
     words = ["local", "--members", "1", "--schedule", "+1@10", "--reproducible", "--json", "--", sys.executable]
     command = box.start(

@@ -34,6 +34,16 @@ def test_a_large_parameter_stays_whole() -> None:
     assert _sizes([64.0, 1.0, 1.0, 1.0]) == [1.0, 66.0]
 
 
+def test_the_order_in_which_gradients_come_decides_and_the_others_follow() -> None:
+    parameters = [torch.nn.Parameter(torch.empty(MEBI // 4)) for _ in range(5)]
+    laid_out = Buckets(parameters, Floating().sum_dtype, [1, 4, 0])
+    laid_out.ensure()
+    assert [bucket.members for bucket in laid_out.all] == [[1], [4, 0, 3, 2]]
+    for index, view in enumerate(laid_out.views):
+        view.fill_(index)
+    assert [bucket.flat.unique_consecutive().tolist() for bucket in laid_out.all] == [[1], [4, 0, 3, 2]]
+
+
 def test_types_do_not_mix_and_half_precision_counts_its_bytes() -> None:
     assert _sizes(100 * [1.0], torch.bfloat16) == _sizes(100 * [1.0])
     mixed = [torch.nn.Parameter(torch.empty(8, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float32)]

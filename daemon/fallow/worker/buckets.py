@@ -46,17 +46,24 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets of a run: last parameters first, one dtype in each; memory is taken at first use.
+    """All buckets of a run, one dtype in each; memory is taken at first use.
 
     Args:
-        params: parameters that require gradients, in model order; the layout is fixed from here on.
+        params: parameters that require gradients, in model order.
         sum_dtype: says of which type the sums of a type are.
+        order: indices of the first ones, as a backward gives their gradients; the last of the others come first.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], sum_dtype: Callable[[torch.dtype], torch.dtype]) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        sum_dtype: Callable[[torch.dtype], torch.dtype],
+        order: Sequence[int] = (),
+    ) -> None:
         self._params = list(params)
         self._sum_dtype = sum_dtype
-        self._place = _layout(self._params)
+        self._order = list(dict.fromkeys([*order, *reversed(range(len(self._params)))]))
+        self._place = _layout(self._params, self._order)
         self.all: list[Bucket] = []
         self.views: list[torch.Tensor] = []
         "for each parameter its part of a bucket, in the parameter's shape and order of elements"
@@ -70,7 +77,7 @@ class Buckets:
         if self.all or not self._params:
             return
         for number in range(1 + max(number for number, _, _ in self._place)):
-            members = [index for index in reversed(range(len(self._place))) if self._place[index][0] == number]
+            members = [index for index in self._order if self._place[index][0] == number]
             numel = sum(self._place[index][2] for index in members)
             first = self._params[members[0]]
             flat = torch.zeros(numel, dtype=self._sum_dtype(first.dtype), device=first.device)
@@ -110,7 +117,7 @@ def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset())
 
 
-def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
+def _layout(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[tuple[int, int, int]]:
     """Per parameter: bucket number, offset and length in elements."""
     place: dict[int, tuple[int, int, int]] = {}
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int, int]] = {}
@@ -118,7 +125,7 @@ def _layout(params: Sequence[nn.Parameter]) -> list[tuple[int, int, int]]:
     for parameter in params:
         left[parameter.dtype, parameter.device] += parameter.numel() * parameter.element_size()
     count = 0
-    for index in reversed(range(len(params))):
+    for index in order:
         parameter = params[index]
         key = (parameter.dtype, parameter.device)
         number, used, cap = open_bucket.get(key, (-1, 0, 0))

@@ -94,6 +94,8 @@ class Prepared:
         "where buffers are found: a forward may put another tensor in a buffer's place"
         self._trainable: dict[int, nn.Parameter] = {}
         "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+        self.order: list[int] = []
+        "indices of `parameters()`, as a backward gave their gradients; the same on all members"
         self.modes = Modes(lambda: self.modules)
         self.acts: list[int] = []
         "how often each object that acts has done so in bodies of this generation"

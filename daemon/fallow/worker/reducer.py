@@ -62,7 +62,7 @@ class Reducer:
     """Accumulates and reduces the gradients of all prepared modules.
 
     Args:
-        named: parameters that require gradients, in model order; the layout is fixed from here on.
+        named: parameters that require gradients, in model order.
         buffers: of the modules.
         arithmetic: how gradients are added up.
     """
@@ -77,7 +77,9 @@ class Reducer:
         self._params = [parameter for _, parameter in named]
         self.buffers = buffers
         self._arithmetic = arithmetic or Floating()
-        self._sets = [Buckets(self._params, self._arithmetic.sum_dtype)]
+        self._order: list[int] = []
+        "in which the parameters are laid out"
+        self._sets = [self._laid_out()]
         "by number of the backward in a body"
         self._group = Group(0, 0, 1, None)
         self._plan = StepPlan(0, 0, 0, 1)
@@ -139,6 +141,8 @@ class Reducer:
         "checksum of a piece of the weights"
         self.drift = False
         "members' weights may differ in what kernels make of them"
+        self.came: list[int] = []
+        "parameters, as their gradients came in the rehearsal"
         self.gathered: set[int] = set()
         "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
         self.samples = 0
@@ -152,10 +156,19 @@ class Reducer:
 
     # ----------------------------------------------------------------------------------------- steps and bodies
 
-    def attach(self, group: Group) -> None:
-        """Reduce over another generation's group from now on."""
+    def attach(self, group: Group, order: Sequence[int] = ()) -> None:
+        """Reduce over another generation's group from now on.
+
+        Args:
+            group: its group.
+            order: in which all its members lay their parameters out, see `Buckets`.
+        """
         if self._group.broken is not None:
             self._forget()  # a late peer may still write into them
+        if self._order != list(order):
+            self._order = list(order)
+            self._sets = [self._laid_out() for _ in self._sets]
+            self._speakers.forget()
         self._arithmetic.forget()
         self.buffers.attach()
         self._idle.forget()
@@ -225,7 +238,7 @@ class Reducer:
     def before_backward(self) -> None:
         """Put gradients aside that are there already: of the round before, or left by the user on purpose."""
         while len(self._sets) <= self._number:
-            self._sets.append(Buckets(self._params, self._arithmetic.sum_dtype))
+            self._sets.append(self._laid_out())
             self._sets[-1].lay(plain=self._plain)
             self._touched.append([False] * len(self._params))
         self._buckets.ensure()
@@ -348,6 +361,9 @@ class Reducer:
 
     # ---------------------------------------------------------------------------------------------- reduction
 
+    def _laid_out(self) -> Buckets:
+        return Buckets(self._params, self._arithmetic.sum_dtype, self._order)
+
     @property
     def _buckets(self) -> Buckets:
         return self._sets[self._number]
@@ -357,6 +373,8 @@ class Reducer:
 
         def hook(parameter: torch.Tensor) -> None:
             if not self._adding:
+                if not self._live:
+                    self.came.append(index)
                 return
             if self.interrupted:
                 parameter.grad = None

@@ -88,6 +88,10 @@ class Speakers:
                 hook = self._make_hook(index)
                 self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def forget(self) -> None:
+        """The buckets are others: what was learned says nothing of them."""
+        self._each_for_itself()
+
     def _each_for_itself(self) -> None:
         self.learned, self._broken = None, False
         self.spoken_for = [[index] for index in range(len(self._params))]

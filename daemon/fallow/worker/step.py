@@ -285,6 +285,7 @@ class Step:
                 self.rehearsing = False
                 gate.in_body = False
             del batch
+            member.prepared.order = list(dict.fromkeys(member.reducer.came))
             self.watch.end_body(void=True, trained=False)
             self.watch.check_others(others)
             self.phases.end_body()

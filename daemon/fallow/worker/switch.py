@@ -97,6 +97,7 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
     prepared.load(objects)
     if isinstance(modes, list):
         prepared.modes.load(modes)
+    prepared.order = msgspec.convert(tree.get("order", prepared.order), list[int])
     return msgspec.convert(tree["position"], Position)
 
 
@@ -170,6 +171,7 @@ def exchange(
             # Where they differ, bodies begin by switching them: this is what the receivers' do, too.
             agree = len({views[rank].modes for rank in donors}) == 1
             tree["modes"] = modes if agree else None
+            tree["order"] = prepared.order
             standing.supply = Supply(group, prepared, tree, pieces, whole=whole)
             standing.supply.wait_early()
         else:

@@ -174,7 +174,7 @@ class Turn:
             place.over = done.over
         if newcomer:
             place.joined, place.since = True, group.generation
-        member.reducer.attach(group)
+        member.reducer.attach(group, member.prepared.order)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
         at = place.position
         member.ledger.add(Start(generation=group.generation, first_step=at.step))
