@@ -604,9 +604,9 @@ class Halves(torch.nn.Module):
         super().__init__()
         self.halves = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(2))
     def forward(self, x):
-        first = os.environ.get("FALLOW_WORKER", "w0") != "w0"
+        first = os.environ.get("FALLOW_WORKER", "w0") != "w0" or os.environ.get("RANK", "0") != "0"
         y = {number: self.halves[number](x) for number in (first, not first)}
-        return y[0] + y[1]
+        return y[0] + 2 * y[1]
 run = fallow.init()
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -628,6 +628,18 @@ def test_members_whose_gradients_come_in_another_order(box: Box, plain: Callable
     done = box.finish(box.local("-c", TURNED, str(box.folder / "result.json"), schedule="+1@10,kill:0@20"))
     done.trained(40, 640)
     assert done.members == [["w0", "w1"], ["w0", "w1", "w2"], ["w1", "w2"]]
+    assert done.result == plain("-c", TURNED, "RESULT")
+
+
+def test_ranks_of_a_fixed_world_whose_gradients_come_in_another_order(
+    box: Box, plain: Callable[..., dict[str, Any]]
+) -> None:
+    """Which tells it in its first step."""
+    script = box.folder / "turned.py"
+    script.write_text(TURNED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = box.finish(box.start(*launcher, str(script), str(box.folder / "result.json")))
+    assert done.code == 0, done.stderr
     assert done.result == plain("-c", TURNED, "RESULT")
 
 

@@ -141,8 +141,8 @@ class Reducer:
         "checksum of a piece of the weights"
         self.drift = False
         "members' weights may differ in what kernels make of them"
-        self.came: list[int] = []
-        "parameters, as their gradients came in the rehearsal"
+        self._came: list[int] | None = []
+        "parameters, as their gradients come; None: their order was taken"
         self.gathered: set[int] = set()
         "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
         self.samples = 0
@@ -173,6 +173,11 @@ class Reducer:
         self.buffers.attach()
         self._idle.forget()
         self._group = group
+
+    def take_order(self) -> list[int] | None:
+        """Indices of all parameters, as the first gradients came, then those without; None: it was taken before."""
+        came, self._came = self._came, None
+        return None if came is None else list(dict.fromkeys([*came, *reversed(range(len(self._params)))]))
 
     def begin_step(self, plan: StepPlan) -> None:
         """Start a step; contributions of an interrupted one are dropped."""
@@ -372,9 +377,9 @@ class Reducer:
         params, speakers, add, strided = self._params, self._speakers, self._arithmetic.add, torch.strided
 
         def hook(parameter: torch.Tensor) -> None:
+            if self._came is not None and (self._adding or not self._live):
+                self._came.append(index)
             if not self._adding:
-                if not self._live:
-                    self.came.append(index)
                 return
             if self.interrupted:
                 parameter.grad = None

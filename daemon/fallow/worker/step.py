@@ -285,7 +285,7 @@ class Step:
                 self.rehearsing = False
                 gate.in_body = False
             del batch
-            member.prepared.order = list(dict.fromkeys(member.reducer.came))
+            member.prepared.order = member.reducer.take_order() or []
             self.watch.end_body(void=True, trained=False)
             self.watch.check_others(others)
             self.phases.end_body()

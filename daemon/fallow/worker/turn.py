@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from fallow.core.shares import Division
 from fallow.model import Active, Aligned, CheckpointDamaged, FallowError, Left, Parts, Prepare
@@ -65,6 +66,7 @@ class Turn:
                 self._switch(planned=False)
                 return
             self._divide()
+            self._lay_out()
 
     def join(self) -> None:
         """Take part in the first generation of this worker."""
@@ -114,6 +116,21 @@ class Turn:
         member.division = old.revised(member.loader.shards, control.paces, member.place.position.step)
         if member.division is not old:
             member.replan()
+
+    def _lay_out(self) -> None:
+        """After the first step of a fixed world, which has no rehearsal: gradients come as on the first rank."""
+        group, reducer = self._member.group, self._member.reducer
+        came = reducer.take_order()
+        if came is None or group.size == 1:
+            return
+        order = torch.tensor(came)
+        group.broadcast(order, 0)
+        try:
+            group.wait()
+        except Interrupted:
+            self._switch(planned=False)
+            return
+        reducer.attach(group, order.tolist())
 
     def _switch(self, planned: bool) -> None:
         """Go over to the next committed generation, as often as it takes until one stands."""
