@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fallow.cli.dry_run import base_start
 from fallow.cli.main import invoke
 from fallow.cli.submit import find_script
 from fallow.control.protocol import BaseJob, NewRun
 from fallow.files import Paths, read_struct
-from fallow.model import Exit, FallowError, Prospect, WouldAsk
+from fallow.model import BaseStart, Exit, FallowError, Prospect, WouldAsk
 
 SCRIPT = "#!/bin/sh\n#SBATCH -A acc\n#FALLOW nodes=1:4\nfallow run -- python t.py\n"
 
@@ -227,6 +229,20 @@ def test_wrap_and_standard_input(site: Site, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("sys.stdin", script)
         assert invoke(["submit"]) == 0
     assert site.sbatch["stdin"] == SCRIPT
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "Job 7 to start at 2026-01-31T12:00:00 using 4 processors on nodes n[1-2] in partition p",  # 22.05
+        "Job 7 to start at 2026-01-31T12:00:00 a using 8 processors on nodes n[1-2] in partition p",  # 25.11
+        "Job 7 to start at 2026-01-31T12:00:00 on cluster c a using 8 processors on nodes n[1-2] in partition p",
+        "Job 7 to start at 2026-01-31T12:00:00 using 12 processors on n[1-2]",  # a heterogeneous one
+    ],
+)
+def test_what_sbatch_says_of_the_start_of_a_job_is_read(says: str) -> None:
+    wanted = BaseStart(says=says, start_at=datetime(2026, 1, 31, 12).timestamp(), nodes=["n1", "n2"])
+    assert base_start(says) == wanted
 
 
 def test_dry_run_submits_nothing(

@@ -32,7 +32,8 @@ REFUSED = 1
 NAME = "fallow-dry-run"
 """Job name for `sbatch --test-only`."""
 
-_START = re.compile(r"to start at (\S+) using \d+ processors on nodes (\S+)")
+# From 25.05 on with the cluster and a stray "a"; of heterogeneous jobs without "nodes".
+_START = re.compile(r"to start at (\S+)(?: on cluster \S+)?(?: a)? using \d+ processors on (?:nodes )?(\S+)")
 
 
 def dry_run(plan: Submission, source: Path | None) -> DryRun:
