@@ -722,3 +722,18 @@ def test_leaving_the_loop_in_the_middle_of_a_step(leaves: int | str, refused: bo
     with pytest.raises(FallowError, match="left in the middle of a step") if refused else contextlib.nullcontext():
         script.run.barrier()
         assert script.run.step == (leaves != 0)
+
+
+def test_an_exception_on_its_way_out_of_the_loop_is_the_scripts_own(script: Script) -> None:
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        raise ZeroDivisionError
+
+    def train() -> None:
+        try:
+            script.train(body)
+        finally:
+            script.run.barrier()
+
+    with pytest.raises(ZeroDivisionError):
+        train()

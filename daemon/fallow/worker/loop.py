@@ -152,7 +152,7 @@ class Loop:
                     "the script",
                     Exit.DATA,
                 )
-            if self.step.left_amid:
+            if self.step.left_amid and sys.exc_info()[0] is None:  # else that is what the script ends by
                 self._left_amid(script)
             self._member.place.position.left = True
             self._agree_on_end(script=script)
