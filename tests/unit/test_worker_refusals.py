@@ -737,3 +737,37 @@ def test_an_exception_on_its_way_out_of_the_loop_is_the_scripts_own(script: Scri
 
     with pytest.raises(ZeroDivisionError):
         train()
+
+
+@pytest.mark.parametrize(("how", "refused"), [("by hand", True), ("one shard", False), ("phases", False)])
+def test_weights_that_change_between_two_backwards(how: str, refused: bool, script: Script) -> None:
+    """Sharpness-aware minimization: the second gradient is that of weights which the first one has moved."""
+    if how == "one shard":
+        script.loader = DataLoader(script.loader.dataset, 6)
+    moved: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def first(x: torch.Tensor) -> None:
+        script.loss(x).backward()
+        if script.run.final_shard:
+            moved[:] = [(p, 0.1 * p.grad) for p in script.model.parameters() if p.grad is not None]
+            for parameter, way in moved:
+                parameter.detach().add_(way)
+        script.optimizer.zero_grad()
+
+    def second(x: torch.Tensor) -> None:
+        script.loss(x).backward()
+        if script.run.final_shard:
+            for parameter, way in moved:
+                parameter.detach().sub_(way)
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+    def body(x: torch.Tensor) -> None:
+        if how != "phases" or script.run.phase("first"):
+            first(x)
+        if how != "phases" or script.run.phase("second"):
+            second(x)
+
+    expected = pytest.raises(FallowError, match="weights were changed by hand between two backwards of a body")
+    with expected if refused else contextlib.nullcontext():
+        script.train(body)

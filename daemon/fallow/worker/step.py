@@ -396,6 +396,13 @@ class Step:
             if self.watch.wrote():
                 # From here on the weights are sent to newcomers only while nobody computes.
                 self._member.standing.whole = True
+        elif self.final_shard and not gate.single and self.watch.wrote_again():
+            raise gate.refuse(
+                "weights were changed by hand between two backwards of a body, as in sharpness-aware minimization: the "
+                "bodies before a member's last one have no gradients to do it by, and their second backward would see "
+                "other weights; put each part under `if run.phase(name):`, and what changes weights behind the "
+                "backward, under `if run.final_shard:`"
+            )
         self.phases.before_backward()
         gate.in_backward = gate.trained = True
         self._backwards += 1

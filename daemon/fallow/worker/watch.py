@@ -51,7 +51,7 @@ class Watch:
         "no step of this call has ended: its bodies may still set things up"
         self._sizes: list[tuple[str, torch.Size, torch.dtype]] = []
         "of the buffers, when the call began"
-        self._versions = self._frozen_versions = 0
+        self._versions = self._frozen_versions = self._seen_version = 0
         self._before_step: list[int] = []
         self._strangers: WeakSet[Any] = WeakSet()
         "objects that were not prepared and have acted in the body at work"
@@ -189,7 +189,12 @@ class Watch:
 
     def wrote(self) -> bool:
         """Whether this body has changed weights until now. What is written to `.data` is not seen."""
-        return _version(self._weights) != self._versions
+        self._seen_version = _version(self._weights)
+        return self._seen_version != self._versions
+
+    def wrote_again(self) -> bool:
+        """Likewise, since `wrote` was asked."""
+        return _version(self._weights) != self._seen_version
 
     def acts(self, thing: Any) -> None:
         """An optimizer, a moving average or a GradScaler acts.
