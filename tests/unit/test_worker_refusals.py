@@ -771,3 +771,16 @@ def test_weights_that_change_between_two_backwards(how: str, refused: bool, scri
     expected = pytest.raises(FallowError, match="weights were changed by hand between two backwards of a body")
     with expected if refused else contextlib.nullcontext():
         script.train(body)
+
+
+def test_what_a_body_gives_to_an_optimizer_is_held_by_it(script: Script) -> None:
+    script.optimizer = torch.optim.SGD(script.model[2].parameters(), lr=0.1)
+    before = script.model[0].weight.clone()
+
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        if script.run.final_shard and script.run.step == 0:
+            script.optimizer.add_param_group({"params": script.model[0].parameters()})
+
+    script.train(body)
+    assert not torch.equal(before, script.model[0].weight)

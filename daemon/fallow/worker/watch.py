@@ -165,12 +165,17 @@ class Watch:
         """
         self._first = False
         for (at, name, parameter), version in zip(self._alone, self._before_step, strict=True):
-            if parameter._version != version and touched()[at]:
+            if parameter._version != version and touched()[at] and not self._held(parameter):
                 raise FallowError(
                     f"{name} was trained, but no prepared optimizer holds it: the state of its optimizer would not "
                     "reach a member that joins; write run.prepare(model, optimizer, ...)",
                     Exit.DATA,
                 )
+
+    def _held(self, parameter: nn.Parameter) -> bool:
+        """A body may have given it to an optimizer, by add_param_group."""
+        groups = [group for optimizer in self._prepared.optimizers for group in optimizer.param_groups]
+        return any(parameter is held for group in groups for held in group["params"])
 
     # --------------------------------------------------------------------------------------------------- bodies
 
