@@ -784,3 +784,20 @@ def test_what_a_body_gives_to_an_optimizer_is_held_by_it(script: Script) -> None
 
     script.train(body)
     assert not torch.equal(before, script.model[0].weight)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_buffers_that_come_apart_are_found_where_bits_count(reproducible: bool) -> None:
+    """By a forward in train mode behind the backward, say. Else the next broadcast brings them together."""
+    run = Run(None, None, Group(0, 0, 1, None))
+    model = run.prepare(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), reproducible=reproducible)
+    watch = run._loop.step.watch
+
+    def told() -> list[int]:
+        return [watch.agreement(step, settled=True) for step in range(6)]
+
+    before = told()
+    assert told() == before
+    model[1].running_var += 1
+    assert (told() != before) is reproducible
+    assert watch.agreement(0, settled=False) == watch.agreement(1, settled=False), "a newcomer may not have them yet"

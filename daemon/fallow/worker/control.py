@@ -167,10 +167,11 @@ def check(
     unlike = unlike or (frozen != 0 and got.frozen != (size - got.skipped) * frozen)
     if got.contributors == size and got.step == size * plan.step and unlike:
         raise Apart(
-            f"at step {plan.step}: the members' weights, learning rates, frozen parameters or counts of acting steps "
-            f"differ{_whose(control)}; every prepared object has to act alike on all members: no `if` around it that "
-            "depends on the rank, on a count of bodies (use run.step) or on this member's own loss (use run.mean), and "
-            "no other code changes weights",
+            f"at step {plan.step}: the members' weights, learning rates, buffers, frozen parameters or counts of "
+            f"acting steps differ{_whose(control)}; every prepared object has to act alike on all members: no `if` "
+            "around it that depends on the rank, on a count of bodies (use run.step) or on this member's own loss (use "
+            "run.mean); and no other code changes weights, nor buffers (a forward in train mode behind the backward), "
+            "nor gradients by random numbers (draw them in the optimizer's step)",
         )
     wanted = {
         "members": (got.contributors, size),

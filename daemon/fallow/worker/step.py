@@ -94,7 +94,8 @@ class Step:
         self.watch.begin_step()
         self._bodies = 0
         # In its first step a newcomer's optimizers may still be under way.
-        reducer.agreement = self.watch.agreement(rates=self._fed is not None and self._fed[0] == generation)
+        settled = self._fed is not None and self._fed[0] == generation
+        reducer.agreement = self.watch.agreement(at.step, settled=settled)
         reducer.piece = self.watch.piece(at.step)
         self.means.begin_step()
         self.shards = loader.shards

@@ -137,20 +137,25 @@ class Watch:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def agreement(self, *, rates: bool) -> int:
+    def agreement(self, step: int, *, settled: bool) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
-        Hyperparameters (with `rates`), and how often each object has acted in this generation.
+        How often each object has acted in this generation; where all of the state is here (`settled`) hyperparameters,
+        and in a reproducible run a piece of one buffer, another one in each step.
         """
+        there = (self._rates(), self._piece_of_a_buffer(step)) if settled else ()
         # Numbers only: other hashes differ by process.
-        return hash((tuple(self._prepared.acts), self._rates() if rates else ())) & 0xFFFFFFFF
+        return hash((tuple(self._prepared.acts), there)) & 0xFFFFFFFF
+
+    def _piece_of_a_buffer(self, step: int) -> int:
+        buffers = self._prepared.buffers() if self._prepared.reproducible else []
+        return _checksum(buffers[step % len(buffers)]) if buffers else 0
 
     def piece(self, step: int) -> int:
         """A checksum of a piece of one parameter, another one in each step; 32 bits."""
         if not self._trainable:
             return 0
-        weights = self._trainable[step % len(self._trainable)][1].detach().reshape(-1)[:_CANARY]
-        return zlib.crc32(as_bytes(weights.to("cpu").contiguous()).numpy().data)
+        return _checksum(self._trainable[step % len(self._trainable)][1])
 
     def begin_step(self) -> None:
         """Remember the weights that no prepared optimizer may change."""
@@ -376,6 +381,11 @@ class _NoForward:
 def _version(parameters: list[nn.Parameter]) -> int:
     """Changes when one of them is written to."""
     return sum(map(_its_version, parameters))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of its beginning; 32 bits."""
+    return zlib.crc32(as_bytes(tensor.detach().reshape(-1)[:_CANARY].to("cpu").contiguous()).numpy().data)
 
 
 def _own_collectives() -> int:
