@@ -113,6 +113,11 @@ def main() -> None:
         case.step()
         case.model.bias.requires_grad_(not case.run.is_main)
 
+    def rests(case: Case) -> None:
+        case.step()
+        if case.run.final_shard and case.run.is_main:
+            case.model.eval()
+
     def drifts(case: Case) -> None:
         case.step()
         if case.run.final_shard:
@@ -140,6 +145,7 @@ def main() -> None:
         "is_main": case().train(lambda own: own.step(when=own.run.is_main)),
         "own rate": case().train(decays),
         "own freezing": case().train(freezes),
+        "own evaluation": case().train(rests),
         "own weights": case().train(drifts),
         "skips": case().train(Case.step, skips),
         "left": case().train(Case.step, leave=lambda own: at_step(own, 1)),

@@ -282,6 +282,7 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
         assert done.result[fine] == pytest.approx(alone[fine], abs=1e-12)
     for wrong, step in (("counts bodies", 1), ("is_main", 1), ("own rate", 1), ("own freezing", 1)):
         assert done.result[wrong].startswith(f"at step {step}: the members' weights"), wrong
+    assert done.result["own evaluation"].startswith("at step 1: some prepared modules are in eval() on some")
     assert isinstance(done.result["own weights"], list), "brought together"
     assert "this member's weights were not those of the others at step" in done.stderr
     assert "changes with each body" in alone["own rate"]

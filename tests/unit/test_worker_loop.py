@@ -952,6 +952,21 @@ def test_what_an_exchange_tells_all_members_is_no_members_own_failure() -> None:
         control.check(told(samples=7.0), plan, 2, 0, 7, drift=False)
 
 
+@pytest.mark.parametrize(("skipped", "sums"), [(0.0, 18.0), (1.0, 9.0)])
+def test_which_modules_rest_must_be_the_same_on_all_members_that_make_a_backward(skipped: float, sums: float) -> None:
+    plan = control.StepPlan(3, 8, 5, 2)
+
+    def check(resting: float, mine: int) -> None:
+        head = control.Head(2.0, 0.0, 0.0, 6.0, 0.0, 8.0, 5.0, 2.0, 0.0, 14.0, skipped, resting=resting)
+        told = control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [])
+        control.check(told, plan, 2, 0, 7, resting=mine, drift=False)
+
+    check(sums, 9)
+    check(sums, 0)
+    with pytest.raises(Apart, match=r"^at step 3: some prepared modules are in eval\(\) on some members"):
+        check(sums + 1.0, 9)
+
+
 def test_who_came_first_decides_how_a_step_is_cut() -> None:
     """If those do not agree the script is wrong; else newcomers, and the others do without them."""
     old, new, odd = control.Cutting(2, 4, 1), control.Cutting(2, 4, 3), control.Cutting(4, 2, 3)

@@ -559,6 +559,26 @@ def test_what_a_body_switches_behind_its_backward_counts_from_the_next_step_on(s
     assert seen == [(step, step < 2, step < 2) for step in range(4) for _ in range(3)]
 
 
+def test_members_tell_each_other_which_modules_rest_in_the_final_backward(script: Script) -> None:
+    told = []
+
+    def body(x: torch.Tensor) -> None:
+        if script.run.final_shard:
+            script.model[1].train(script.run.step != 1)  # for the backward of this very body, and those after it
+        script.usual(x)
+        if script.run.final_shard:
+            reducer = script.run._member.reducer
+            told.append((reducer.resting, reducer.control.head.resting, reducer.frozen))
+        script.model.eval()  # an evaluation
+        script.model.train()
+
+    script.train(body, epochs=2)
+    ours, sums, frozen = zip(*told, strict=True)
+    assert ours == sums
+    assert 0 != ours[0] == ours[2] == ours[3] != ours[1] != 0
+    assert len(set(frozen)) == 1
+
+
 def test_what_a_body_switches_once_and_for_all_before_its_backward_stays(script: Script) -> None:
     done = []
 

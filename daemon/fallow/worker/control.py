@@ -45,6 +45,8 @@ class Head(NamedTuple):
     "1: the member with shard 0 has changed its buffers"
     frozen: float = 0.0
     "which parameters are frozen in the final body, a checksum; nothing where that made no backward"
+    resting: float = 0.0
+    "likewise, which modules rest (`eval()`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,15 @@ def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
 
 
 def check(
-    control: Control, plan: StepPlan, size: int, rounds: int, agreement: int, *, frozen: int = 0, drift: bool
+    control: Control,
+    plan: StepPlan,
+    size: int,
+    rounds: int,
+    agreement: int,
+    *,
+    frozen: int = 0,
+    resting: int = 0,
+    drift: bool,
 ) -> None:
     """Compare the sums with what the plan says.
 
@@ -149,6 +159,7 @@ def check(
         rounds: finished ones in this step.
         agreement: this member's; all must have the same.
         frozen: likewise, of those whose final body made a backward; 0: this one's did not.
+        resting: likewise.
         drift: the members' weights may differ.
 
     Raises:
@@ -165,13 +176,21 @@ def check(
         )
     unlike = got.agreement != size * agreement or (control.drifted and not drift)
     unlike = unlike or (frozen != 0 and got.frozen != (size - got.skipped) * frozen)
-    if got.contributors == size and got.step == size * plan.step and unlike:
+    together = got.contributors == size and got.step == size * plan.step
+    if together and unlike:
         raise Apart(
             f"at step {plan.step}: the members' weights, learning rates, buffers, frozen parameters or counts of "
             f"acting steps differ{_whose(control)}; every prepared object has to act alike on all members: no `if` "
             "around it that depends on the rank, on a count of bodies (use run.step) or on this member's own loss (use "
             "run.mean); and no other code changes weights, nor buffers (a forward in train mode behind the backward), "
             "nor gradients by random numbers (draw them in the optimizer's step)",
+        )
+    if together and resting and got.resting != (size - got.skipped) * resting:
+        raise Apart(
+            f"at step {plan.step}: some prepared modules are in eval() on some members and in train() on others, so "
+            "what dropout and batch norm do would depend on who computes which shard; where one member alone "
+            "evaluates, write `model.train()` behind that, on the same branch, or for a model that is never trained "
+            "`eval()` before the loop, on all members",
         )
     wanted = {
         "members": (got.contributors, size),

@@ -2,7 +2,7 @@
 
 It belongs to the state that a newcomer needs, since its script has not come by the lines that switched it. Members need
 not agree on it between two bodies: one of them may evaluate and leave the model in `eval()`, which the next body ends.
-So it is told to others only where all who have the state agree.
+So it is told to newcomers only where all who have the state agree; in the final body's backward all must.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ class Modes:
         """32 bits that are the same where the same parameters were frozen in the last backward."""
         assert self._seen is not None
         return hash(self._seen[0]) & 0xFFFFFFFF
+
+    def resting(self) -> int:
+        """Likewise, 32 bits of which modules rested."""
+        assert self._seen is not None
+        return hash(self._seen[1]) & 0xFFFFFFFF
 
     def _flags(self) -> Flags:
         return tuple(map(_learns, self._weights)), tuple(map(_works, self._submodules))

@@ -137,6 +137,8 @@ class Reducer:
         "32 bits that must be the same on all members in this step"
         self.frozen = 0
         "likewise, of what is frozen in the final body; 0: that made no backward"
+        self.resting = 0
+        "likewise, of modules in eval()"
         self.piece = 0
         "checksum of a piece of the weights"
         self.drift = False
@@ -203,7 +205,7 @@ class Reducer:
         self.switch, self.checkpoint = 0, False
         self._losses = []
         self.samples = self.crc = 0
-        self.frozen = 0
+        self.frozen = self.resting = 0
 
     def begin_body(self, shard: int, weight: float, *, final: bool, live: bool) -> None:
         """Start a body.
@@ -487,6 +489,7 @@ class Reducer:
             ended=float(self.ended),
             buffers=float(self.buffers.changed),
             frozen=float(self.frozen),
+            resting=float(self.resting),
         )
         self.read_losses()
         losses = [0.0] * plan.shards
@@ -520,7 +523,14 @@ class Reducer:
             self._group.interrupt("a member's script has ended inside of the loop")
             raise Interrupted("a member's script has ended inside of the loop")
         ctl.check(
-            control, self._plan, self._group.size, self.rounds, self.agreement, frozen=self.frozen, drift=self.drift
+            control,
+            self._plan,
+            self._group.size,
+            self.rounds,
+            self.agreement,
+            frozen=self.frozen,
+            resting=self.resting,
+            drift=self.drift,
         )
         late = self._idle.count(self._plan.phase, self.rounds, self._buckets.all, control.touched)
         for bucket in late:

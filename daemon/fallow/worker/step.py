@@ -392,7 +392,7 @@ class Step:
         reducer, modes = self._member.reducer, self._member.prepared.modes
         modes.see()
         if self.final_shard and not self._backwards:
-            reducer.frozen = modes.frozen()
+            reducer.frozen, reducer.resting = modes.frozen(), modes.resting()
             self._member.ledger.begin_flush()
             if self.watch.wrote():
                 # From here on the weights are sent to newcomers only while nobody computes.
