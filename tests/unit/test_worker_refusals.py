@@ -633,6 +633,39 @@ def test_gradients_gathered_over_steps_where_the_membership_can_change(how: str,
         train()
 
 
+@pytest.mark.parametrize("how", ["none", "zeros", "kept", "done again"])
+def test_gradients_that_another_networks_loss_has_left_may_be_dropped_between_two_backwards(how: str) -> None:
+    """As a GAN's loop does whose critic's loss reaches the generator, too."""
+    trained = []
+    for elastic in (False, True):
+        script = Script()
+        make, judge = nn.Linear(3, 3), nn.Linear(3, 1)
+        makes, judges = (torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (make, judge))
+        *_, loader = script.run.prepare(make, judge, makes, judges, script.loader, global_batch=6)
+        reducer = script.run._member.reducer
+        reducer.elastic = elastic
+        attempts = 0
+        refused = elastic and how in ("kept", "done again")
+        with pytest.raises(FallowError, match="gathered over several steps") if refused else contextlib.nullcontext():
+            for (x,) in script.run.steps(loader, epochs=2):
+                judges.zero_grad()
+                (judge(x).mean() - judge(make(x)).mean()).backward()
+                if script.run.final_shard and script.run.step == 1:
+                    attempts += 1
+                    if how == "done again" and attempts == 1:
+                        reducer.interrupted = reducer.again = True
+                        continue
+                if how in ("none", "zeros"):
+                    makes.zero_grad(set_to_none=how == "none")
+                judge(make(x)).square().mean().backward()
+                makes.step()
+                judges.step()
+        assert script.run.step == (1 if refused else 4)
+        assert attempts == 1 + (how == "done again")
+        trained.append([p.tolist() for p in (*make.parameters(), *judge.parameters())])
+    assert (trained[0] == trained[1]) == (how in ("none", "zeros"))
+
+
 @pytest.mark.parametrize("bad", [1, 2, 5])
 def test_a_skipped_shard_is_zeros_and_everything_else_goes_on(bad: int, script: Script) -> None:
     """Shard 5 is the final body of the second step: clipping and schedule must act there all the same."""

@@ -377,7 +377,9 @@ class Prepared:
 
 
 def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
-    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+    """True if one of them has a gradient."""
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in parameters and parameter.grad is not None for parameter in held)
 
 
 def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:

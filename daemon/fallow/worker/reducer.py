@@ -146,7 +146,7 @@ class Reducer:
         self._came: list[int] | None = []
         "parameters, as their gradients come; None: their order was taken"
         self.gathered: set[int] = set()
-        "ids of parameters with a gradient from before this step, which would be lost if the membership changed"
+        "ids of parameters whose gradient has a part from before this step, which a newcomer would not have"
         self.samples = 0
         self.crc = 0
         self.flags: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
@@ -197,6 +197,8 @@ class Reducer:
         self.buffers.begin_step()
         self.skipped = False
         self.gathered.clear()
+        if self.elastic:
+            self.gathered.update(id(self._params[index]) for index in self._left)
         self.rounds = 0
         self.control = None
         self.used = False
@@ -252,6 +254,8 @@ class Reducer:
         if self._in_backward and self._live and not self._adding:
             self._hold()  # the last backward raised, and the script goes on
         self._in_backward = True
+        if self.gathered and self.rounds:
+            self._ungather()
         # Zeros that zero_grad(set_to_none=False) has left are no gradient: a newcomer has none in their place.
         grads = [(index, grad) for index, grad in enumerate(map(_grad, self._params)) if grad is not None]
         left = self._live and bool(grads) and (self.rounds > 0 or not all_zero([grad for _, grad in grads]))
@@ -268,6 +272,15 @@ class Reducer:
         for bucket in self._buckets.all:
             bucket.launched = False
         self._next = 0
+
+    def _ungather(self) -> None:
+        """Between two backwards of the final body the script may have dropped what it had left."""
+        assert self.control is not None
+        for index, parameter in enumerate(self._params):
+            grad = parameter.grad
+            # Zeros, too, if a newcomer has them: the round gave it something to make them of.
+            if grad is None or (self.control.touched[index] and not grad.any()):
+                self.gathered.discard(id(parameter))
 
     def _put_aside(self, index: int, grad: torch.Tensor, *, left: bool) -> None:
         if left and (self.rounds or bool(grad.any())):
