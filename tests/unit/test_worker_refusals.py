@@ -466,6 +466,38 @@ def test_parameters_that_come_later(script: Script) -> None:
         next(script.run.steps(script.run._member.loader))
 
 
+@pytest.mark.parametrize("what", ["module", "parameter", "exchanged", "elsewhere", "again"])
+def test_parameters_that_a_body_adds(what: str, script: Script) -> None:
+    """They were trained by each member for itself, or it was said that learning rates change."""
+
+    def body(x: torch.Tensor) -> None:
+        script.usual(x)
+        if what == "module":
+            script.model.append(nn.Linear(1, 1))
+        elif what == "parameter":
+            script.model[2].scale = nn.Parameter(torch.ones(1))
+        elif what == "exchanged":
+            script.model[2] = nn.Linear(4, 1)
+        elif what == "elsewhere":
+            script.optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+        else:
+            script.model[2] = nn.Sequential(script.model[2], nn.Tanh())[0]
+
+    if what == "again":
+        script.train(body)
+    else:
+        said = {
+            "module": r"adds parameters \(model\.0\.3\) to a prepared module: .* build the whole model before",
+            "parameter": r"adds parameters \(model\.0\.2\.scale\)",
+            "exchanged": r"adds parameters \(model\.0\.2\)",
+            "elsewhere": "holds 2 parameters that belong to no prepared module",
+        }
+        with pytest.raises(FallowError, match=said[what]):
+            script.train(body)
+        assert script.run.step == 0
+    script.model.append(nn.Linear(1, 1))  # the script's own affair, until it begins another loop
+
+
 def test_thawing_in_the_loop(script: Script) -> None:
     script.model[0].requires_grad_(False)
     with pytest.raises(FallowError, match="frozen when it was prepared"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from fallow.core.failures import Apart
 from fallow.model import Exit, FallowError, WorkerReady
+from fallow.worker.additions import additions_seen
 from fallow.worker.capture import backward_seen
 from fallow.worker.clipping import nothing_may_be_clipped
 from fallow.worker.compiled import graphs_cut_at_buckets
@@ -60,7 +61,8 @@ class Loop:
         overlap = nullcontext() if alone else graphs_cut_at_buckets()
         seen = backward_seen(step.before_backward, step.after_backward, step.backward_failed)
         gate.untrained = False
-        with seen, overlap, nothing_may_be_clipped(), acting_seen(step.watch.acts):
+        acting, growing = acting_seen(step.watch.acts), additions_seen(step.watch.adds)
+        with seen, overlap, nothing_may_be_clipped(), acting, growing:
             try:
                 step.begin_call()
                 if not place.joined:

@@ -140,7 +140,7 @@ class Prepared:
             if hasattr(plain, "_wrapped_by_lr_sched"):
                 gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
             setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
-            setattr(thing, "add_param_group", self._unless_received(thing.add_param_group))  # noqa: B010
+            setattr(thing, "add_param_group", self._unless_received(thing))  # noqa: B010
         elif names:
             # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
             cls = type(thing)
@@ -208,15 +208,31 @@ class Prepared:
 
         return gated
 
-    def _unless_received(self, add: Callable[..., None]) -> Callable[..., None]:
-        gate = self._gate
+    def _unless_received(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
+        gate, add = self._gate, optimizer.add_param_group
 
         def gated(*args: Any, **kwargs: Any) -> None:
             # On the script's way to the members' place the group is there already, see `CatchUp`.
             if gate.open or gate.in_body:
                 add(*args, **kwargs)
+            if gate.in_body:
+                strange = self.strangers()
+                if strange:
+                    raise gate.refuse(strange)
 
         return gated
+
+    def strangers(self) -> str:
+        """What to say of prepared optimizers that train what was not prepared; empty: there is nothing."""
+        inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        strange = sum(id(parameter) not in inside for parameter in held if parameter.requires_grad)
+        if not strange:
+            return ""
+        return (
+            f"a prepared optimizer holds {strange} parameters that belong to no prepared module, so their "
+            "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained"
+        )
 
     @property
     def reproducible(self) -> bool:

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
-from fallow.worker.state import as_bytes, encode
+from fallow.worker.state import as_bytes, encode, plain_name
 
 _its_version = attrgetter("_version")
 
@@ -46,6 +46,8 @@ class Watch:
         "those that are not; the script may change them by hand, as it does with a moving average"
         self._alone: list[tuple[int, str, nn.Parameter]] = []
         "trainable ones, with their numbers, that no prepared optimizer holds"
+        self._parts: dict[int, str] = {}
+        "names of the prepared modules and of all modules in them, by id"
         self._hooks: list[Any] = []
         self._first = True
         "no step of this call has ended: its bodies may still set things up"
@@ -84,6 +86,11 @@ class Watch:
                 "before run.prepare, members must agree on it",
                 Exit.DATA,
             )
+        self._parts = {
+            id(part): plain_name(f"model.{number}.{name}").rstrip(".")
+            for number, module in enumerate(prepared.modules)
+            for name, part in module.named_modules()
+        }
         prepared.modes.look()
         self._check_optimizers()
         self._check_schedulers()
@@ -100,15 +107,10 @@ class Watch:
 
     def _check_optimizers(self) -> None:
         prepared = self._prepared
-        inside = {id(parameter) for parameter in self._known or ()}
-        held = [p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]]
-        strange = sum(id(parameter) not in inside for parameter in held if parameter.requires_grad)
+        strange = prepared.strangers()
         if strange:
-            raise FallowError(
-                f"a prepared optimizer holds {strange} parameters that belong to no prepared module, so their "
-                "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
-                Exit.DATA,
-            )
+            raise FallowError(strange, Exit.DATA)
+        held = [p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]]
         owned = {id(parameter) for parameter in held}
         self._alone = [(at, name, p) for at, (name, p) in enumerate(self._trainable) if id(p) not in owned]
 
@@ -230,6 +232,23 @@ class Watch:
                 "run.prepare(model, optimizer, ..., it), with all modules that are trained"
             )
         self._strangers.add(thing)
+
+    def adds(self, module: nn.Module, name: str, parameters: list[nn.Parameter]) -> None:
+        """A module gets parameters, by themselves or in another module.
+
+        Raises:
+            FallowError: a body gives a prepared module new ones.
+        """
+        where = self._parts.get(id(module))
+        if where is None or not self._gate.in_body:
+            return
+        known = set(map(id, self._known or ()))
+        if any(id(parameter) not in known for parameter in parameters):
+            raise self._gate.refuse(
+                f"a body adds parameters ({where}.{name}) to a prepared module: there is no place for them in the "
+                "members' sums, and the model of a member that joins is without them; build the whole model before "
+                "run.prepare, and leave what is to come later out of forward until then, or freeze it after run.prepare"
+            )
 
     def check_buffers(self) -> None:
         """Before anything is made of buffers: they are told to the other members, and put back for the next shard.
