@@ -1,4 +1,4 @@
-"""A training for `test_local.py` whose script sets things between its loops: rates, groups, what is frozen, weights.
+"""A training for `test_local.py` whose script sets things between its loops: rates, groups, state, freezing, weights.
 
 It counts its epochs by itself, so a newcomer runs all these lines on its way to the members' place.
 """
@@ -37,6 +37,8 @@ def main() -> None:
     for epoch in range(8):
         if epoch == 2:
             optimizer.add_param_group({"params": list(body.parameters()), "lr": 0.05})
+        if epoch == 1:
+            optimizer.state.clear()
         body.requires_grad_(epoch >= 2)
         rest.train(epoch % 3 != 0)
         for group in optimizer.param_groups:

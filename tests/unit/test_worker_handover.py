@@ -833,14 +833,22 @@ def test_a_member_that_left_its_call_already_gives_and_one_that_has_not_stays_as
 
 def test_what_a_script_changes_on_its_way_to_the_members_is_put_back_as_it_was_received() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
     prepared, catch_up = Prepared(Gate()), CatchUp()
-    prepared.add(model)
-    prepared.add(optimizer)
+    for thing in (model, optimizer, average):
+        prepared.add(thing)
 
     def seen() -> list[object]:
-        return [optimizer.param_groups[0]["lr"], model[1].training, *(w.tolist() for w in prepared.weights())]
+        settings = [optimizer.param_groups[0]["lr"], model[1].training, len(optimizer.state)]
+        return [*settings, *(tensor.tolist() for tensor in switch.state.tensors_in(prepared.export()))]
 
+    def train() -> None:
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+    train()
     received = seen()
     for _ in range(2):  # at each loop that the members are past
         catch_up.keep(prepared)
@@ -849,8 +857,14 @@ def test_what_a_script_changes_on_its_way_to_the_members_is_put_back_as_it_was_r
             model[0].weight.mul_(0.9)
         optimizer.param_groups[0]["lr"] *= 0.5
         model[1].eval()
+        for entry in optimizer.state.values():
+            entry["exp_avg"].zero_()
+        optimizer.state.clear()
+        average.load_state_dict({**model.state_dict(prefix="module."), "n_averaged": torch.tensor(0)})
     catch_up.put_back(prepared)
     assert seen() == received
+    train()
+    assert seen() != received
     model[1].eval()
     catch_up.put_back(prepared)
     assert not model[1].training, "what comes afterwards is the script's own"
