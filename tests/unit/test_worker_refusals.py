@@ -238,6 +238,69 @@ def test_weights_that_change_per_shard(script: Script) -> None:
         script.train(body)
 
 
+def rehearse(script: Script, body: Callable[[torch.Tensor], Any]) -> None:
+    """Under a head a process begins with a void body whose results are thrown away."""
+    loader = script.run.prepare(script.model, script.optimizer, script.loader, global_batch=6)[-1]
+    step = script.run._loop.step
+    with backward_seen(step.before_backward, step.after_backward, step.backward_failed):
+        step.begin_call()
+        for (x,) in step.rehearse(loader):
+            body(x)
+
+
+WEIGHTS = {
+    "clipped behind": "step's last one on this member has changed weights, .* `if run.final_shard:` first",
+    "clipped before": "",
+    "clipped in the final body": "",
+    "decay behind": "step's last one on this member has changed weights, ",
+    "decay before": "each body changes weights before its backward, which would happen once per shard",
+    "decay in the final body": "",
+}
+
+
+@pytest.mark.parametrize("where", ["in steps", "from step 1 on", "rehearsed"])
+@pytest.mark.parametrize("what", WEIGHTS)
+def test_weights_that_each_body_changes_where_autograd_does_not_look(what: str, where: str, script: Script) -> None:
+    """`.data` has no version. To clip in every body is right only if the first of a step has nothing to clip."""
+
+    def change() -> None:
+        if where == "from step 1 on" and script.run.step < 1:
+            return
+        for parameter in script.model.parameters():
+            parameter.data.clamp_(-0.01, 0.01) if "clipped" in what else parameter.data.mul_(0.9)
+
+    def body(x: torch.Tensor) -> None:
+        if "before" in what:
+            change()
+        script.usual(x)
+        if "behind" in what or ("final" in what and script.run.final_shard):
+            change()
+
+    said = WEIGHTS[what] if where != "rehearsed" or "before" not in what else ""
+    with pytest.raises(FallowError, match=said) if said else contextlib.nullcontext():
+        rehearse(script, body) if where == "rehearsed" else script.train(body)
+    if where != "rehearsed":
+        assert script.run.step == (2 if not said else int(where == "from step 1 on"))
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "in the final body"])
+def test_an_optimizers_state_that_is_cleared_in_a_body(where: str, script: Script) -> None:
+    """Before its backward each body of the step comes to the same; behind it, the final body's step would miss it."""
+
+    def body(x: torch.Tensor) -> None:
+        now = script.run.step == 1
+        if now and where == "before":
+            script.optimizer.state.clear()
+        script.usual(x)
+        if now and (where == "behind" or (where != "before" and script.run.final_shard)):
+            script.optimizer.state.clear()
+
+    refused = pytest.raises(FallowError, match=r"an optimizer's state behind its backward.*`if run.final_shard:`")
+    with refused if where == "behind" else contextlib.nullcontext():
+        script.train(body)
+    assert script.run.step == (1 if where == "behind" else 2)
+
+
 def test_weights_that_change_by_one_member_s_gradient(script: Script) -> None:
     """As with one shard for each member, where no body is void: all would train, each by itself."""
 
@@ -528,16 +591,8 @@ def test_buffers_that_grow_in_forward(trained: bool, rehearsed: bool, script: Sc
             loss.backward()
             reached.append(True)
 
-    def rehearse() -> None:
-        loader = script.run.prepare(script.model, script.loader, global_batch=6)[-1]
-        step = script.run._loop.step
-        with backward_seen(step.before_backward, step.after_backward, step.backward_failed):
-            step.begin_call()
-            for (x,) in step.rehearse(loader):
-                body(x)
-
     with pytest.raises(FallowError, match=r"buffer model\.0\.3\.seen changed its shape or type in forward: give it"):
-        rehearse() if rehearsed else script.train(body)
+        rehearse(script, body) if rehearsed else script.train(body)
     assert not reached, "nothing of it was told to other members"
 
 

@@ -91,7 +91,7 @@ class Step:
         pace.begin_phase(member.group, first=at.phase == 0)
         alone = lone(loader.shards, member.group.size, cut.sizes)
         reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase, alone))
-        self.watch.begin_step()
+        self.watch.begin_step(at.step)
         self._bodies = 0
         # In its first step a newcomer's optimizers may still be under way.
         settled = self._fed is not None and self._fed[0] == generation
@@ -274,7 +274,7 @@ class Step:
             gate.open, gate.in_body, gate.stepped, gate.called = False, True, False, False
             gate.single = loader.shards == 1
             self.phases.begin_body(at, 0, rehearsal=True)
-            self.watch.begin_body(void=True)
+            self.watch.begin_body(void=True, rehearsal=True)
             others = self.watch.others()
             self.rehearsing = True
             try:
@@ -391,6 +391,8 @@ class Step:
             )
         reducer, modes = self._member.reducer, self._member.prepared.modes
         modes.see()
+        if not self._backwards:
+            self.watch.before_backward()
         if self.final_shard and not self._backwards:
             reducer.frozen, reducer.resting = modes.frozen(), modes.resting()
             self._member.ledger.begin_flush()

@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 
 from fallow.model import Exit, FallowError
+from fallow.worker.looks import Looks
 from fallow.worker.prepared import Gate, Prepared
 from fallow.worker.reducer import Reducer
 from fallow.worker.state import as_bytes, encode, plain_name
@@ -21,6 +22,12 @@ _its_version = attrgetter("_version")
 
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
+
+_ONCE_PER_SHARD = (
+    "which would happen once per shard: leave it to prepared optimizers, or write `if run.final_shard:` first, as for "
+    "a moving average, a teacher that follows the model or weights that are clipped (an Embedding with max_norm "
+    "changes its weights in forward: leave max_norm out)"
+)
 
 
 class Watch:
@@ -36,6 +43,9 @@ class Watch:
         self._prepared = prepared
         self._gate = gate
         self._elastic = elastic
+        self._looks = Looks(lambda: prepared.optimizers)
+        self._begun = False
+        "a step has ended"
         self._collectives = 0
         "that the script had begun by itself before the body"
         self._known: list[nn.Parameter] | None = None
@@ -159,8 +169,9 @@ class Watch:
             return 0
         return _checksum(self._trainable[step % len(self._trainable)][1])
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Remember the weights that no prepared optimizer may change."""
+        self._looks.begin_step(step)
         self._rates_before = self._calls_before = None
         self._before_step = [parameter._version for _, _, parameter in self._alone]
 
@@ -170,7 +181,7 @@ class Watch:
         Args:
             touched: gives, by parameter, whether it received a gradient in this step.
         """
-        self._first = False
+        self._first, self._begun = False, True
         for (at, name, parameter), version in zip(self._alone, self._before_step, strict=True):
             if parameter._version != version and touched()[at] and not self._held(parameter):
                 raise FallowError(
@@ -186,8 +197,10 @@ class Watch:
 
     # --------------------------------------------------------------------------------------------------- bodies
 
-    def begin_body(self, *, void: bool) -> None:
+    def begin_body(self, *, void: bool, rehearsal: bool = False) -> None:
         """A body begins; `void` as at its end."""
+        # Where the world is fixed there is no rehearsal.
+        self._looks.begin_body(self._weights, void=void, thorough=rehearsal or not (self._elastic or self._begun))
         self._gate.refusal = None
         self._gate.calls = set()
         self._gate.steps = 0
@@ -207,6 +220,15 @@ class Watch:
     def wrote_again(self) -> bool:
         """Likewise, since `wrote` was asked."""
         return _version(self._weights) != self._seen_version
+
+    def before_backward(self) -> None:
+        """The first backward of a body begins.
+
+        Raises:
+            FallowError: it has changed weights in a way that does not come to the same if it is done again.
+        """
+        if self._looks.repeated():
+            raise self._gate.refuse(f"each body changes weights before its backward, {_ONCE_PER_SHARD}")
 
     def acts(self, thing: Any) -> None:
         """An optimizer, a moving average or a GradScaler acts.
@@ -293,12 +315,17 @@ class Watch:
             )
         if self._first:
             self._check_hooks()
-        if void and (self.wrote() or _version(self._frozen) != self._frozen_versions):
+        weights, state = self._looks.behind() if void else (False, False)
+        if void and (weights or self.wrote() or _version(self._frozen) != self._frozen_versions):
             raise FallowError(
-                "a body that is not the step's last one on this member has changed weights, which would happen once "
-                "per shard: leave it to prepared optimizers, or write `if run.final_shard:` first, as for a moving "
-                "average or a teacher that follows the model (an Embedding with max_norm changes its weights in "
-                "forward: leave max_norm out)",
+                f"a body that is not the step's last one on this member has changed weights, {_ONCE_PER_SHARD}",
+                Exit.DATA,
+            )
+        if state:
+            raise FallowError(
+                "a body that is not the step's last one on this member has changed an optimizer's state behind its "
+                "backward, before the step that this backward is a part of: write `if run.final_shard:` before that, "
+                "or do it between two run.steps loops",
                 Exit.DATA,
             )
         if not (void or trained) and self.wrote():
