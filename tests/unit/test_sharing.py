@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core import apportion, reach
+from fallow.core import apportion, reach, sharing
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.gain import Curve, fit
@@ -249,7 +250,9 @@ def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
     assert [w.minutes for w in wishes if isinstance(w, Ask)] == [2]
 
 
-def planned_anew(site: Site, demands: list[Demand], rules: HarvestRules) -> list[Wish]:
+def planned_anew(
+    site: Site, demands: list[Demand], rules: HarvestRules, aims: dict[str, int] | None = None
+) -> list[Wish]:
     """On copies of it all, with nothing that is left of plans before."""
     copies = [msgspec.structs.replace(each, worth=dataclasses.replace(each.worth)) for each in demands if each.worth]
     mine = msgspec.msgpack.decode(msgspec.msgpack.encode(site.mine), type=list[Allocation])
@@ -257,7 +260,8 @@ def planned_anew(site: Site, demands: list[Demand], rules: HarvestRules) -> list
         patch.setattr(apportion, "_APPORTIONED", apportion._Kept(1))
         patch.setattr(apportion, "_ENVELOPES", apportion._Kept(1))
         patch.setattr(reach, "_by_node", reach._by_node.__wrapped__)
-        return plan(site.cluster(), copies, mine, rules)
+        patch.setattr(sharing, "_latest", sharing._Latest())
+        return plan(site.cluster(), copies, mine, rules, aims=aims)
 
 
 @settings(max_examples=150, deadline=None)
@@ -310,3 +314,37 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
             assert site.held(run) >= min(before[run], least)
     else:
         pytest.fail("plans go on and on")
+
+
+def test_targets_are_kept_only_as_long_as_nothing_changes_that_they_come_from() -> None:
+    """No node is idle, so it is all about moves; now and then nothing changes at all."""
+    rng, rules, told = Random(0), RULES, 0
+    site = Site(0, 0)
+    worths, where = {run: Worth(curve(16)) for run in "ab"}, {"a": "pq", "b": "p"}
+    for _ in range(600):
+        run = rng.choice("ab")
+        match rng.randrange(9):
+            case 0 if len(site.mine) < 12:
+                site.give(run, rng.choice("pq"))
+            case 1 if site.mine:
+                site.mine.remove(rng.choice(site.mine))
+            case 2:
+                for allocation in site.mine:
+                    allocation.end_at = NOW + rng.choice([300.0, 7200.0])
+            case 3:
+                pause_s = rng.choice([0.01, 30.0])
+                worths[run] = Worth(curve(rng.choice([4, 16])), weight=rng.choice([0.5, 1.0, 3.0]), pause_s=pause_s)
+            case 4:
+                where[run] = rng.choice(["p", "q", "pq"])
+            case 5:
+                rules = HarvestRules(max_minutes=rng.choice([20, 120]))
+            case 6:
+                rules = HarvestRules(max_nodes=rng.choice([None, 2, 8]))
+        demands = [demand(site, run, 10, worths[run], where[run]) for run in "ab"]
+        aims: dict[str, int] = {}
+        wishes = plan(site.cluster(), demands, site.mine, rules, aims=aims)
+        aims_anew: dict[str, int] = {}
+        assert wishes == planned_anew(site, demands, rules, aims_anew)
+        assert aims == aims_anew
+        told += any(isinstance(wish, GiveBack) for wish in wishes)
+    assert told > 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from fallow.core.backoff import Backoff
 from fallow.core.holes import Part
@@ -35,7 +35,6 @@ class Reach:
         "(sort, node, partition) of those that were found just now"
         self._suspect = unstarted.nodes()
         "nodes that are declined to somebody"
-        self._of_node: Mapping[str, Sequence[str]] | None = None
         self._known: dict[Hashable, frozenset[str]] = {}
         self._by_id: dict[int, tuple[Sort, frozenset[str]]] = {}
         "the same by the sort's identity, which is asked for far more often than its hash is worth; kept with it"
@@ -61,9 +60,17 @@ class Reach:
 
     def of_node(self, node: str) -> Sequence[str]:
         """Names of the partitions that have a node, and may be harvested."""
-        if self._of_node is None:
-            self._of_node = _by_node(tuple([(p.partition, tuple(p.nodes)) for p in self._partitions]))
-        return self._of_node.get(node, ())
+        return self.by_node.get(node, ())
+
+    @cached_property
+    def by_node(self) -> Mapping[str, Sequence[str]]:
+        """Node -> names of the partitions that have it, and may be harvested."""
+        return _by_node(tuple([(p.partition, tuple(p.nodes)) for p in self._partitions]))
+
+    @property
+    def declines(self) -> bool:
+        """Are there nodes that are declined to somebody?"""
+        return bool(self._suspect)
 
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
         """Can they use this node, or this part of it, in any of these partitions?"""

@@ -14,7 +14,7 @@ from fallow.core.holes import Hole, Part
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
 from fallow.core.rules import Demand, HarvestRules, may_take
-from fallow.core.targets import Party, Place, Targets, targets
+from fallow.core.targets import MOVABLE_S, Party, Place, Targets, targets
 from fallow.core.unstarted import Sort
 from fallow.core.worth import Worth, as_many_as, changes
 
@@ -69,7 +69,17 @@ def share_out(
         )
         for demand in demands
     ]
-    return targets(
+    horizon_s, soon_s, cap = stay_s(rules), next_s(between_s), rules.max_nodes
+    # Idle nodes and caps of partitions make more bear on it than is worth comparing.
+    facts = None
+    if not (holes or rules.partition_nodes or reach.declines):
+        open_to = [reach.partitions(demand.sort) for demand in demands]
+        who = [(party.run, party.sort, party.worth, party.room) for party in parties]
+        what = [_as_shared(a, a.token in pending, at, reach) for a in held]
+        facts = horizon_s, soon_s, cap, open_to, who, what, reach.by_node
+        if _latest.found is not None and _latest.facts == facts:
+            return _latest.found
+    found = targets(
         parties,
         held,
         pending,
@@ -78,10 +88,32 @@ def share_out(
         fits,
         offers.elsewhere,
         at=at,
-        horizon_s=stay_s(rules),
-        next_s=next_s(between_s),
-        cap=rules.max_nodes,
+        horizon_s=horizon_s,
+        next_s=soon_s,
+        cap=cap,
     )
+    _latest.facts, _latest.found = facts, found
+    return found
+
+
+class _Latest:
+    """The last targets, and all that they come from: many plans differ from the one before in nothing but the time."""
+
+    facts: object = None
+    "None: more than can be compared"
+    found: Targets | None = None
+
+
+_latest = _Latest()
+
+
+def _as_shared(allocation: Allocation, pending: bool, at: float, reach: Reach) -> tuple[object, ...]:
+    """All of a held node, or of a request, that `targets` looks at while no node is idle."""
+    node = allocation.pinned if pending else next(iter(allocation.nodes), "")
+    end_at = allocation.end_at
+    soon = end_at is not None and end_at - at < MOVABLE_S
+    where = node, reach.nodes.get(node), allocation.partition
+    return allocation, allocation.token, allocation.run, pending, where, soon, allocation.start_at, allocation.ahead
 
 
 LEAST_NEXT_S = 60.0
