@@ -941,3 +941,16 @@ def test_buffers_that_come_apart_are_found_where_bits_count(reproducible: bool) 
     model[1].running_var += 1
     assert (told() != before) is reproducible
     assert watch.agreement(0, settled=False) == watch.agreement(1, settled=False), "a newcomer may not have them yet"
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_scheduler_that_hears_another_loss_is_found_where_bits_count(reproducible: bool, script: Script) -> None:
+    """Of one shard and not run.mean(loss). What is lowered by it may be so at another time on each member."""
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(script.optimizer)
+    script.run.prepare(script.model, script.optimizer, schedule, reproducible=reproducible)
+    watch = script.run._loop.step.watch
+    told = []
+    for loss in (0.5, 0.4, 0.4):
+        schedule.step(loss)
+        told.append(watch.agreement(0, settled=True))
+    assert len(set(told)) == (3 if reproducible else 1)

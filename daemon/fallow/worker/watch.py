@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import distributed, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fallow.model import Exit, FallowError
 from fallow.worker.looks import Looks
@@ -153,11 +154,19 @@ class Watch:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was.
 
         How often each object has acted in this generation; where all of the state is here (`settled`) hyperparameters,
-        and in a reproducible run a piece of one buffer, another one in each step.
+        and in a reproducible run what schedulers hold of their metric, and a piece of one buffer, another one in each
+        step.
         """
-        there = (self._rates(), self._piece_of_a_buffer(step)) if settled else ()
+        there = (self._rates(), self._metrics(), self._piece_of_a_buffer(step)) if settled else ()
         # Numbers only: other hashes differ by process.
         return hash((tuple(self._prepared.acts), there)) & 0xFFFFFFFF
+
+    def _metrics(self) -> tuple[float, ...]:
+        """Unlike ones show in the learning rate only when it is lowered next, and not where one member is left then."""
+        if not self._prepared.reproducible:
+            return ()
+        plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
+        return tuple(float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs))
 
     def _piece_of_a_buffer(self, step: int) -> int:
         buffers = self._prepared.buffers() if self._prepared.reproducible else []
