@@ -10,6 +10,7 @@ from textual.widgets import Input
 from textual.widgets._footer import FooterKey
 from tui_rig import START, Rig, event, member, node_view, run_view, snapshot
 
+from fallow.control.client import START_ADVICE
 from fallow.model import AllocationKind, Exit, FallowError, NodeOwner, RunStatus
 from fallow_tui.screens.dialogs import Confirm, Help
 from fallow_tui.screens.overview import OverviewScreen
@@ -250,6 +251,15 @@ async def test_head_away_keeps_the_last_data_and_comes_back(make_rig: Make) -> N
         assert "not even" in rig.screen()[0]
         await rig.source.send(pilot, snapshot(START + 5))
         assert "● head" in rig.screen()[0]
+
+
+async def test_where_there_is_no_head_it_says_what_to_do(make_rig: Make) -> None:
+    rig = make_rig()
+    async with rig.app.run_test(size=(60, 20)) as pilot:
+        none = f"no head is running for /home/somebody/.local/state/fallow; {START_ADVICE}"
+        await rig.source.send(pilot, FallowError(none, Exit.UNAVAILABLE))
+        assert "✗ no head" in rig.screen()[0]
+        assert START_ADVICE in rig.text()
 
 
 async def test_details_of_a_run_and_back(make_rig: Make) -> None:

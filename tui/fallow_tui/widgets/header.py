@@ -29,7 +29,7 @@ class HeaderBar(Static):
             if wide:
                 text.append(f" Slurm {head.slurm_version}" if head.slurm_version else "", MUTED)
         if view.away_since is not None:
-            text.append(f"  ✗ head away since {clock(view.away_since)}", BAD)
+            text.append("  ✗ no head" if head is None else f"  ✗ head away since {clock(view.away_since)}", BAD)
         elif head is None:
             text.append("  … asking the head", WARN)
         else:

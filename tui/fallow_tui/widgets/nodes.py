@@ -92,7 +92,8 @@ class NodeMap(Widget, can_focus=True):
     def _describe(self, text: Text) -> None:
         name = self.selected
         if name is None:
-            text.append("no nodes known yet", MUTED)
+            # What to do comes after the semicolon; on a line of its own it is not cut off.
+            text.append(self._view.away_reason.replace("; ", "\n", 1) or "no nodes known yet", MUTED)
             return
         cell = self._view.cells[name]
         text.append(name, LABEL)
