@@ -596,6 +596,19 @@ def test_buffers_are_those_of_shard_0s_backwards_one_by_one() -> None:
     assert seen == {0: [1, 2] * 4, 1: [3, 4] * 4}
 
 
+@pytest.mark.parametrize("body", [1, 4, 5, 7, 8])
+def test_a_step_that_is_left_behind_a_forward_leaves_the_buffers_as_they_were(body: int) -> None:
+    """Bodies 1 to 4 are the first step; where a final body's backward is done, its step is done."""
+    run = world()
+    model, loader = run.prepare(Counting(), DataLoader(points(), 4), global_batch=16)
+    for number, (x, _) in enumerate(run.steps(loader), 1):
+        loss = model(x)
+        if number == body:
+            break
+        loss.backward()
+    assert int(model.count) == (body > 4) == run.step
+
+
 def test_a_backward_after_a_step_in_the_same_body_is_refused() -> None:
     run = world()
     model = net()

@@ -60,6 +60,8 @@ class Step:
         "in the body at work"
         self._bodies = 0
         "of the step, or of its phase, that are over"
+        self._before: list[torch.Tensor] = []
+        "the buffers, when the step or its phase began"
         self._began = 0.0
         self._speed = 0.0
 
@@ -100,7 +102,7 @@ class Step:
         self.means.begin_step()
         self.shards = loader.shards
         gate.single = shards == 1
-        before = member.buffers()
+        self._before = before = member.buffers()
         feeding = self._fed != (generation, at.step)
         if feeding:
             self._batches.clear()  # of another step, or of another generation's share of this one
@@ -190,6 +192,8 @@ class Step:
             told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
             if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
+            elif gate.refusal is None:  # which may be for what has become of a buffer
+                member.restore(self._before)
             raise
         self.watch.end_body(void=not self.final_shard, trained=self._backwards > 0)
         self.phases.end_body()
