@@ -83,5 +83,5 @@ class Looks:
             return 0  # an accelerator would have to finish the forward first
         if parameter.data_ptr() != self._lies_at or not parameter.is_contiguous():
             self._lies_at = parameter.data_ptr()
-            self._piece = as_bytes(parameter.detach().reshape(-1)[:_PIECE]).numpy().data
+            self._piece = as_bytes(parameter.detach().reshape(-1)[:_PIECE].contiguous()).numpy().data
         return zlib.crc32(self._piece)
