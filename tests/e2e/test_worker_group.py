@@ -83,6 +83,7 @@ def test_fixed_two(make, reference) -> None:
     check(head, reference, "w0", "w1")
 
 
+@pytest.mark.soak
 def test_absorb_then_release(make, reference) -> None:
     head = make(stops={9: "all", 17: "all"})
     head.start("w0", "w1", "w2")
@@ -116,6 +117,7 @@ def test_rank_0_leaves(make, reference) -> None:
     check(head, reference, "w1")
 
 
+@pytest.mark.soak
 def test_uneven_shards(make, reference) -> None:
     """Three members and four shards; in the last step of an epoch two of them have nothing that counts."""
     head = make()

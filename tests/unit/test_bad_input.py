@@ -109,7 +109,7 @@ def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         (["local", "--members", "0", "--", "true"], Exit.USAGE, "--members"),
         (["local", "--", "true"], Exit.USAGE, "Missing option '--members'"),
         (["local", "--members", "2"], Exit.USAGE, "Missing argument"),
-        (["local", "--members", "2", "--nonsense", "--", "true"], Exit.NOINPUT, "--nonsense"),
+        (["local", "--members", "2", "--nonsense", "--", "true"], Exit.USAGE, "--nonsense"),
         (["local", "--members", "2", "--", "no-such-command"], Exit.NOINPUT, "'no-such-command': not found"),
         (
             ["local", "--members", "2", "--schedule", "kil:0@3", "--", "true"],
