@@ -203,6 +203,23 @@ def test_death_after_the_commit_interrupts_both_generations() -> None:
     assert interrupted == {("w0", 1), ("w2", 1), ("w0", generation), ("w2", generation)}
 
 
+def test_a_leaver_is_told_though_the_generation_without_it_breaks_and_the_next_one_too() -> None:
+    m = started("w0", "w1", "w2", "w3")
+    m.handle(ev.ReleaseWanted(at=1.0, workers=["w3"], reason="deadline"))
+    for worker in ("w0", "w1", "w2", "w3"):
+        m.handle(ev.Said(at=1.0, message=Vote(worker=worker, generation=2, ok=True)))
+    assert m.roster.members == ["w0", "w1", "w2"]
+    m.handle(ev.WorkerGone(at=2.0, worker="w0", reason="killed by signal 9"))
+    out = m.handle(ev.WorkerGone(at=2.1, worker="w1", reason="killed by signal 9"))
+    change = m.roster.change
+    assert change is not None
+    assert (change.generation, change.members, change.leavers) == (4, ["w2"], ["w3"])
+    assert tells(out, Prepare) == ["w2", "w3"]
+    finish_change(m, at=3.0)
+    assert m.roster.workers["w3"].phase is WorkerPhase.GONE
+    assert (m.roster.members, m.roster.change) == (["w2"], None)
+
+
 def test_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
     m = started("w0")
     m.roster.limit = 1

@@ -286,14 +286,15 @@ class Changes:
         change = self._roster.change
         assert change is not None
         assert not change.committed
-        self._roster.change = None
         self.retry_at = at + self._timing.retry_s
         for name in change.participants:
             if self._roster.alive(name):
                 self._effects.tell(name, Abort(term=self._effects.term, generation=change.generation, reason=reason))
-        if change.interrupt:
+        if change.interrupt and not self._roster.finishing:
             # The generation it was to replace is broken already, so there is nothing to go back to.
-            self.break_off(at, f"{change.reason}; {reason}")
+            self.break_off(at, reason)
+        else:
+            self._roster.change = None
 
     def break_off(self, at: float, reason: str, code: int | None = None, kind: ChangeKind = ChangeKind.EJECT) -> None:
         """A generation lost a member (or its links): abandon it and go on with whoever is left.
@@ -314,7 +315,8 @@ class Changes:
         names = [w for w in involved(r) if r.alive(w)]
         broken = {r.generation} | ({change.generation, change.replaces} if change is not None else set())
         if change is not None and not change.committed:
-            names = [w for w in names if w in r.members]
+            # Newcomers wait on. Who leaves may not be a member any more, if the generation without it broke.
+            names = [w for w in names if w in r.members or w in change.leavers]
         r.change = None
         for name in names:
             for generation in sorted(broken - {0}):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fallow.core import events as ev
+from fallow.core.proposals import is_involved
 from fallow.core.roster import Roster
+from fallow.model import WorkerPhase
 
 
 class InvalidMembership(AssertionError):
@@ -19,12 +21,14 @@ def check(roster: Roster, story: Iterable[ev.Event]) -> None:
         InvalidMembership: naming the broken rules, the roster and the last events.
     """
     r, change = roster, roster.change
+    leaving = [w.worker for w in r.workers.values() if w.phase is WorkerPhase.LEAVING]
     rules = {
         "generations only grow": r.generation <= r.high,
         "members are known": all(w in r.workers for w in r.members),
         "no worker twice": len(set(r.members)) == len(r.members),
         "an ended run changes nothing": not (r.status.ended and change is not None),
         "never more members than allowed": r.status.ended or len(r.staying()) <= max(r.max_members, r.min_members),
+        "who has to leave hears of it": r.status.ended or r.finishing or all(is_involved(r, w) for w in leaving),
     }
     if change is not None:
         rules["a change has the newest number"] = change.generation == r.high
