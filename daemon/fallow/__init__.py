@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fallow.worker.run import Released, Run, init
+
+if "FALLOW_WORKER" in os.environ:
+    # Here rather than in `init`: many a script makes its optimizer first.
+    from fallow.worker.late import put_off_compiler
+
+    put_off_compiler()
 
 __all__ = ["Released", "Run", "__version__", "init"]
 

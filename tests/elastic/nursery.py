@@ -18,7 +18,6 @@ import array
 import atexit
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import runpy
@@ -186,6 +185,5 @@ if __name__ == "__main__":
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # optimizers do so, which takes 0.6 s: once, not in every worker
     if os.getppid() == parent:
         Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()

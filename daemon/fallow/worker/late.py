@@ -1,0 +1,105 @@
+"""torch's compiler is imported when something asks for it, not when an optimizer is made.
+
+Every optimizer of torch imports `torch._dynamo`, 900 modules and as long as `import torch` itself takes again, for two
+calls that mean nothing where nothing is compiled: `disable` (`torch/_compile.py`) and `graph_break`
+(`torch/optim/optimizer.py`). A newcomer would do so at every start, while its node waits. So a module stands in for it
+that knows just these two, and makes way for the real one as soon as anything else of it is used: `torch.compile`, a
+submodule, DDP, any other name. What torch has kept of the stand-in's answers is taken back then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_NAME = "torch._dynamo"
+
+_KEPT = "__dynamo_disable"
+"""Where `torch._compile` keeps what `disable` answered: an attribute of the function that it was asked about."""
+
+
+class _StandIn(ModuleType):
+    """`torch._dynamo` as long as nothing is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME, "Stands in for torch._dynamo until something is compiled.")
+        self._asked: list[Any] = []
+        self._loading = threading.RLock()
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is traced, so nothing is cut."""
+
+    def disable(self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
+        """The function itself: nothing traces it. As `torch._compile` asks; others get the real one's answer."""
+        if fn is None or options != {"wrapping": False}:
+            return self._real().disable(fn, recursive, **options)
+        self._asked.append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        # `inspect` and `warnings` ask every module for its __file__ and the like. The import system needs the __path__
+        # for submodules, but asks for it, too, while it has yet to put this one into its place.
+        if name.startswith("__") and (name != "__path__" or sys.modules.get(_NAME) is not self):
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def _real(self) -> ModuleType:
+        """The real one, in this one's place from now on."""
+        with self._loading:
+            if sys.modules.get(_NAME) is self:
+                del sys.modules[_NAME]
+                importlib.import_module(_NAME)
+                for fn in self._asked:
+                    if getattr(fn, _KEPT, None) is fn:
+                        delattr(fn, _KEPT)
+                self._asked.clear()
+        return sys.modules[_NAME]
+
+
+class _Finder(MetaPathFinder):
+    """Finds the stand-in, once, and the submodules of what has taken its place.
+
+    The import system takes a submodule's path from the package that it has: for `import torch._dynamo.config` that
+    brings in the real one, and with it most submodules. It would make a second one of the module that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._found = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """A spec for what there is to give, nothing for all other modules."""
+        if name == _NAME and not self._found:
+            self._found = True
+            return ModuleSpec(name, _There(_StandIn()))
+        if name.startswith(_NAME + ".") and name in sys.modules:
+            return ModuleSpec(name, _There(sys.modules[name]))
+        return None
+
+
+class _There(Loader):
+    """Loads a module that has been made."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """That module."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run. Its own spec goes back where it was (past the `__setattr__` of torch's configurations)."""
+        if self._spec is not None:
+            vars(module)["__spec__"] = self._spec
+
+
+def put_off_compiler() -> None:
+    """From now on `torch._dynamo` is imported when something of it is needed; without effect where it is there."""
+    if _NAME not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
