@@ -68,14 +68,14 @@ class Speakers:
         self._order: list[int] = []
         self._tries = TRIES
         self._broken = False
-        self._each_for_itself()
+        self.forget()
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward begins: tells the buckets how many speakers they wait for."""
         self._trained = trained = tuple(map(_trains, self._params))
         if self.learned is not None and (self._broken or trained != self.learned):
             self._tries -= 1
-            self._each_for_itself()
+            self.forget()
         self._order.clear()
         if self.learned is not None:
             for bucket, waiting in zip(buckets, self._waiting, strict=True):
@@ -89,10 +89,7 @@ class Speakers:
                 self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
-        """The buckets are others: what was learned says nothing of them."""
-        self._each_for_itself()
-
-    def _each_for_itself(self) -> None:
+        """Each speaks for itself again, as where the buckets are others: what was learned says nothing of them."""
         self.learned, self._broken = None, False
         self.spoken_for = [[index] for index in range(len(self._params))]
 
