@@ -87,6 +87,7 @@ _HETEROGENEOUS = """#!/bin/bash
 #SBATCH --partition=normal --exclusive --nodes=2
 #FALLOW nodes=3:4 workers-per-node=1 min-minutes=1
 export OMP_NUM_THREADS=1
+{before}
 fallow run {command}
 echo "$SLURM_JOB_ID" >> after
 """

@@ -394,6 +394,31 @@ def test_s9_one_run_spans_the_components_of_a_heterogeneous_job(rig: Rig) -> Non
 
 
 @pytest.mark.soak
+def test_s9_a_component_of_a_heterogeneous_job_that_starts_in_part(rig: Rig) -> None:
+    gate = rig.folder / "gate"
+    training = rig.submit(heterogeneous=True, before=f"until [ -e {gate} ]; do sleep 0.1; done")
+    component = str(int(training.job) + 1)
+    wait_for("the job runs", lambda: rig.job_states().get(component) == "RUNNING", START_S, rig.story)
+    nodes = rig.testbed.slurm("squeue", "-h", "-j", component, "-o", "%N").strip()
+    starts, stays_out = rig.testbed.slurm("scontrol", "show", "hostnames", nodes).split()
+    slurmd = rig.testbed.daemon_pid(stays_out)
+    os.kill(slurmd, signal.SIGSTOP)
+    try:
+        gate.touch()
+        # srun gives that component's step up after some seconds, and kills what had started of it. The other goes on.
+        training.wait_for("ejected", lambda: len(training.changes("eject")) == 1)
+    finally:
+        os.kill(slurmd, signal.SIGCONT)
+    gone = training.changes("eject")[0]
+    assert starts in gone.text, gone
+    members = training.wait_members(2)
+    assert not {starts, stays_out} & {m.node for m in members}
+    training.wait_steps()
+    training.finish()
+    assert training.lines_after() == [training.job]
+
+
+@pytest.mark.soak
 def test_killed_workers_cost_no_sample(rig: Rig) -> None:
     training = rig.submit("--nodes=1:3")
     members = training.wait_members(3)
