@@ -12,6 +12,7 @@ import inspect, os, sys, torch
 torch.set_num_threads(1)
 os.environ["FALLOW_WORKER"] = "w0"
 import fallow
+from fallow.worker.signature import enforce
 
 def real():
     return "torch._dynamo.eval_frame" in sys.modules
@@ -29,8 +30,10 @@ for each in optimizers:
     each.load_state_dict(each.state_dict())
 torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+enforce([])
+assert torch.are_deterministic_algorithms_enabled()
 assert inspect.getmodule(compile("", "nowhere", "exec")) is None  # looks at all modules
-assert not real(), "an optimizer brings the compiler in"
+assert not real(), "something brings the compiler in"
 kept = torch.optim.Optimizer.zero_grad.__wrapped__
 assert getattr(kept, "__dynamo_disable") is kept
 """
@@ -46,6 +49,11 @@ _USES = {
     """,
     "torch.compiler.disable": """
         assert torch.compiler.disable(step) is not step
+        import torch._inductor.config as inductor
+        assert inductor.deterministic
+        inductor.deterministic = False
+        enforce([])
+        assert inductor.deterministic
     """,
     "torch.compile": """
         graphs = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,7 +34,13 @@ def enforce(devices: Iterable[torch.device]) -> None:
     Raises:
         FallowError: CUDA was started with settings under which its results are not repeatable.
     """
-    torch.use_deterministic_algorithms(True)
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:
+        # The same, but for the compiler: that would be imported to be told, which takes longer than torch itself. It
+        # reads this when it comes.
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        torch.set_deterministic_debug_mode("error")
     # It would fill all new memory, at a cost, for the sake of programs that read what they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if all(device.type != "cuda" for device in devices):
