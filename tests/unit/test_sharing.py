@@ -253,14 +253,14 @@ def test_a_budget_for_one_node_is_no_reason_to_aim_at_eight() -> None:
 def planned_anew(
     site: Site, demands: list[Demand], rules: HarvestRules, aims: dict[str, int] | None = None
 ) -> list[Wish]:
-    """On copies of it all, with nothing that is left of plans before."""
+    """On copies of it all, with nothing that is left of plans before, and nothing taken for settled."""
     copies = [msgspec.structs.replace(each, worth=dataclasses.replace(each.worth)) for each in demands if each.worth]
     mine = msgspec.msgpack.decode(msgspec.msgpack.encode(site.mine), type=list[Allocation])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apportion, "_APPORTIONED", apportion._Kept(1))
         patch.setattr(apportion, "_ENVELOPES", apportion._Kept(1))
         patch.setattr(reach, "_by_node", reach._by_node.__wrapped__)
-        patch.setattr(sharing, "_latest", sharing._Latest())
+        patch.setattr(sharing, "settled", lambda *_, **__: None)
         return plan(site.cluster(), copies, mine, rules, aims=aims)
 
 
@@ -316,7 +316,7 @@ def test_plans_keep_limits_and_come_to_rest(data: st.DataObject) -> None:
         pytest.fail("plans go on and on")
 
 
-def test_targets_are_kept_only_as_long_as_nothing_changes_that_they_come_from() -> None:
+def test_what_is_settled_at_once_is_what_would_be_worked_out() -> None:
     """No node is idle, so it is all about moves; now and then nothing changes at all."""
     rng, rules, told = Random(0), RULES, 0
     site = Site(0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
 from fallow.core.gain import Curve, fit
-from fallow.core.targets import MOVABLE_S, Party, Place, Targets, targets
+from fallow.core.targets import MOVABLE_S, Party, Place, Targets, settled, targets
 from fallow.core.worth import Worth, as_many_as, changes
 from fallow.model import AllocationKind, AllocationState
 
@@ -258,3 +259,26 @@ def test_a_plan_that_was_carried_out_is_followed_by_none(
         total = sum(p.worth.of(p.worth.base + sum(a.run == p.run for a in mine)) for p in parties)
         worth = max(worth, total)
     pytest.fail("plans go on and on")
+
+
+def test_what_is_shared_fairly_is_seen_to_be_so_at_once() -> None:
+    worth = Worth(as_many_as(64), start_s=15.0)
+    mine = [held(run, i, Place(f"{run}{i}", ("p",)), pending=i == 4) for run in "ab" for i in range(5)]
+    parties = [party("a", worth), party("b", worth)]
+    found = settled(parties, mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S)
+    assert found == Targets(nodes={"a": 5, "b": 5}, more={"a": 0, "b": 0})
+    assert settled([*parties, party("c", worth)], mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S) is None
+    assert settled([party("a", worth, room=-1), parties[1]], mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.sampled_from([60.0, 600.0, inf]))
+def test_what_is_settled_at_once_would_stay_as_it_is(
+    world: tuple[list[Party], list[Allocation], list[Place], int | None], next_s: float
+) -> None:
+    parties, mine, _, cap = world
+    waiting = {a.token for a in mine if a.state is AllocationState.PENDING}
+    found = settled(parties, mine, waiting, at=NOW, horizon_s=HORIZON_S, next_s=next_s)
+    if found is not None:
+        slowly = targets(parties, mine, waiting, [], suits, at=NOW, horizon_s=HORIZON_S, next_s=next_s, cap=cap)
+        assert found == replace(slowly, places={})

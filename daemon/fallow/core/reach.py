@@ -67,11 +67,6 @@ class Reach:
         """Node -> names of the partitions that have it, and may be harvested."""
         return _by_node(tuple([(p.partition, tuple(p.nodes)) for p in self._partitions]))
 
-    @property
-    def declines(self) -> bool:
-        """Are there nodes that are declined to somebody?"""
-        return bool(self._suspect)
-
     def suits(self, sort: Sort, node: str, partitions: Iterable[str], part: Part | None = None) -> bool:
         """Can they use this node, or this part of it, in any of these partitions?"""
         known, kept = self.nodes.get(node), self._by_id.get(id(sort))

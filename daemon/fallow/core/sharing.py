@@ -14,7 +14,7 @@ from fallow.core.holes import Hole, Part
 from fallow.core.reach import Reach
 from fallow.core.requests import Ask, Requests
 from fallow.core.rules import Demand, HarvestRules, may_take
-from fallow.core.targets import MOVABLE_S, Party, Place, Targets, targets
+from fallow.core.targets import Party, Place, Targets, settled, targets
 from fallow.core.unstarted import Sort
 from fallow.core.worth import Worth, as_many_as, changes
 
@@ -41,6 +41,20 @@ def share_out(
         at: Unix time of the poll.
         between_s: from one node that comes to the next, as a rule.
     """
+    parties = [
+        Party(
+            run=demand.run,
+            sort=demand.sort,
+            worth=demand.worth or Worth(as_many_as(_count(held, demand.run) + max(0, demand.nodes))),
+            room=_room(demand, rules),
+        )
+        for demand in demands
+    ]
+    horizon_s, soon_s = stay_s(rules), next_s(between_s)
+    if not holes:
+        as_it_is = settled(parties, held, pending, at=at, horizon_s=horizon_s, next_s=soon_s)
+        if as_it_is is not None:
+            return as_it_is
     parts: dict[str, set[Part | None]] = {}
     for hole in holes:
         parts.setdefault(hole.node, set()).add(hole.part)
@@ -60,26 +74,7 @@ def share_out(
         takes = there and reach.takes(sorts[allocation.run], place.node, allocation.partition, allocation.part)
         return takes and may_take(allocation, lengths[place.node], at, rules)
 
-    parties = [
-        Party(
-            run=demand.run,
-            sort=demand.sort,
-            worth=demand.worth or Worth(as_many_as(_count(held, demand.run) + max(0, demand.nodes))),
-            room=_room(demand, rules),
-        )
-        for demand in demands
-    ]
-    horizon_s, soon_s, cap = stay_s(rules), next_s(between_s), rules.max_nodes
-    # Idle nodes and caps of partitions make more bear on it than is worth comparing.
-    facts = None
-    if not (holes or rules.partition_nodes or reach.declines):
-        open_to = [reach.partitions(demand.sort) for demand in demands]
-        who = [(party.run, party.sort, party.worth, party.room) for party in parties]
-        what = [_as_shared(a, a.token in pending, at, reach) for a in held]
-        facts = horizon_s, soon_s, cap, open_to, who, what, reach.by_node
-        if _latest.found is not None and _latest.facts == facts:
-            return _latest.found
-    found = targets(
+    return targets(
         parties,
         held,
         pending,
@@ -90,30 +85,8 @@ def share_out(
         at=at,
         horizon_s=horizon_s,
         next_s=soon_s,
-        cap=cap,
+        cap=rules.max_nodes,
     )
-    _latest.facts, _latest.found = facts, found
-    return found
-
-
-class _Latest:
-    """The last targets, and all that they come from: many plans differ from the one before in nothing but the time."""
-
-    facts: object = None
-    "None: more than can be compared"
-    found: Targets | None = None
-
-
-_latest = _Latest()
-
-
-def _as_shared(allocation: Allocation, pending: bool, at: float, reach: Reach) -> tuple[object, ...]:
-    """All of a held node, or of a request, that `targets` looks at while no node is idle."""
-    node = allocation.pinned if pending else next(iter(allocation.nodes), "")
-    end_at = allocation.end_at
-    soon = end_at is not None and end_at - at < MOVABLE_S
-    where = node, reach.nodes.get(node), allocation.partition
-    return allocation, allocation.token, allocation.run, pending, where, soon, allocation.start_at, allocation.ahead
 
 
 LEAST_NEXT_S = 60.0

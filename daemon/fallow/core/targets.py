@@ -17,7 +17,7 @@ import msgspec
 from fallow.core.allocations import Allocation
 from fallow.core.apportion import Claim, apportion
 from fallow.core.flow import Flow
-from fallow.core.worth import Worth, changes, slope
+from fallow.core.worth import Worth, changes, margins, slope
 
 MOVABLE_S = 600.0
 """A node that goes away sooner than this is not taken from its run for another one."""
@@ -129,6 +129,38 @@ def targets(
         if complete:
             return result
     return _carried_out(runs, found.nodes, pending, supply)[0]
+
+
+def settled(
+    parties: Sequence[Party],
+    held: Sequence[Allocation],
+    pending: Collection[str],
+    *,
+    at: float,
+    horizon_s: float,
+    next_s: float = inf,
+) -> Targets | None:
+    """`targets` where no node is idle and none is to change hands; None: one might be.
+
+    If there is a price at which nobody would buy a node and nobody would sell one, no other way to share the same nodes
+    is worth more, whatever kinds and caps allow. That is so in most plans, and quickly seen.
+
+    Args: as for `targets`.
+    """
+    mine: dict[str, list[Allocation]] = {party.run: [] for party in parties}
+    for allocation in held:
+        if allocation.run in mine:
+            mine[allocation.run].append(allocation)
+    for_more, for_fewer = 0.0, inf
+    for party in parties:
+        if party.room < 0:
+            return None
+        have, (low, high) = len(mine[party.run]), _bounds(party, mine[party.run], pending, at)
+        more, fewer = margins(party.worth, have, low, high, min(horizon_s, next_s))
+        for_more, for_fewer = max(for_more, more), min(for_fewer, fewer)
+        if for_more > for_fewer:
+            return None
+    return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0))
 
 
 def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], at: float) -> tuple[int, int]:

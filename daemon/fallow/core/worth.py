@@ -64,6 +64,10 @@ class Worth:
         default_factory=dict, init=False, repr=False, compare=False
     )
     "what `changes` has found"
+    _margins: dict[tuple[int, int, int, float], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    "what `margins` has found"
 
     def __post_init__(self) -> None:
         self._steps.extend([nodes - self.base for nodes, _ in self.speeds])
@@ -168,6 +172,23 @@ def _changes(
         for x, then in zip(chosen[fewer:], thens[fewer:], strict=True)
     ]
     return tuple(chosen), tuple(values)
+
+
+def margins(worth: Worth, held: int, low: int, high: int, horizon_s: float) -> tuple[float, float]:
+    """The most that some nodes more are worth to a run, each, and the least that some fewer cost it, each.
+
+    Args: as for `changes`; `held` is from `low` to `high`.
+    """
+    key = held, low, high, horizon_s
+    known = worth._margins.get(key)
+    if known is None:
+        sizes, values = changes(worth, held, low, high, horizon_s)
+        at = sizes.index(held)
+        now = values[at]
+        more = ((value - now) / (size - held) for size, value in zip(sizes[at + 1 :], values[at + 1 :], strict=True))
+        fewer = ((now - value) / (held - size) for size, value in zip(sizes[:at], values[:at], strict=True))
+        known = worth._margins[key] = max(more, default=-inf), min(fewer, default=inf)
+    return known
 
 
 def as_many_as(nodes: int) -> tuple[tuple[int, float], ...]:
