@@ -172,6 +172,8 @@ def test_what_follows_from_every_poll_follows_from_those_that_are_taken_in() -> 
     assert head.calls == every.calls, "Slurm is asked all the same"
     spells = [each.learner.known.experience.spells for each in (head, every)]
     assert spells[0] == spells[1]
+    polls_at = [each.cluster.at for each in (head, every) if each.cluster is not None]
+    assert polls_at[0] == polls_at[1], "a run that begins to train is planned for by the last poll, left out or not"
 
 
 def test_polls_wait_for_what_was_asked_before_and_cancellations_do_not() -> None:

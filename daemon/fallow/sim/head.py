@@ -82,7 +82,7 @@ class VirtualHead:
         self.elided = 0
         "polls that were left out"
         self.cluster: ClusterState | None = None
-        "the last poll that was taken in, put right (`core.preemption`)"
+        "the last poll, put right (`core.preemption`)"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
         self.learner = Learner()
@@ -202,6 +202,7 @@ class VirtualHead:
         self.calls += POLL_REQUESTS
         if self._quiet(cluster):
             self.elided += 1
+            self.cluster = self._put_right(cluster)
             self._passed = [*self._passed[:1], self._now]
             if len(self._passed) == 1:
                 self._show_again(self._now)
@@ -307,8 +308,6 @@ class VirtualHead:
     def _plan_again(self) -> None:
         """As `Harvest.plan_again`: a run begins to train."""
         cluster = self.cluster
-        if cluster is not None and self._passed:
-            cluster = structs.replace(cluster, at=self._passed[-1])
         if cluster is None or self._now - cluster.at > self._wanted_s():
             return
         live = self.book.live()
