@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fallow.core import allowance
 from fallow.core.allocations import Allocation, observe, preempted_until
 from fallow.core.experience import Experience
 from fallow.core.holes import Hole, find_holes, planned_ends
 from fallow.core.neighbour import GiveBack, Standing
-from fallow.core.planner import Withdraw, plan, withdraw
+from fallow.core.planner import Rest, Withdraw, plan, withdraw
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable
 from fallow.core.spans import follow
@@ -427,3 +428,20 @@ def test_a_node_of_partitions_that_are_not_harvested_says_why_each_is_not() -> N
     # Nothing is kept for others where nothing is harvested anyway.
     assert why(HarvestRules(), [pending("7")]) == f"not harvested: {nobody}"
     assert why(HarvestRules(allow_without_preemption=True)).startswith("asked for: ")
+
+
+def test_a_plan_tells_when_time_alone_changes_next_to_nothing() -> None:
+    mine = [held("t", nodes=["n1"], start_at=NOW - 60, end_at=NOW + 7000)]
+    ahead = held("w", AllocationState.PENDING, ahead=True, requested_at=NOW - 300)
+
+    def rest(*others: JobInfo, more: int = 5, wait: int = 1, n2: str = "ALLOCATED") -> Rest:
+        found, state = Rest(), cluster([node("n1", "ALLOCATED"), node("n2", n2)], list(others))
+        plan(state, [Demand("r", more)], [*mine, ahead], HarvestRules(ahead=wait), fixed(), rest=found)
+        return found
+
+    assert rest() == Rest(steady=True, lasting={"w"})
+    assert rest(replace(pending("1"), name="w")).steady, "it is ours"
+    assert not rest(pending("1", reason="BeginTime")).steady, "it may begin to wait for nodes"
+    assert not rest(n2="IDLE").steady
+    assert not rest(more=0, wait=2).steady, "one more may wait ahead, once a run wants it"
+    assert not rest(more=-1).steady

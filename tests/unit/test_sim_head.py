@@ -15,6 +15,7 @@ from fallow.core.allowance import Limits
 from fallow.core.experience import FRESH_S
 from fallow.core.neighbour import Standing
 from fallow.core.neighbourhood import LEAVE_S
+from fallow.core.planner import Rest
 from fallow.core.polling import WATCHFUL_S
 from fallow.core.rules import HarvestRules, Known
 from fallow.model import (
@@ -27,7 +28,7 @@ from fallow.model import (
     ReservationInfo,
 )
 from fallow.sim.head import ANSWER_S, VirtualHead
-from fallow.sim.quiet import same, wake_at
+from fallow.sim.quiet import renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import POLL_REQUESTS, JobPart, RunPlan, Scheduler, SimJob, SimNode, Site, Wanted
@@ -278,10 +279,16 @@ def test_what_nobody_wants_any_more_takes_no_token() -> None:
 RULES = HarvestRules(lead_s=125.0)
 
 
-def wake(allocations: Sequence[Allocation] = (), unused: str = "", known: Known | None = None, **more: object) -> float:
+def wake(
+    allocations: Sequence[Allocation] = (),
+    unused: str = "",
+    known: Known | None = None,
+    rest: Rest | None = None,
+    **more: object,
+) -> float:
     cluster = ClusterState(at=BEGIN, nodes=[], jobs=[], partitions=[], **more)  # type: ignore[arg-type]
     reasons = {"n1": unused} if unused else {}
-    return wake_at(cluster, allocations, RULES, known or Known(), Standing(), reasons) - BEGIN
+    return wake_at(cluster, allocations, RULES, known or Known(), Standing(), reasons, rest or Rest()) - BEGIN
 
 
 def ours(state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
@@ -315,6 +322,27 @@ def test_polls_are_taken_in_again_when_what_was_learned_changes_with_time() -> N
     assert changes_s - 1.0 <= wake(known=known) <= changes_s
     del known.experience.starts["p"][1:]
     assert wake(known=known) == 300.0, "a wait is fresh no more"
+
+
+def test_at_rest_polls_are_looked_at_for_what_slurm_plans_after_our_nodes_alone() -> None:
+    at_rest = Rest(steady=True, lasting={"t"})
+    assert wake([ours()], rest=at_rest) == 600.0
+    pending = ours(AllocationState.PENDING, start_at=None, end_at=None)
+    assert wake([pending], rest=at_rest) == 600.0
+    assert wake([replace(pending, token="s")], rest=at_rest) == 590.0, "pending_patience_s"
+
+    def again(planned_s: float | None, *more: Allocation, **mine: object) -> bool:
+        """Planned for so long after the end of ours."""
+        start_at = None if planned_s is None else BEGIN + 50.0 + planned_s
+        job = JobInfo(job_id="2", name="s", user="me", state="PENDING", partition="p", planned_nodes=["n1"])
+        cluster = ClusterState(at=BEGIN, nodes=[], jobs=[replace(job, start_at=start_at)], partitions=[])
+        late = ours(**{"nodes": ["n1"], "end_at": BEGIN + 50.0} | mine)
+        return renewable(cluster, [late, *more], replace(RULES, resolution_s=60.0))
+
+    assert again(None) and again(180.0)
+    assert not again(179.0) and not again(-30.0), "two minutes are the least, and one is lost to rounding"
+    assert not again(None, replace(ours(), token="s", replaces="t")), "it has been asked for"
+    assert not again(None, end_at=BEGIN + 200.0)
 
 
 def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_waits() -> None:

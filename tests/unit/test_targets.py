@@ -266,7 +266,7 @@ def test_what_is_shared_fairly_is_seen_to_be_so_at_once() -> None:
     mine = [held(run, i, Place(f"{run}{i}", ("p",)), pending=i == 4) for run in "ab" for i in range(5)]
     parties = [party("a", worth), party("b", worth)]
     found = settled(parties, mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S)
-    assert found == Targets(nodes={"a": 5, "b": 5}, more={"a": 0, "b": 0})
+    assert found == Targets(nodes={"a": 5, "b": 5}, more={"a": 0, "b": 0}, settled=True)
     assert settled([*parties, party("c", worth)], mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S) is None
     assert settled([party("a", worth, room=-1), parties[1]], mine, {"a-4", "b-4"}, at=NOW, horizon_s=HORIZON_S) is None
 
@@ -281,4 +281,4 @@ def test_what_is_settled_at_once_would_stay_as_it_is(
     found = settled(parties, mine, waiting, at=NOW, horizon_s=HORIZON_S, next_s=next_s)
     if found is not None:
         slowly = targets(parties, mine, waiting, [], suits, at=NOW, horizon_s=HORIZON_S, next_s=next_s, cap=cap)
-        assert found == replace(slowly, places={})
+        assert found == replace(slowly, places={}, settled=True)

@@ -93,7 +93,7 @@ class Limits:
             most = min(most, floor(partition.max_time_s / 60))
         if budget_node_s is not None:
             most = min(most, floor(budget_node_s / 60))
-        longest = most if hole.length_s is None else min(most, _whole_minutes(hole.length_s, rules.resolution_s))
+        longest = most if hole.length_s is None else min(most, whole_minutes(hole.length_s, rules.resolution_s))
         shorter = self._known.backoff.longest(demand.asker, hole.partition, self._at)
         if shorter is not None:
             longest = min(longest, shorter)
@@ -161,7 +161,8 @@ class Limits:
         return self._known_costs[key]
 
 
-def _whole_minutes(length_s: float, resolution_s: float) -> int:
+def whole_minutes(length_s: float, resolution_s: float) -> int:
+    """The longest request that fits a hole, where Slurm's plan rounds times to that."""
     return max(0, floor((length_s - resolution_s) / 60))
 
 
@@ -171,6 +172,6 @@ def _not_worth(hole: Hole, shortest: int, longest: int, most: int, resolution_s:
         return "not worth it: holes like this one seldom last longer than a start takes"
     if most < shortest:
         return f"limited: {most} min are all that may be asked for, and at least {shortest} min are wanted"
-    if hole.length_s is not None and _whole_minutes(hole.length_s, resolution_s) <= longest:
+    if hole.length_s is not None and whole_minutes(hole.length_s, resolution_s) <= longest:
         return f"too short: somebody else has it in {hole.length_s:.0f} s, and at least {shortest} min are asked for"
     return f"too long: requests of {shortest} min did not start there"

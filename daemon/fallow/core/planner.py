@@ -54,6 +54,17 @@ class Withdraw:
 Wish = Ask | Withdraw | GiveBack
 
 
+@dataclass(slots=True)
+class Rest:
+    """What a plan that wishes for nothing says about the next ones, as long as polls show the same."""
+
+    steady: bool = False
+    """No node is idle, nobody else's job is pending, nodes are where they are worth most, and as many requests wait
+    ahead as may: only nodes near their end and requests that have waited for long make time matter."""
+    lasting: Collection[str] = ()
+    "tokens of requests that may wait for as long as it takes"
+
+
 def plan(
     cluster: ClusterState,
     demands: list[Demand],
@@ -64,6 +75,7 @@ def plan(
     standing: Standing | None = None,
     unused: dict[str, str] | None = None,
     again: bool = False,
+    rest: Rest | None = None,
 ) -> list[Wish]:
     """Decide on the requests for the next interval.
 
@@ -78,6 +90,7 @@ def plan(
         unused: is told of each idle node why it is not used, in words: what it is, a colon, and the particulars.
         again: on a poll that was planned on before. Nodes are asked for only; what has lost its point since is left to
             the next poll, and counts until then.
+        rest: is told what time could change.
     """
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
@@ -131,7 +144,16 @@ def plan(
     if unused is not None:
         unused.update(_closed(cluster, there, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
+    if rest is not None:
+        alone = found.settled and requests.waiting >= rules.ahead and not idle_nodes(cluster)
+        rest.steady, rest.lasting = alone and not _others_pending(cluster, allocations), lasting
     return [wish for wish in out if isinstance(wish, Ask)] if again else out
+
+
+def _others_pending(cluster: ClusterState, allocations: Sequence[Allocation]) -> bool:
+    """For whatever reason: that may be another one soon."""
+    ours = {a.token for a in allocations}
+    return any(job.state == "PENDING" and job.name not in ours for job in cluster.jobs)
 
 
 def _coming(

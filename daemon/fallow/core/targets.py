@@ -62,6 +62,8 @@ class Targets:
     "allocations to give back because another run gains more from the node"
     unused: list[Allocation] = field(default_factory=list)
     "allocations to give back because the run gains nothing from them"
+    settled: bool = False
+    "there is a price at which nobody would buy a node or sell one; that ends come nearer does not change it"
 
 
 def targets(
@@ -160,7 +162,7 @@ def settled(
         for_more, for_fewer = max(for_more, more), min(for_fewer, fewer)
         if for_more > for_fewer:
             return None
-    return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0))
+    return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0), settled=True)
 
 
 def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], at: float) -> tuple[int, int]:

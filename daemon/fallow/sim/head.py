@@ -18,7 +18,7 @@ from fallow.core.allowance import Limits
 from fallow.core.learner import Learner, withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.neighbourhood import Manners, Neighbourhood
-from fallow.core.planner import Wish, Withdraw, plan
+from fallow.core.planner import Rest, Wish, Withdraw, plan
 from fallow.core.preemption import as_for_us
 from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
@@ -27,7 +27,7 @@ from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, NodeInfo, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
-from fallow.sim.quiet import same, wake_at
+from fallow.sim.quiet import renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -120,6 +120,8 @@ class VirtualHead:
         "the last poll that was taken in, as it came"
         self._wake_at = -inf
         "polls that show the same are left out until then"
+        self._rest, self._rules_then = Rest(), HarvestRules()
+        "what the last plan says about the next ones, and by what it went"
         self._news = True
         "something new was measured since the last poll was asked for"
         self._passed: list[float] = []
@@ -225,7 +227,9 @@ class VirtualHead:
         late = self._now >= min(self._wake_at, self.book.valued_until())
         if not self._elide or going or late or self._shown is None:
             return False
-        return same(cluster, self._shown)
+        if not same(cluster, self._shown):
+            return False
+        return not (self._rest.steady and renewable(cluster, self.book.live(), self._rules_then))
 
     def _show_again(self, at: float) -> None:
         """What was shown last was shown again: holes last at least until then."""
@@ -255,7 +259,7 @@ class VirtualHead:
         known = self.learner.known
         self._wake_at = cluster.at
         if self._elide and not wishes:
-            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused)
+            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, self._rest)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
         """As `core.preemption` does; what is the same as before has been put right before."""
@@ -288,7 +292,8 @@ class VirtualHead:
         if not again:
             known.unstarted.look(cluster)
         unused: dict[str, str] = {}
-        wishes = plan(cluster, demands, live, rules, known, {}, self._standing, unused, again)
+        rest = Rest()
+        wishes = plan(cluster, demands, live, rules, known, {}, self._standing, unused, again, rest)
         for wish in wishes:
             match wish:
                 case Ask():
@@ -303,6 +308,8 @@ class VirtualHead:
                     let_go = self._leases.give_back if urgent else self._leases.release
                     let_go(allocation, reason, self._now)
         self.unused = unused
+        if not again:
+            self._rest, self._rules_then = rest, rules
         return wishes
 
     def _plan_again(self) -> None:

@@ -3,20 +3,23 @@
 Most polls of a month show nothing new that matters. One is left out if the last plan wished for nothing, nothing of
 ours is under way, no time has come at which the planner would decide otherwise, and it shows the same idle nodes and
 jobs of ours as before, with nobody waiting; where others wait, the same of everything. What changes gradually with time
-(lengths and ages of holes) is looked at every `CHANGING_S`.
+(lengths and ages of holes) is looked at every `CHANGING_S`. Where the plan says that nothing does (`planner.Rest`),
+only nodes near their end are looked at: does Slurm still plan them for somebody?
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from msgspec import structs
 
 from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
+from fallow.core.holes import planned_ends
+from fallow.core.limits import whole_minutes
 from fallow.core.neighbour import Standing
-from fallow.core.planner import NOTICE_S
+from fallow.core.planner import NOTICE_S, Rest, is_leaving
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import next_s
 from fallow.core.states import ENDED_STATES
@@ -76,8 +79,9 @@ def wake_at(
     known: Known,
     standing: Standing,
     unused: Mapping[str, str],
+    rest: Rest,
 ) -> float:
-    """Unix time before which a plan on the same poll would wish for nothing, as this one did.
+    """Unix time before which a plan on the same poll would wish for nothing, as this one did, unless `renewable`.
 
     Args:
         cluster: the poll.
@@ -86,6 +90,7 @@ def wake_at(
         known: what was learned.
         standing: what others' jobs need of us.
         unused: idle node -> why it is not used.
+        rest: what the plan says about the next ones.
     """
     at = cluster.at
     if standing.offered or standing.delayed:
@@ -100,7 +105,7 @@ def wake_at(
             continue
         # Its successor is waited for, and nothing else is decided about it.
         if allocation.token not in replaced or allocation.asked_at is not None:
-            wake = min(wake, _wake_for(allocation, at, rules, idle=bool(unused)))
+            wake = min(wake, _wake_for(allocation, at, rules, rest, idle=bool(unused)))
     for reservation in cluster.reservations:
         for moment in (reservation.start_at - rules.margin_s - NOTICE_S, reservation.start_at, reservation.end_at):
             if moment > at:
@@ -109,6 +114,26 @@ def wake_at(
     ends = [until for *_, until in left.alone] + [until for *_, until in left.too_long]
     wake = min([wake, known.experience.fresh_until(at), *(until for until in ends if until > at)])
     return wake if wake <= at else _moves_worth_more(known.experience, at, wake)
+
+
+def renewable(cluster: ClusterState, live: Sequence[Allocation], rules: HarvestRules) -> bool:
+    """Might a node near its end be asked for again, though the last plan was at rest?
+
+    Not if Slurm plans it for somebody, or for a request of ours, too soon for any request.
+
+    Args:
+        cluster: a poll that shows the same as the last one did.
+        live: our allocations.
+        rules: that were planned by.
+    """
+    replaced = {allocation.replaces for allocation in live}
+    for allocation in live:
+        if is_leaving(allocation, cluster.at, rules.lead_s) and allocation.token not in replaced:
+            ends = planned_ends(cluster, {allocation.token})
+            planned_s = [ends[node] - (allocation.end_at or 0.0) for node in allocation.nodes if node in ends]
+            if not planned_s or whole_minutes(max(0.0, *planned_s), rules.resolution_s) >= rules.min_minutes:
+                return True
+    return False
 
 
 def _far_from_its_end(allocation: Allocation, at: float) -> bool:
@@ -131,17 +156,22 @@ def _moves_worth_more(experience: Experience, at: float, until: float) -> float:
     return early
 
 
-def _wake_for(allocation: Allocation, at: float, rules: HarvestRules, *, idle: bool) -> float:
+def _wake_for(allocation: Allocation, at: float, rules: HarvestRules, rest: Rest, *, idle: bool) -> float:
     """When something is decided about it. `idle`: there are idle nodes."""
     if allocation.asked_at is not None or allocation.missing:
         return at
     if allocation.state is AllocationState.RUNNING:
         if allocation.end_at is None or allocation.start_at is None:
             return at
+        if rest.steady:
+            return inf
         # As `planner.is_leaving`.
         return allocation.end_at - min(rules.lead_s, (allocation.end_at - allocation.start_at) / 3)
     if idle or allocation.queued:
         return at
     since = allocation.waits_since
-    patience = (since + rules.start_patience_s, since + rules.pending_patience_s)
+    patience = [since + rules.start_patience_s, since + rules.pending_patience_s]
+    if rest.steady:
+        # The first is about idle nodes.
+        patience = [] if allocation.token in rest.lasting else patience[1:]
     return min((moment for moment in patience if moment > at), default=inf)
