@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import signal
 import time
@@ -16,6 +17,9 @@ from fallow.sim.simulate import Setup, Stopped, play_policy
 
 TELL_S = 0.2
 """Progress is told so often."""
+
+COLLECT_AFTER = 50_000
+"""New objects until Python looks for cycles. A play makes hardly any, and usual are 700."""
 
 Tell = Callable[[int, float, float], None]
 """Called with the number of a policy, the share of it that was played, and its result so far."""
@@ -35,6 +39,7 @@ def play_all(setup: Setup, policies: Sequence[str], jobs: int, tell: Tell) -> li
     Raises:
         FallowError: it was ended before there was anything to report (75), or a policy could not be played.
     """
+    gc.set_threshold(COLLECT_AFTER)
     several = jobs > 1 and len(policies) > 1
     found = _side_by_side(setup, policies, jobs, tell) if several else _one_by_one(setup, policies, tell)
     found = [each for each in found if each.seconds > 0]
@@ -102,6 +107,7 @@ _shared: dict[str, Any] = {}
 
 
 def _begin(news: Any, stop: Any) -> None:
+    gc.set_threshold(COLLECT_AFTER)
     for number in _SIGNALS:  # a terminal sends them to all; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _shared.update(news=news, stop=stop)

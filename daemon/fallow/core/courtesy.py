@@ -124,10 +124,7 @@ def at_first_sight(
 def in_use_by_nobody(cluster: ClusterState) -> frozenset[str]:
     """Nodes that are in use though no job is shown on them: somebody's jobs are hidden from us."""
     in_use = [n for n in cluster.nodes if n.state in ("ALLOCATED", "MIXED") and "COMPLETING" not in n.flags]
-    shown: set[str] = set()
-    for job in cluster.jobs:
-        if job.state in ON_NODES:
-            shown.update(job.nodes)
+    shown = set[str]().union(*[job.nodes for job in cluster.jobs if job.state in ON_NODES])
     return frozenset([n.node for n in in_use if n.node not in shown])
 
 
