@@ -25,6 +25,7 @@ from fallow.model import (
     ClusterState,
     JobInfo,
     NodeInfo,
+    PartitionInfo,
     ReservationInfo,
 )
 from fallow.sim.head import ANSWER_S, VirtualHead
@@ -364,3 +365,23 @@ def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_
     assert same(state(replace(mine, state="COMPLETED"), n1=idle), state(n1=idle)), "Slurm has forgotten it"
     assert not same(state(waits, n2=used), state(waits, n2=more)), "it might start there"
     assert not same(state(n1=idle), state(waits, n1=idle))
+
+
+def test_at_rest_only_what_is_near_those_who_wait_matters() -> None:
+    def seen(*jobs: JobInfo, **nodes: NodeInfo) -> ClusterState:
+        there = [PartitionInfo(partition=name, nodes=[node]) for name, node in (("p", "n1"), ("q", "n2"))]
+        return ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=there)
+
+    waits = JobInfo(job_id="1", name="x", user="al", state="PENDING", partition="p", reason="Resources")
+    near = JobInfo(job_id="2", name="y", user="al", state="RUNNING", partition="p", nodes=["n1"])
+    far = replace(near, job_id="3", partition="q", nodes=["n2"])
+    n1, n2 = (NodeInfo(node=name, state="MIXED", cpus_used=1) for name in ("n1", "n2"))
+    one = seen(waits, near, far, n1=n1, n2=n2)
+    other = seen(waits, near, n1=n1, n2=replace(n2, cpus_used=2))
+    assert same(one, other, steady=True) and not same(one, other)
+    assert not same(one, seen(waits, near, far, n1=n1, n2=replace(n2, state="IDLE")), steady=True)
+    assert not same(one, seen(waits, near, far, n1=replace(n1, cpus_used=2), n2=n2), steady=True)
+    assert not same(one, seen(waits, replace(near, end_at=9.0), far, n1=n1, n2=n2), steady=True)
+    assert not same(one, seen(near, far, n1=n1, n2=n2), steady=True)
+    array = replace(far, array_job_id="3")
+    assert not same(seen(waits, near, array, n1=n1, n2=n2), seen(waits, near, n1=n1, n2=n2), steady=True)

@@ -80,6 +80,11 @@ class Declined:
         self._polled_at: float | None = None
         self._found: dict[Sort, frozenset[str]] = {}
 
+    @property
+    def follows(self) -> bool:
+        """Does it count polls, or wait for its time?"""
+        return bool(self._tried or self._until or self._sorts)
+
     def nodes(self, waiting: Waiting) -> frozenset[str]:
         """Nodes on which Slurm does not start this job, as far as we have seen."""
         sort = sort_of(waiting)

@@ -33,6 +33,11 @@ class Heads:
         "job of a head -> its owner"
         self._polled_at = 0.0
 
+    @property
+    def follows(self) -> bool:
+        """Does it count polls?"""
+        return bool(self._waited_s or self.deaf)
+
     def polled(self, cluster: ClusterState, awaited: Mapping[str, AbstractSet[str]]) -> None:
         """Take in a poll. Args: awaited: `Standing.awaited`."""
         passed, self._polled_at = max(0.0, min(BETWEEN_S, cluster.at - self._polled_at)), cluster.at

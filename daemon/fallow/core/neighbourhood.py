@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fallow.core import courtesy
 from fallow.core.allocations import Allocation
@@ -11,9 +12,10 @@ from fallow.core.declined import Declined
 from fallow.core.delays import DelayedJob, Delays
 from fallow.core.heads import Heads
 from fallow.core.neighbour import Standing, assess, preempts_again_s
-from fallow.core.room import whole_nodes
+from fallow.core.room import COMPLETING_S, OURS_S, whole_nodes
+from fallow.core.states import ON_NODES
 from fallow.core.waiting import looked_at
-from fallow.model import ClusterConfig, ClusterState, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
 
 LEAVE_S = 3.5
 """From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
@@ -102,6 +104,18 @@ class Neighbourhood:
         self._awaited = bool(tokens) and any(a.token in tokens and self._ours_to_give(a) for a in over)
         return standing, self.delays.note(cluster, standing.delayed)
 
+    def stands_until(self, cluster: ClusterState, config: ClusterConfig | None, ours: Collection[str]) -> float:
+        """Unix time until which others need the same of us, as long as polls show the same of them and of what is near.
+
+        Args:
+            cluster: the last poll.
+            config: None: Slurm has not told it yet.
+            ours: tokens of our allocations.
+        """
+        if self._declined.follows or self._heads.follows:
+            return cluster.at
+        return same_until(cluster, ours, preempts_again_s(config))
+
     def taken(self, at: float) -> None:
         """Slurm takes a node from us. Args: at: Unix time; polls before it do not count."""
         self.alert, self._taken_at = ALERT_POLLS, at
@@ -146,3 +160,37 @@ class Neighbourhood:
             refused = {name: why for name, why in refused.items() if name in manners.partitions}
         self.refused = refused
         self.nice = courtesy.nice_for(config, manners.nice)
+
+
+def near(cluster: ClusterState, pending: Iterable[JobInfo]) -> frozenset[str]:
+    """Nodes that these jobs may get."""
+    names = {name for job in pending for name in job.partition.split(",")}
+    return frozenset(node for p in cluster.partitions if p.partition in names for node in p.nodes)
+
+
+def same_until(cluster: ClusterState, ours: Collection[str], again_s: float) -> float:
+    """Unix time until which `assess` finds the same in polls that show the same; perhaps it does so for longer.
+
+    It looks at what is over by now, or will be when a job that starts now must end.
+
+    Args:
+        cluster: one poll.
+        ours: tokens of our allocations.
+        again_s: as for `assess`.
+    """
+    pending = [job for job in cluster.jobs if job.state == "PENDING" and job.name not in ours]
+    if not pending:
+        return inf
+    there = near(cluster, pending)
+    moments = {at for job in pending for at in (job.eligible_at, job.start_at) if at is not None}
+    moments.update(at for r in cluster.reservations for at in (r.start_at, r.end_at))
+    for job in cluster.jobs:
+        if job.preempt_at is not None:
+            moments.add(job.preempt_at + again_s)
+        if job.end_at is not None and job.state in ON_NODES and not there.isdisjoint(job.nodes):
+            if job.state == "COMPLETING":
+                moments.update((job.end_at + COMPLETING_S, job.end_at + OURS_S))
+            elif job.name not in ours:
+                moments.add(job.end_at)
+    lasts_s = {0.0, *(job.time_limit_s for job in pending if job.time_limit_s is not None)}
+    return min((at - s for at in moments for s in lasts_s if at - s >= cluster.at), default=inf)

@@ -59,8 +59,8 @@ class Rest:
     """What a plan that wishes for nothing says about the next ones, as long as polls show the same."""
 
     steady: bool = False
-    """No node is idle, nobody else's job is pending, nodes are where they are worth most, and as many requests wait
-    ahead as may: only nodes near their end and requests that have waited for long make time matter."""
+    """No node is idle, nodes are where they are worth most, and as many requests wait ahead as may: besides what others
+    need of us (`Neighbourhood.stands_until`), time matters only to nodes near their end and to requests that wait."""
     lasting: Collection[str] = ()
     "tokens of requests that may wait for as long as it takes"
 
@@ -145,15 +145,9 @@ def plan(
         unused.update(_closed(cluster, there, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
     if rest is not None:
-        alone = found.settled and requests.waiting >= rules.ahead and not idle_nodes(cluster)
-        rest.steady, rest.lasting = alone and not _others_pending(cluster, allocations), lasting
+        rest.steady = found.settled and requests.waiting >= rules.ahead and not idle_nodes(cluster)
+        rest.lasting = lasting
     return [wish for wish in out if isinstance(wish, Ask)] if again else out
-
-
-def _others_pending(cluster: ClusterState, allocations: Sequence[Allocation]) -> bool:
-    """For whatever reason: that may be another one soon."""
-    ours = {a.token for a in allocations}
-    return any(job.state == "PENDING" and job.name not in ours for job in cluster.jobs)
 
 
 def _coming(

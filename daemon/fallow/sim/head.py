@@ -227,7 +227,7 @@ class VirtualHead:
         late = self._now >= min(self._wake_at, self.book.valued_until())
         if not self._elide or going or late or self._shown is None:
             return False
-        if not same(cluster, self._shown):
+        if not same(cluster, self._shown, steady=self._rest.steady):
             return False
         return not (self._rest.steady and renewable(cluster, self.book.live(), self._rules_then))
 
@@ -259,7 +259,9 @@ class VirtualHead:
         known = self.learner.known
         self._wake_at = cluster.at
         if self._elide and not wishes:
-            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, self._rest)
+            rest, ours = self._rest, self.book.allocations
+            until = self.neighbourhood.stands_until(cluster, self._config, ours) if rest.steady else inf
+            self._wake_at = wake_at(cluster, live, rules, known, standing, self.unused, rest, until)
 
     def _put_right(self, cluster: ClusterState) -> ClusterState:
         """As `core.preemption` does; what is the same as before has been put right before."""

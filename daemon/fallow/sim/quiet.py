@@ -10,6 +10,7 @@ only nodes near their end are looked at: does Slurm still plan them for somebody
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from math import inf
 
 from msgspec import structs
@@ -19,10 +20,11 @@ from fallow.core.experience import Experience
 from fallow.core.holes import planned_ends
 from fallow.core.limits import whole_minutes
 from fallow.core.neighbour import Standing
+from fallow.core.neighbourhood import near
 from fallow.core.planner import NOTICE_S, Rest, is_leaving
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import next_s
-from fallow.core.states import ENDED_STATES
+from fallow.core.states import ENDED_STATES, ON_NODES
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0
@@ -35,8 +37,8 @@ _LASTING = ("not needed", "not open", "of another kind", "not harvested", "limit
 """Why idle nodes are not used (`planner.plan`), where time alone changes nothing."""
 
 
-def same(one: ClusterState, other: ClusterState) -> bool:
-    """Do two polls show the same, as far as it matters to us?"""
+def same(one: ClusterState, other: ClusterState, *, steady: bool = False) -> bool:
+    """Do two polls show the same, as far as it matters to us? `steady`: as of `Rest`."""
     if one.reservations != other.reservations or one.partitions != other.partitions:
         return False
     if one.nodes is other.nodes and one.jobs is other.jobs:
@@ -46,6 +48,9 @@ def same(one: ClusterState, other: ClusterState) -> bool:
         return False
     if all(job.name.startswith(OURS) for job in jobs):
         return _nodes(one) == _nodes(other)
+    if steady:
+        wanted = near(one, [job for job in jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
+        return _nodes(one, wanted) == _nodes(other, wanted) and _others(one, wanted) == _others(other, wanted)
     return one.nodes == other.nodes and one.jobs == other.jobs
 
 
@@ -67,9 +72,15 @@ def _planned_for_nothing(job: JobInfo) -> JobInfo:
     return structs.replace(job, planned_nodes=[], start_at=None)
 
 
-def _nodes(cluster: ClusterState) -> list[NodeInfo]:
-    """Idle ones, and those that their administrators may want."""
-    return [node for node in cluster.nodes if node.state == "IDLE" or node.flags]
+def _nodes(cluster: ClusterState, wanted: AbstractSet[str] = frozenset()) -> list[NodeInfo]:
+    """Idle ones, those that their administrators may want, and those that others wait for."""
+    return [node for node in cluster.nodes if node.state == "IDLE" or node.flags or node.node in wanted]
+
+
+def _others(cluster: ClusterState, wanted: AbstractSet[str]) -> list[JobInfo]:
+    """Jobs of others that somebody may wait for: on such nodes, or of an array that may run only so many at once."""
+    there = [job for job in cluster.jobs if job.state in ON_NODES and not job.name.startswith(OURS)]
+    return [job for job in there if job.array_job_id or not wanted.isdisjoint(job.nodes)]
 
 
 def wake_at(
@@ -80,6 +91,7 @@ def wake_at(
     standing: Standing,
     unused: Mapping[str, str],
     rest: Rest,
+    stands_until: float = inf,
 ) -> float:
     """Unix time before which a plan on the same poll would wish for nothing, as this one did, unless `renewable`.
 
@@ -91,6 +103,7 @@ def wake_at(
         standing: what others' jobs need of us.
         unused: idle node -> why it is not used.
         rest: what the plan says about the next ones.
+        stands_until: so does the neighbourhood, if they are to be at rest.
     """
     at = cluster.at
     if standing.offered or standing.delayed:
@@ -112,7 +125,7 @@ def wake_at(
                 wake = min(wake, moment)
     left = known.backoff.remembered()
     ends = [until for *_, until in left.alone] + [until for *_, until in left.too_long]
-    wake = min([wake, known.experience.fresh_until(at), *(until for until in ends if until > at)])
+    wake = min([wake, stands_until, known.experience.fresh_until(at), *(until for until in ends if until > at)])
     return wake if wake <= at else _moves_worth_more(known.experience, at, wake)
 
 
