@@ -38,6 +38,7 @@ import torch.utils.data
 import fallow.agent.process
 import fallow.worker.run
 from fallow.agent.__main__ import main as agent_main
+from fallow.worker.late import put_off_compiler
 
 LONGEST = 1 << 20
 _PR_SET_PDEATHSIG = 1
@@ -185,5 +186,6 @@ if __name__ == "__main__":
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     torch.set_num_threads(1)
+    put_off_compiler()  # as `import fallow` does in a worker
     if os.getppid() == parent:
         Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
