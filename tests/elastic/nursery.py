@@ -18,6 +18,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -187,5 +188,6 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     torch.set_num_threads(1)
     put_off_compiler()  # as `import fallow` does in a worker
+    importlib.import_module("torch.distributed.checkpoint")  # the first save does so: once, not in every worker
     if os.getppid() == parent:
         Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
