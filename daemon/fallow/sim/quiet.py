@@ -103,7 +103,7 @@ def wake_at(
         standing: what others' jobs need of us.
         unused: idle node -> why it is not used.
         rest: what the plan says about the next ones.
-        stands_until: so does the neighbourhood, if they are to be at rest.
+        stands_until: Unix time until which others need the same of us (`Neighbourhood.stands_until`).
     """
     at = cluster.at
     if standing.offered or standing.delayed:
