@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import fallow
+from fallow.worker import pace
 
 
 def bodies(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
@@ -60,6 +61,15 @@ def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
     run.barrier()
 
 
+class Stopwatch:
+    """In the place of `time`: what a noisy machine does to the bodies cannot be seen by it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def main() -> None:
     """Train, and have the main member write what came out."""
     parser = argparse.ArgumentParser()
@@ -74,6 +84,7 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
     parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
+    parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
     parser.add_argument("--fail-at", type=int, help="raise in this step")
@@ -116,13 +127,18 @@ def main() -> None:
         return
     slow, factor, *span = (args.slow or "-:1:0:0").split(":")
     slow_in = range(*map(int, span)) if os.environ.get("FALLOW_WORKER") == slow else range(0)
+    stopwatch = Stopwatch()
+    if args.told_s:
+        pace.time = stopwatch  # type: ignore[attr-defined]
     resized: list[tuple[int, int, int]] = []
     run.on_resize(lambda: resized.append((run.size, run.rank, run.step)))
     mean = 0.0
     for x, y in bodies(run, loader, args):
         if args.fail_at is not None and run.step == args.fail_at and run.size:
             raise ValueError(f"sample in step {run.step} is broken")
-        time.sleep(args.shard_s * (float(factor) if run.step in slow_in else 1.0))
+        times = float(factor) if run.step in slow_in else 1.0
+        stopwatch.now += args.told_s * times
+        time.sleep(args.shard_s * times)
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         mean = run.mean(loss)

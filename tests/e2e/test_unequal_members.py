@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 
 from fallow.core.audit import Fed
 from fallow.core.schedule import parse_schedule
-from fallow.core.shares import EVERY
 from fallow.local.driver import Driver
 from fallow.model import RunReport, RunStatus
 from fallow.worker.ledger import read_ledger
@@ -64,16 +63,13 @@ def train(folder: Path, steps: int, members: int, *options: str, schedule: str =
 
 def test_shares_follow_the_speeds(tmp_path: Path) -> None:
     """One of four is three times slower for a while; loader processes follow every division."""
-    done = train(tmp_path / "run", 67, 4, "--num-workers", "2", "--shard-s", "0.02", "--slow", "w1:3:8:39")
+    done = train(tmp_path / "run", 67, 4, "--num-workers", "2", "--told-s", "1000", "--slow", "w1:3:8:39")
     shares = done.shares(done.report.generations[0].generation)
     assert len(shares) == 67 - 8
-    assert set(shares[0].values()) == {5}, "nobody has been measured yet"
-    for step in (24, 38):
-        assert shares[step]["w1"] in (1, 2, 3), shares
-        assert {shares[step][worker] for worker in ("w0", "w2", "w3")} <= {5, 6, 7}, shares
-    assert set(shares[66].values()) <= {4, 5, 6}, "it has recovered"
-    changes = sum(one != two for one, two in itertools.pairwise(shares.values()))
-    assert 2 <= changes <= 67 / EVERY, "no flapping"
+    alike = dict.fromkeys(("w0", "w1", "w2", "w3"), 5)
+    told = [shares[step] for step in (0, 24, 38, 66)]
+    assert told == [alike, {**dict.fromkeys(alike, 6), "w1": 2}, {**dict.fromkeys(alike, 6), "w1": 2}, alike], shares
+    assert sum(one != two for one, two in itertools.pairwise(shares.values())) == 2, "no flapping"
 
 
 @pytest.mark.soak
