@@ -3,11 +3,13 @@
 usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
-that moment), and w2 dies in one. `break`: the main member alone leaves the loop. `late`: it raises after the loop.
+that moment), and w2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
+are divided anew. `late`: it raises after the loop.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
 loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
 `hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `last`: w2 dies in the step in
-which the others leave the loop for good.
+which the others leave the loop for good. `behind`: all leave the loop by break behind a step that w1 has to receive,
+since its group breaks just when the others have the step's mean.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
+from fallow.core.shares import Division
 from fallow.worker import loop
 from fallow.worker.group import Interrupted
 from fallow.worker.together import Kind
@@ -70,6 +74,37 @@ def harm(run: Any) -> list[int]:
     return seen
 
 
+def fall_behind(run: Any, past: Path) -> None:
+    """w1 does not get the mean of step 3, once w0 has it."""
+    plain, cut = type(run)._gathered, []
+
+    def gathered(cells: Any) -> Any:
+        result = plain(run, cells)
+        if run.step != 3 or cut:
+            return result
+        cut.append(run.step)
+        if WORKER == "w0":
+            past.touch()
+            return result
+        deadline = time.monotonic() + 30
+        while not past.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        cut_off(run)
+        return None
+
+    run._gathered = gathered
+
+
+def divide_anew(after: int) -> None:
+    """After so many steps w1 is found to be slow, as it may be by itself on a busy machine."""
+    plain = Division.revised
+
+    def revised(old: Division, shards: int, paces: Sequence[float], step: int) -> Division:
+        return Division((0.01, 0.03), step) if step == after else plain(old, shards, paces, step)
+
+    Division.revised = revised
+
+
 def main() -> None:
     """Train, and have each member write what it was told."""
     parser = argparse.ArgumentParser()
@@ -81,6 +116,10 @@ def main() -> None:
     run = fallow.init()
     if args.harm == "links":
         harm(run)
+    if args.harm == "break":
+        divide_anew(after=4)
+    if args.harm == "behind" and WORKER:
+        fall_behind(run, args.folder / "past")
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
@@ -104,6 +143,10 @@ def main() -> None:
             schedule.step(mean)
         if args.harm == "break" and run.is_main and run.final_shard and run.step == 3:
             break
+        if args.harm == "behind" and run.final_shard and run.step == 3:
+            break
+    if args.harm == "behind":
+        schedule.step(1e9)  # acts once, on w1 too, which has it done by the others when they give it their state
     told.append(run.mean(0.25 * (1 + run.rank)))
     for (x,) in run.steps(loader):
         loss = model(x).square().mean()

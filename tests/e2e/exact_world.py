@@ -7,7 +7,6 @@ The argument is a JSON list of cases; each is a dictionary with `world` (number 
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.core.shards import Duty
 from fallow.worker.group import Group, build_group
+from fallow.worker.late import put_off_compiler
 from fallow.worker.member import Member
 from fallow.worker.run import Run
 from fallow.worker.state import decode, digest, encode
@@ -109,6 +109,7 @@ def train_with(
         run = Run(None, None, groups())
         if shares is not None:
             run._member.duties = functools.partial(uneven, run._member, shares)  # type: ignore[method-assign]
+            run._member.most = lambda shards: shards  # type: ignore[method-assign]
         torch.manual_seed(0)
         model = Net()
         opt = optimizer_named(optimizer, model.parameters())
@@ -210,7 +211,7 @@ def forked(work: Callable[[int], None], size: int) -> None:
 def main() -> None:
     """One result per case, a line of JSON each."""
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # optimizers do so, which takes seconds: once, not in every rank
+    put_off_compiler()  # as `import fallow` does in a worker
     for case in json.loads(sys.argv[1]):
         print(json.dumps(world(case.pop("world"), case)), flush=True)
 

@@ -23,7 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from fallow.model import FromWorker, ToWorker
 from fallow.worker import run as run_module
 from fallow.worker import supply
+from fallow.worker.late import put_off_compiler
 from fallow.worker.session import Session
+
+put_off_compiler()  # as `import fallow` does in a worker
 
 
 class SocketChannel:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_local import RUN_S, Box, Done, box
+from test_local import PLAIN, RUN_S, Box, Done, box
 
 __all__ = ["box"]
 
@@ -30,7 +30,7 @@ def test_what_is_done_together_has_one_result_though_members_are_lost_in_the_mid
     alone = box.folder / "alone"
     alone.mkdir()
     words = [sys.executable, SCRIPT, "--folder", str(alone)]
-    subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=box.environ)
+    subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=box.environ | PLAIN)
     done = train(box, "links", members=3).trained(12, 192)
     assert done.result == json.loads((alone / "result.json").read_text()), "one rate, one model, to the last bit"
     zero, one = (json.loads((box.folder / f"told-w{number}").read_text()) for number in (0, 1))
@@ -49,6 +49,16 @@ def test_a_member_that_alone_leaves_the_loop_is_found_at_once(box: Box) -> None:
     assert done.report["generations"][0]["members"] == ["w0", "w1"]
 
 
+def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_comes_after_it(box: Box) -> None:
+    alone = box.folder / "alone"
+    alone.mkdir()
+    words = [sys.executable, SCRIPT, "--folder", str(alone), "--harm", "behind"]
+    subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=box.environ)
+    done = train(box, "behind", members=2).trained(10, 160)
+    assert done.result == json.loads((alone / "result.json").read_text()), "one rate, one model, to the last bit"
+    assert [generation["first_step"] for generation in done.report["generations"]] == [0, 4]
+
+
 def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
     done = train(box, "late", members=2)
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)
@@ -57,7 +67,7 @@ def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) 
     assert "raise ValueError" in done.report["traceback"]
 
 
-@pytest.mark.parametrize(("harm", "code"), [("exit0", 0), ("exit3", 70)])
+@pytest.mark.parametrize(("harm", "code"), [("exit0", 0), pytest.param("exit3", 70, marks=pytest.mark.soak)])
 def test_the_main_members_exit_value_is_the_runs(box: Box, harm: str, code: int) -> None:
     done = train(box, harm, members=2)
     assert done.code == code, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from test_local import TINY, Box, box, wait  # noqa: F401
+from test_local import PLAIN, TINY, Box, box, wait  # noqa: F401
 
 from fallow.model import Exit
 
@@ -40,7 +39,7 @@ def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:  # noqa: F811
     process = subprocess.Popen(
         [sys.executable, "-c", TELLING],
         cwd=box.folder,
-        env=box.environ,
+        env=box.environ | PLAIN,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -78,27 +77,14 @@ for loader in loaders:
 """
 
 
-def two_ranks(box: Box, *command: str, second: dict[str, str]) -> list[subprocess.Popen[str]]:  # noqa: F811
-    """`second`: variables of the second one."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    return [
-        box.start(
-            *(sys.executable, *command),
-            **{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **other},
-        )
-        for rank, other in enumerate([{}, second])
-    ]
-
-
 def unlike_ranks(box: Box, *options: str) -> list[subprocess.Popen[str]]:  # noqa: F811
     """Two, of which the second computes as an older processor would."""
-    return two_ranks(box, TINY, *options, second={"ATEN_CPU_CAPABILITY": "default"})
+    return box.ranks(2, TINY, *options, last={"ATEN_CPU_CAPABILITY": "default"})
 
 
 def test_ranks_whose_loops_cut_a_step_unlike_each_other_are_refused(box: Box) -> None:  # noqa: F811
     """In their second loop. gloo ended one process for it, and the other was told of a lost connection."""
-    for process in two_ranks(box, "-c", UNLIKE, second={}):
+    for process in box.ranks(2, "-c", UNLIKE):
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == Exit.DATA, stderr
         assert "fallow: rank 1 cuts a step into 4 shards of 2 samples, rank 0 into 2 of 4: give the " in stderr

@@ -1,10 +1,14 @@
-"""Real worker processes and real gloo groups under a scripted head: the result must not depend on who came and went."""
+"""Real worker processes and real gloo groups under a scripted head: the result must not depend on who came and went.
+
+What `tests/elastic` goes through as well, with a real head, is left to `make soak` here.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +131,7 @@ def test_uneven_shards(make, reference) -> None:
     check(head, reference, "w0", "w1", "w2")
 
 
+@pytest.mark.soak
 def test_kill_in_the_middle_of_a_step(make, reference) -> None:
     head = make(stops={11: "w1"})
     head.start("w0", "w1", "w2")
@@ -140,6 +145,7 @@ def test_kill_in_the_middle_of_a_step(make, reference) -> None:
     check(head, reference, "w0", "w2")
 
 
+@pytest.mark.soak
 def test_suspend_and_resume(make, reference) -> None:
     head = make(stops={10: "all"})
     head.start("w0", "w1")
@@ -178,6 +184,7 @@ def test_two_kills_one_after_the_other_and_an_aborted_attempt(make, reference) -
     check(head, reference, "w0", "w2")
 
 
+@pytest.mark.soak
 def test_a_stopped_member_wakes_up_and_harms_nobody(make, reference) -> None:
     head = make(stops={5: "w1", 12: "w0"})
     head.start("w0", "w1", "w2")
@@ -209,6 +216,28 @@ def test_a_kill_before_the_planned_boundary_is_reached(make, reference) -> None:
     check(head, reference, "w0", "w2")
 
 
+def test_a_kill_in_a_newcomers_first_step(make, reference) -> None:
+    """Its standstill begins when it is a member, not when it began to wait for that."""
+    head = make(stops={8: "all", 9: "all", 10: "all"})
+    head.start("w0", "w1", "w2")
+    head.ready("w0", "w1", "w2")
+    head.change(["w0", "w1"])
+    head.at(8, "w0", "w1")
+    asked = time.monotonic()
+    head.change(["w0", "w1", "w2"])
+    head.go(8)
+    head.at(9, "w0", "w1")
+    head.kill("w1")
+    head.go(9)
+    head.change(["w0", "w2"], interrupt=True)
+    head.active("w0", "w2")
+    stood = time.monotonic() - asked
+    head.go(10)
+    check(head, reference, "w0", "w2")
+    assert all(active.pause_s < stood for active in head.find("w2", Active))
+
+
+@pytest.mark.soak
 def test_kills_while_the_optimizer_state_is_on_its_way(make) -> None:
     """First the newcomer, in the middle of receiving, then, with another newcomer, a donor in the middle of sending."""
     wide = {"width": 4096, "epochs": 3}
@@ -271,6 +300,7 @@ def test_other_loop_styles_put_a_newcomer_in_the_right_place(make, reference, st
     assert first == min(step for generation, step in one["seen"] if generation == head.generation)
 
 
+@pytest.mark.soak
 def test_loader_processes_follow_the_plan(make, reference) -> None:
     """Prefetched batches, augmentation drawn in the dataset: nothing differs from num_workers=0."""
     head = make(num_workers=2, stops={9: "all", 16: "all", 23: "w1"})
@@ -302,6 +332,7 @@ def test_a_member_gives_up_on_a_silent_head(make) -> None:
     assert "the head was silent for 1 s" in head.log("w0")
 
 
+@pytest.mark.soak
 def test_training_goes_on_while_the_head_is_silent(make, reference) -> None:
     head = make(stops={5: "all"})
     head.patience_s = 2.0

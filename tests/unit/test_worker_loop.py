@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,13 +213,16 @@ def test_the_step_cannot_end_inside_the_backward_of_a_newcomer_that_waits_for_st
     member = run._member
     member.reducer.complete = lambda: complete
     left: list[bool] = []
-    real = Group.all_reduce
 
-    def all_reduce(group: Group, tensor: torch.Tensor) -> None:
-        left.append(member.gate.in_backward)
-        real(group, tensor)
+    def watched(real: Any) -> Any:
+        def launch(group: Group, tensor: torch.Tensor) -> Any:
+            left.append(member.gate.in_backward)
+            return real(group, tensor)
 
-    monkeypatch.setattr(Group, "all_reduce", all_reduce)
+        return launch
+
+    for name in ("all_reduce", "tell"):
+        monkeypatch.setattr(Group, name, watched(getattr(Group, name)))
     for x, y in run.steps(loader):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -956,7 +960,7 @@ def test_what_an_exchange_tells_all_members_is_no_members_own_failure() -> None:
 
     def told(agreement: float = 14.0, samples: float = 8.0) -> control.Control:
         head = control.Head(2.0, 0.0, 0.0, 6.0, 0.0, samples, 5.0, 2.0, 0.0, agreement, 0.0)
-        return control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [])
+        return control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [], [])
 
     control.check(told(), plan, 2, 0, 7, drift=False)
     with pytest.raises(Apart, match="weights, learning rates"):
@@ -971,7 +975,7 @@ def test_which_modules_rest_must_be_the_same_on_all_members_that_make_a_backward
 
     def check(resting: float, mine: int) -> None:
         head = control.Head(2.0, 0.0, 0.0, 6.0, 0.0, 8.0, 5.0, 2.0, 0.0, 14.0, skipped, resting=resting)
-        told = control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [])
+        told = control.Control(head, [0.0, 0.0], [1, 1], [0.0, 0.0], [], [])
         control.check(told, plan, 2, 0, 7, resting=mine, drift=False)
 
     check(sums, 9)
@@ -1009,7 +1013,7 @@ def test_p2_the_members_whose_weights_came_apart_from_most_are_named(pieces: lis
     size = len(pieces)
     plan = control.StepPlan(3, 8, 5, size)
     head = control.Head(size, 0.0, 0.0, 3.0 * size, 0.0, 8.0, 5.0, size, 0.0, 7.0 * size, 0.0)
-    told = control.Control(head, [0.0] * size, pieces, [0.0] * size, [])
+    told = control.Control(head, [0.0] * size, pieces, [0.0] * size, [], [])
     with pytest.raises(Apart, match=re.escape(whose)):
         control.check(told, plan, size, 0, 7, drift=False)
     control.check(told, plan, size, 0, 7, drift=True)

@@ -72,11 +72,13 @@ class Arithmetic(Protocol):
     def reduce(self, group: Group, bucket: Bucket) -> None:
         """Launch the sum of a full bucket over the members."""
 
-    def extent(self, number: int, count: int) -> torch.Tensor | None:
-        """What the members must tell each other beside the sums, for `count` parameters: reduced with MAX."""
+    def extent(self, number: int, count: int) -> list[int]:
+        """What the members must tell each other beside the sums, for `count` parameters: 32 bits each."""
 
-    def judge(self, number: int, extent: torch.Tensor) -> bool:
-        """Given all members' extent: True if the sums are good; False: the step must be done again, by all."""
+    def judge(self, number: int, extent: Sequence[int]) -> bool:
+        """Given the greatest of all members' extents: True if the sums are good; False: the step must be done again, by
+        all.
+        """
 
     def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
         """Gradients by parameter's index, for those that are `touched`, once the sums of that set are complete.
@@ -138,12 +140,12 @@ class Floating:
         """As a whole, in place."""
         group.all_reduce(bucket.flat)
 
-    def extent(self, number: int, count: int) -> torch.Tensor | None:
+    def extent(self, number: int, count: int) -> list[int]:
         """Nothing."""
-        return None
+        return []
 
-    def judge(self, number: int, extent: torch.Tensor) -> bool:
-        """Never asked."""
+    def judge(self, number: int, extent: Sequence[int]) -> bool:
+        """They are."""
         return True
 
     def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:

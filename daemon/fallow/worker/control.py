@@ -1,17 +1,15 @@
-"""The control exchange: one small float64 vector, summed over the members, that closes each reduction.
+"""The control exchange: a small part of each member's, sent to every other, that closes each reduction.
 
 It tells everybody the same: whether to switch, whether all did the same work, each shard's loss and each member's pace.
-Values that belong to one shard or one member have a place of their own, into which nobody else adds: so they arrive
-unchanged, and what is computed from them does not depend on who computed which shard.
+All parts arrive as they are, so what is computed from them does not depend on who computed which shard.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ from fallow.core.failures import Apart, Stranger
 
 
 class Head(NamedTuple):
-    """Sums over the members; the order is that of the vector."""
+    """A member's part, or the sums over the members; the order is that of the message."""
 
     contributors: float
     switch: float
@@ -63,6 +61,8 @@ class StepPlan:
     "which part of the step, see run.phase"
     lone: tuple[float, ...] = ()
     "by rank, the weight of the only shard that it computes; empty: a full step has more shards than members"
+    most: int = 1
+    "shards in a full step of the member that has most"
 
 
 class Cutting(NamedTuple):
@@ -88,6 +88,8 @@ class Control:
     "weight x loss of each shard, in this round and those before it in the step"
     touched: list[bool]
     "parameters that received a gradient on any member"
+    extent: list[int]
+    "see `Arithmetic.judge`"
 
     @property
     def loss(self) -> float | None:
@@ -108,6 +110,9 @@ class Control:
         )
 
 
+_DOUBLE = array("d").itemsize
+
+
 def exact_sum(values: Sequence[float]) -> float:
     """Sum that does not depend on the order; NaN where infinities of both signs meet, as in floating point."""
     try:
@@ -117,21 +122,59 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def encode(
-    head: Head, size: int, rank: int, pace: float, piece: int, losses: Sequence[float], touched: Sequence[bool]
+    head: Head,
+    pace: float,
+    piece: int,
+    losses: Mapping[int, float],
+    most: int,
+    touched: Sequence[bool],
+    extent: Sequence[int],
 ) -> torch.Tensor:
-    """This member's part of the vector; float64 of len(Head) + 2 x size + shards + parameters."""
-    paces, pieces = [0.0] * size, [0.0] * size
-    paces[rank], pieces[rank] = pace, float(piece)
-    return torch.frombuffer(array("d", [*head, *paces, *pieces, *losses, *touched]), dtype=torch.float64)
+    """This member's part, as bytes; equally many on all members.
+
+    Args:
+        head: what is summed.
+        pace: seconds per shard; 0: not measured.
+        piece: checksum of a piece of the weights.
+        losses: weight x loss by shard, at most `most`.
+        most: see `StepPlan`.
+        touched: parameters that received a gradient.
+        extent: of which the maximum is taken, see `Arithmetic.extent`.
+    """
+    pairs = [*losses.items(), *[(-1, 0.0)] * (most - len(losses))]
+    numbers = array("d", [*head, pace, piece, *(number for pair in pairs for number in pair)])
+    return torch.frombuffer(
+        bytearray(numbers.tobytes() + bytes(touched) + array("i", extent).tobytes()), dtype=torch.uint8
+    )
 
 
-def decode(vector: torch.Tensor, size: int, shards: int) -> Control:
-    """The inverse of `encode`, of the sum over the members."""
-    values: list[float] = vector.tolist()
-    ends = list(itertools.accumulate((len(Head._fields), size, size, shards)))
-    head, paces, pieces, losses = (values[start:end] for start, end in itertools.pairwise([0, *ends]))
+def decode(parts: Sequence[torch.Tensor], shards: int, most: int, params: int) -> Control:
+    """Take together what `encode` gave on all members.
+
+    Args:
+        parts: by rank.
+        shards: of a step, see `StepPlan`.
+        most: likewise.
+        params: of which `touched` tells.
+    """
+    fields = len(Head._fields)
+    bounds = _DOUBLE * (fields + 2 + 2 * most), _DOUBLE * (fields + 2 + 2 * most) + params
+    texts = [part.numpy().tobytes() for part in parts]
+    rows = [array("d", text[: bounds[0]]) for text in texts]
+    losses = [0.0] * shards
+    for row in rows:
+        for shard, loss in zip(row[fields + 2 :: 2], row[fields + 3 :: 2], strict=True):
+            if shard >= 0:
+                losses[int(shard)] += loss
+    touched = {text[bounds[0] : bounds[1]] for text in texts}
+    extents = {text[bounds[1] :] for text in texts}
     return Control(
-        Head(*head), paces, [int(piece) for piece in pieces], losses, [value > 0 for value in values[ends[-1] :]]
+        Head(*(sum(column) for column in zip(*(row[:fields] for row in rows), strict=True))),
+        [row[fields] for row in rows],
+        [int(row[fields + 1]) for row in rows],
+        losses,
+        [any(column) for column in zip(*touched, strict=True)],
+        [max(column) for column in zip(*(array("i", extent) for extent in extents), strict=True)],
     )
 
 

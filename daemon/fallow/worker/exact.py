@@ -147,10 +147,13 @@ class Exact:
         for start in range(0, size, room.chunk):
             part = flat[start : start + room.chunk]
             target = into[start : start + part.numel()]
+            if self._lone:
+                # First: a copy reads memory faster than the search, which finds it in the cache then.
+                part = target.copy_(part)
             self._peaks.append((number, index, torch.aminmax(part)))
             if self._lone:
-                target.copy_(part)
-            elif first:
+                continue
+            if first:
                 room.whole(part, weight, [slice(None)], shifts, target)
             else:
                 target.add_(room.whole(part, weight, [slice(None)], shifts, room.integers[: part.numel()]))
@@ -193,8 +196,8 @@ class Exact:
 
     # ------------------------------------------------------------------------------------------------- judging
 
-    def extent(self, number: int, count: int) -> torch.Tensor | None:
-        """Exponents of this member's largest gradients in the sum of that number; whether one came in parts; int32."""
+    def extent(self, number: int, count: int) -> list[int]:
+        """Exponents of this member's largest gradients in the sum of that number; whether one came in parts."""
         self.settle()
         mine = [entry for entry in self._peaks if entry[0] == number]
         self._peaks = [entry for entry in self._peaks if entry[0] != number]
@@ -203,11 +206,11 @@ class Exact:
         for _, index, tensors in mine:
             for _ in tensors:
                 found[index] = max(found[index], _exponent_of(next(values)))
-        return torch.tensor([*found, self._parts], dtype=torch.int32)
+        return [*found, int(self._parts)]
 
-    def judge(self, number: int, extent: torch.Tensor) -> bool:
+    def judge(self, number: int, extent: Sequence[int]) -> bool:
         """Compare what there was with what the scales are made for."""
-        *exponents, parts = extent.tolist()
+        *exponents, parts = extent
         good = not parts
         self._any_parts = self._any_parts or bool(parts)
         self._number, self._spoilt = number, set()
@@ -240,7 +243,8 @@ class Exact:
         flat = bucket.plain if self._lone else bucket.flat
         known = bucket.scattered
         if known is None or not known.serves(group, flat):
-            whole = torch.empty_like(bucket.plain) if known is None else known.whole
+            # What travels as it is makes way for the result, chunk by chunk: memory that no cache holds costs most.
+            whole = flat if self._lone else _apart(bucket)
             bucket.scattered = known = Scattered(flat, whole, group)
         known.scatter()
 
@@ -277,28 +281,18 @@ class Exact:
                 if end > stop:
                     break
                 position += 1
-            total = self._total(scattered.contributions(start, stop), parts, shifts, room)
-            room.back(total, parts, shifts, scattered.whole[start:stop])
-
-    def _total(
-        self, contributions: list[torch.Tensor], parts: list[slice], shifts: list[int], room: _Room
-    ) -> torch.Tensor:
-        """The sum in integers."""
-        if not self._lone:
-            total, *others = contributions
-            for other in others:
-                total.add_(other)
-            return total
-        size = contributions[0].numel()
-        total, more = room.integers[:size], room.more[:size]
-        begun = False
-        for weight, one in zip(self._lone, contributions, strict=True):
-            if weight and begun:
-                total.add_(room.whole(one, weight, parts, shifts, more))
-            elif weight:
-                begun = True
-                room.whole(one, weight, parts, shifts, total)
-        return total
+            contributions, into = scattered.contributions(start, stop), scattered.whole[start:stop]
+            if not self._lone:
+                total, *others = contributions
+                for other in others:
+                    total.add_(other)
+                room.back(total, parts, shifts, into)
+                continue
+            weighted = [(weight, one) for weight, one in zip(self._lone, contributions, strict=True) if weight]
+            if len(weighted) <= 2 and _exact_in_singles([weight for weight, _ in weighted], shifts, into.dtype):
+                room.singles(weighted, parts, shifts, into)
+            else:
+                room.back(room.total(weighted, parts, shifts), parts, shifts, into)
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -347,7 +341,7 @@ class _Room:
         self.floats = torch.empty(size, dtype=torch.float64, device=device)
         self._singles = torch.empty(size, dtype=torch.float32, device=device)
         self.integers = torch.empty(size, dtype=torch.int64, device=device)
-        self.more = torch.empty(size, dtype=torch.int64, device=device)
+        self._more = torch.empty(size, dtype=torch.int64, device=device)
 
     def whole(
         self, numbers: torch.Tensor, weight: float, parts: list[slice], shifts: list[int], into: torch.Tensor
@@ -357,12 +351,35 @@ class _Room:
         # Where a float32 holds each product, too, it is as exact as in float64.
         single = numbers.dtype != torch.float64 and all(_single(weight, factor) for factor in factors)
         scaled = (self._singles if single else self.floats)[: numbers.numel()]
-        if single and numbers.dtype == torch.float32 and len(parts) == 1:
-            torch.mul(numbers, factors[0], out=scaled)
-        else:
-            scaled.copy_(numbers)
-            torch._foreach_mul_([scaled[part] for part in parts], factors)
-        return into.copy_(scaled)
+        return into.copy_(_scaled(numbers, parts, factors, scaled))
+
+    def total(self, weighted: list[tuple[float, torch.Tensor]], parts: list[slice], shifts: list[int]) -> torch.Tensor:
+        """The sum of the `whole` ones, in integers."""
+        size = weighted[0][1].numel()
+        total = self.integers[:size]
+        for turn, (weight, one) in enumerate(weighted):
+            whole = self.whole(one, weight, parts, shifts, self._more[:size] if turn else total)
+            if turn:
+                total.add_(whole)
+        return total
+
+    def singles(
+        self, weighted: list[tuple[float, torch.Tensor]], parts: list[slice], shifts: list[int], into: torch.Tensor
+    ) -> None:
+        """`back` of the `total` of one or two, where `_exact_in_singles` says so: in less than half the time.
+
+        These integers are float32 numbers, and the sum of two is rounded as the integer would be: once.
+        """
+        size = into.numel()
+        rooms = [self._singles[:size], self.floats.view(torch.float32)[:size]]
+        total, *more = [
+            _scaled(one, parts, [weight * 2.0**shift for shift in shifts], room).trunc_()
+            for (weight, one), room in zip(weighted, rooms, strict=False)
+        ]
+        for other in more:
+            total.add_(other)
+        total.add_(0.0)  # there is no integer -0
+        _scaled(total, parts, [2.0**-shift for shift in shifts], into)
 
     def back(self, total: torch.Tensor, parts: list[slice], shifts: list[int], into: torch.Tensor) -> None:
         """total x 2^-shift, rounded once."""
@@ -377,6 +394,23 @@ class _Room:
             else:
                 wide = self.floats[: part.stop - part.start]
                 into[part].copy_(wide.copy_(total[part]).mul_(2.0**-shift))
+
+
+def _scaled(numbers: torch.Tensor, parts: list[slice], factors: list[float], into: torch.Tensor) -> torch.Tensor:
+    """number x factor, with a factor for each part, in the type of `into`; returns that."""
+    if len(parts) == 1 and numbers.dtype == into.dtype:
+        return torch.mul(numbers, factors[0], out=into)
+    into.copy_(numbers)
+    torch._foreach_mul_([into[part] for part in parts], factors)
+    return into
+
+
+def _apart(bucket: Bucket) -> torch.Tensor:
+    """Memory for the gradients that the bucket's sums are turned into; that of the group before, if it had some."""
+    known = bucket.scattered
+    if known is not None and known.whole.data_ptr() != bucket.flat.data_ptr():
+        return known.whole
+    return torch.empty_like(bucket.plain)
 
 
 def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -405,6 +439,13 @@ def _exponent_of(value: float) -> int:
 def _single(weight: float, factor: float) -> bool:
     """The product of a float32 and the factor is a float32, unless it vanishes in the integer anyway."""
     return math.frexp(weight)[0] == 0.5 and 2.0**-126 <= factor <= 2.0**127
+
+
+def _exact_in_singles(weights: Sequence[float], shifts: Sequence[int], dtype: torch.dtype) -> bool:
+    """What these make of float32 gradients are float32 numbers, and the way back needs no other type either."""
+    return dtype == torch.float32 and all(
+        _direct(dtype, shift) and all(_single(weight, weight * 2.0**shift) for weight in weights) for shift in shifts
+    )
 
 
 def _direct(dtype: torch.dtype, shift: int) -> bool:

@@ -41,6 +41,8 @@ class Loop:
         self.step = Step(member, self._turn.report_arrival)
         self._open: Source | None = None
         "loader of the call whose end the members have not agreed on"
+        self.left = False
+        "the script has left it by itself"
 
     def steps(self, loader: Source, epochs: int, max_steps: int | None) -> Generator[Any, None, None]:
         """Bodies of one `run.steps` call, see `Run.steps`."""
@@ -98,7 +100,7 @@ class Loop:
                 # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those
                 # who come to the end of the call by it agree on that when they do the next thing together.
                 if self._open is not None:
-                    place.position.left = True
+                    self.left = place.position.left = True
                 raise
             finally:
                 member.rest()
@@ -143,6 +145,7 @@ class Loop:
             EndedAlone: so they do, and it is the script's end.
         """
         if self._open is not None and not self._member.gate.in_body:
+            self.left = False
             group = self._member.group
             if group.pending and group.broken is None:
                 # In the middle of an exchange: the next one would be taken for its end.
@@ -156,6 +159,9 @@ class Loop:
                 )
             if self.step.left_amid and sys.exc_info()[0] is None:  # else that is what the script ends by
                 self._left_amid(script)
+            if self.step.left_whole:
+                self.step.left_whole = False
+                self._turn.take_left()
             self._member.place.position.left = True
             self._agree_on_end(script=script)
             self._open = None

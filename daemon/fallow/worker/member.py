@@ -126,6 +126,10 @@ class Member:
         """What this member computes in a step of so many shards."""
         return duties(self.division.shares(shards), self.group.rank)
 
+    def most(self, shards: int) -> int:
+        """Shards, of so many in a full step, of the member that has most: a step of fewer gives none of them more."""
+        return max(self.division.shares(shards))
+
     def shards(self, shards: int) -> list[int]:
         """The shards of `duties`, for the loader."""
         return [duty.shard for duty in self.duties(shards)]

@@ -57,6 +57,8 @@ class Gate:
         "optimizer steps that have acted in this body"
         self.seed_step: Callable[[int], None] = lambda number: None
         "puts random numbers to where they begin in that step of this body, on every member alike"
+        self.between: Callable[[], None] = lambda: None
+        "called before something acts outside of bodies"
         self.untrained = False
         "the last loop is over, and no body of it has made a backward"
         self.settle: Callable[[], bool] = lambda: True
@@ -162,6 +164,8 @@ class Prepared:
         acts.append(0)
 
         def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not gate.in_body:
+                gate.between()
             closure = args[0] if args else kwargs.get("closure")
             if is_optimizer and gate.in_body and callable(closure):
                 return _with_closure(inner, gate, closure)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,13 +44,6 @@ class _Loss:
     value: float | torch.Tensor
     scale: float
     weight: float
-
-
-class _Told(NamedTuple):
-    """What is on its way beside the sums."""
-
-    vector: torch.Tensor
-    extent: torch.Tensor | None
 
 
 class EndedAlone(Exception):
@@ -107,7 +99,8 @@ class Reducer:
         self._carried: dict[int, torch.Tensor] = {}
         self._next = 0
         self._idle = Idle()
-        self._told: _Told | None = None
+        self._told: list[torch.Tensor] | None = None
+        "the control exchange under way"
         self.rounds = 0
         "finished reductions in this step"
         self.control: Control | None = None
@@ -484,7 +477,7 @@ class Reducer:
         """Launch what goes beside the sums, behind the last bucket, which takes longer."""
         self.buffers.launch(self._group, self._plan.phase, self.rounds)
         switch, checkpoint = self.flags()
-        group, plan, first = self._group, self._plan, self.rounds == 0
+        plan, first = self._plan, self.rounds == 0
         further = any(any(touched) for touched in self._touched[self._number + 1 :])
         head = ctl.Head(
             contributors=1.0,
@@ -505,15 +498,12 @@ class Reducer:
             resting=float(self.resting),
         )
         self.read_losses()
-        losses = [0.0] * plan.shards
+        losses: dict[int, float] = {}
         for loss in self._losses:
-            losses[loss.shard] += float(loss.value) / loss.scale * loss.weight
-        vector = ctl.encode(head, group.size, group.rank, self.pace, self.piece, losses, self._touched[self._number])
-        group.all_reduce(vector)
+            losses[loss.shard] = losses.get(loss.shard, 0.0) + float(loss.value) / loss.scale * loss.weight
         extent = self._arithmetic.extent(self._number, len(self._params))
-        if extent is not None:
-            group.all_max(extent)
-        self._told = _Told(vector, extent)
+        touched = self._touched[self._number]
+        self._told = self._group.tell(ctl.encode(head, self.pace, self.piece, losses, plan.most, touched, extent))
 
     def _exchange(self) -> tuple[Control, dict[int, torch.Tensor]]:
         """What the members told each other, and the gradients."""
@@ -527,7 +517,7 @@ class Reducer:
         self._group.wait()
         told, self._told = self._told, None
         assert told is not None
-        control = ctl.decode(told.vector, self._group.size, self._plan.shards)
+        control = ctl.decode(told, self._plan.shards, self._plan.most, len(self._params))
         self.buffers.settle(self._group, changed=control.head.buffers > 0)
         if self.elastic and control.head.ended and control.head.left < self._group.size:
             if self.ended:
@@ -551,7 +541,7 @@ class Reducer:
             self._arithmetic.reduce(self._group, bucket)
         if late:
             self._group.wait()
-        if told.extent is not None and not self._arithmetic.judge(self._number, told.extent):
+        if not self._arithmetic.judge(self._number, control.extent):
             self.again = True
             raise Interrupted("the sums are not good")
         with torch.no_grad():

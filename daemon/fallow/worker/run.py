@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -54,6 +55,7 @@ class Run:
         self._session = session
         self._welcome = welcome
         self._gate = Gate()
+        self._gate.between = self._between
         self._prepared = Prepared(self._gate)
         self._seed = welcome.seed if welcome is not None else 0
         self._max_workers = welcome.max_workers if welcome is not None else (group.size if group else 1)
@@ -152,6 +154,14 @@ class Run:
     def _end_call(self) -> None:
         with self._released_by_head():
             self._loop.end_call()
+
+    def _between(self) -> None:
+        """Something acts behind a loop that was left by a break: who is a step behind must get the state without that.
+
+        An exception on its way waits for nobody.
+        """
+        if self._loop.left and sys.exc_info()[0] is None:
+            self._end_call()
 
     def _epoch_hint(self) -> int:
         return 0 if self._welcome is None else self._welcome.epoch

@@ -39,6 +39,8 @@ class Step:
         "the script has left the loop in a body without gradients"
         self.left_amid = False
         "it has left it behind the first backward or body of a step on this member, and before the step was complete"
+        self.left_whole = False
+        "it has left it behind a whole step, of which `Turn.take` has not heard"
         self.trained: bool | None = None
         "a step of the call has had a gradient; None: there was no step"
         self.shards = 1
@@ -67,7 +69,7 @@ class Step:
 
     def begin_call(self) -> None:
         """A run.steps call begins."""
-        self.left_void = self.left_amid = False
+        self.left_void = self.left_amid = self.left_whole = False
         self.trained = None
         self._examples.clear()
         self._batches.clear()
@@ -92,7 +94,8 @@ class Step:
         pace, generation = member.pace, member.group.generation
         pace.begin_phase(member.group, first=at.phase == 0)
         alone = lone(loader.shards, member.group.size, cut.sizes)
-        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase, alone))
+        most = member.most(loader.shards)
+        reducer.begin_step(StepPlan(at.step, samples, sum(crcs), loader.shards, at.phase, alone, most))
         self.watch.begin_step(at.step)
         self._bodies = 0
         # In its first step a newcomer's optimizers may still be under way.
@@ -192,6 +195,7 @@ class Step:
             told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
             if self.final_shard and whole and told is not None and not told.head.more:
                 self._finish(cut)
+                self.left_whole = True
             elif gate.refusal is None:  # which may be for what has become of a buffer
                 member.restore(self._before)
             raise
@@ -229,7 +233,8 @@ class Step:
         at = member.place.position
         self._meet(loader)
         alone = lone(loader.shards, member.group.size)
-        reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase, alone))
+        most = member.most(loader.shards)
+        reducer.begin_step(StepPlan(at.step, 0, 0, loader.shards, at.phase, alone, most))
         reducer.left, reducer.ended = True, ended
         try:
             reducer.begin_body(0, 0.0, final=True, live=True)

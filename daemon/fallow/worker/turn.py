@@ -52,21 +52,40 @@ class Turn:
     def take(self) -> None:
         """Between two steps: write a checkpoint, change the generation, or neither."""
         member, reducer = self._member, self._member.reducer
-        at = member.place.position
-        stands = reducer.control is not None and not reducer.interrupted and not member.place.doubtful
-        finished = stands and at.phase == 0
+        finished = self._finished()
         if finished and reducer.checkpoint and member.saver is not None:
-            member.saver.save(member.group, member.prepared, at)
-        planned = finished and reducer.switch == member.group.size
-        if planned or member.group.broken is not None:
-            self._switch(planned)
-        elif finished:
-            control = reducer.control
-            if reducer.drift and control is not None and control.drifted and not self._align(control.pieces):
-                self._switch(planned=False)
-                return
-            self._divide()
-            self._lay_out()
+            member.saver.save(member.group, member.prepared, member.place.position)
+        if self._planned() or member.group.broken is not None:
+            self._switch(self._planned())
+        elif finished and not self._even_out():
+            self._switch(planned=False)
+
+    def take_left(self) -> None:
+        """The script has left the loop behind a whole step: keep up with members that have not.
+
+        Neither checkpoint nor change of the generation: the script may have changed the state since.
+        """
+        if self._finished() and not self._planned() and self._member.group.broken is None:
+            self._even_out()
+
+    def _finished(self) -> bool:
+        """A whole step is behind this member, which all have finished alike."""
+        member, reducer = self._member, self._member.reducer
+        stands = reducer.control is not None and not reducer.interrupted and not member.place.doubtful
+        return stands and member.place.position.phase == 0
+
+    def _planned(self) -> bool:
+        """All members have told in that step that they change the generation behind it."""
+        return self._finished() and self._member.reducer.switch == self._member.group.size
+
+    def _even_out(self) -> bool:
+        """What the members do with each other behind each step; False: the group broke before it was done."""
+        reducer = self._member.reducer
+        control = reducer.control
+        if reducer.drift and control is not None and control.drifted and not self._align(control.pieces):
+            return False
+        self._divide()
+        return self._lay_out()
 
     def join(self) -> None:
         """Take part in the first generation of this worker."""
@@ -117,20 +136,20 @@ class Turn:
         if member.division is not old:
             member.replan()
 
-    def _lay_out(self) -> None:
+    def _lay_out(self) -> bool:
         """After the first step of a fixed world, which has no rehearsal: gradients come as on the first rank."""
         group, reducer = self._member.group, self._member.reducer
         came = reducer.take_order()
         if came is None or group.size == 1:
-            return
+            return True
         order = torch.tensor(came)
         group.broadcast(order, 0)
         try:
             group.wait()
         except Interrupted:
-            self._switch(planned=False)
-            return
+            return False
         reducer.attach(group, order.tolist())
+        return True
 
     def _switch(self, planned: bool) -> None:
         """Go over to the next committed generation, as often as it takes until one stands."""
@@ -191,6 +210,7 @@ class Turn:
             place.over = done.over
         if newcomer:
             place.joined, place.since = True, group.generation
+            member.boundary = entered  # it was waiting before, and stands still from here on
         member.reducer.attach(group, member.prepared.order)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
         at = place.position
