@@ -104,12 +104,12 @@ class Head:
     def send(self, message: Any) -> None:
         assert self.router.send(self.peer, message)
 
-    def plan(self, *workers: str) -> None:
-        self.send(AgentPlan(term=1, run="r1", workers=list(workers), folder=str(self.run.root), beat_s=0.1))
+    def plan(self, *workers: str, beat_s: float = 0.1) -> None:
+        self.send(AgentPlan(term=1, run="r1", workers=list(workers), folder=str(self.run.root), beat_s=beat_s))
 
-    async def begin(self, *workers: str) -> AgentHello:
+    async def begin(self, *workers: str, beat_s: float = 0.1) -> AgentHello:
         hello = await self.hear(AgentHello)
-        self.plan(*workers)
+        self.plan(*workers, beat_s=beat_s)
         for worker in workers:
             key = await self.hear(WorkerKey, lambda m, worker=worker: m.worker == worker)
             self.worker_keys[worker] = key.public_key
@@ -283,6 +283,17 @@ async def test_stop_worker_kills_a_stopped_process(head: Head) -> None:
     os.kill(child_of(head.pid), signal.SIGSTOP)
     head.send(StopWorker(term=1, worker="w0", reason="test"))
     assert (await head.hear(WorkerExit)).signal == signal.SIGKILL
+
+
+async def test_a_process_that_is_stopped_is_told_at_once(head: Head) -> None:
+    await head.launch(WAIT)
+    await head.begin("w0", beat_s=10 * DEADLINE_S)
+    await until(lambda: head.run.log("w0").exists() and head.run.log("w0").read_bytes())
+    worker = child_of(head.pid)
+    os.kill(worker, signal.SIGSTOP)
+    await head.hear(AgentBeat, lambda beat: beat.stopped == ["w0"])
+    os.kill(worker, signal.SIGCONT)
+    await head.hear(AgentBeat, lambda beat: beat.stopped == [])
 
 
 async def test_hello_again_after_the_head_came_back_elsewhere(head: Head) -> None:

@@ -18,6 +18,7 @@ from fallow.head.turn import Turn, agent_peer
 from fallow.model import (
     PROTOCOL,
     Active,
+    AgentBeat,
     AgentEnd,
     AgentHello,
     AgentLeft,
@@ -35,6 +36,7 @@ from fallow.model import (
     Parts,
     Refused,
     RunSpec,
+    StopWorker,
     Vote,
     Welcome,
     WorkerExit,
@@ -104,6 +106,20 @@ def test_a_worker_of_another_protocol_is_refused(turn: Turn, run: Run, allocatio
     assert [type(message) for _, message in turn.messages] == [Welcome]
     assert run.roster.workers["w0"].pid == 5
     assert isinstance(run.machine.story[-1], ev.Said)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_s6_a_worker_that_was_stopped_for_a_moment_is_not_killed(
+    turn: Turn, run: Run, allocation: Allocation, goes_on: bool
+) -> None:
+    """It does not beat yet, or not so soon: its agent says that it goes on."""
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    hear(turn, agent_peer(allocation, "n1"), AgentBeat(alive=["w0"], stopped=["w0"]))
+    turn.at += 0.1
+    hear(turn, agent_peer(allocation, "n1"), AgentBeat(alive=["w0"], stopped=[] if goes_on else ["w0"]))
+    turn.at += 3.0
+    Peers(Membership(), Checkpoint()).tick(turn)
+    assert any(isinstance(message, StopWorker) for _, message in turn.messages) is not goes_on
 
 
 def test_the_first_crash_on_a_node_is_made_good_at_once_and_later_ones_after_a_while(

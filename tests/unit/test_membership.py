@@ -491,6 +491,27 @@ def test_a_peer_that_missed_a_message_hears_it_again() -> None:
     assert tells(m.handle(behind), Commit) == ["w0"]
 
 
+def test_a_leaver_that_has_not_heard_of_the_generation_after_a_loss_breaks_nothing() -> None:
+    """Its vote is not waited for. It is told again, and leaves as it would have."""
+    m = started("w0", "w1", "w2")
+    m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="asked"))
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.Said(at=1, message=Vote(worker=worker, generation=2, ok=True)))
+    m.handle(ev.WorkerGone(at=2, worker="w2", reason="killed by signal 9", signal=9))
+    m.handle(ev.Said(at=2, message=Vote(worker="w1", generation=3, ok=True)))
+    assert m.roster.generation == 3
+    for at, told in ((2.1, []), (2.5, []), (4.1, ["w0"])):
+        out = m.handle(ev.Said(at=at, message=Beat(worker="w0", generation=1, prepared=2, step=3, held=False)))
+        out += m.handle(ev.Ticked(at=at))
+        assert tells(out, Prepare) == told
+        assert not tells(out, Interrupt)
+    heard = ev.Said(at=4.2, message=Beat(worker="w0", generation=1, prepared=3, step=3, held=True))
+    assert tells(m.handle(heard), Commit) == ["w0"]
+    m.handle(ev.Said(at=4.3, message=Left(worker="w0", generation=1, step=3)))
+    m.handle(ev.Said(at=4.3, message=Active(worker="w1", generation=3, first_step=3, pause_s=0.1, parts=Parts())))
+    assert [report.generation for report in m.roster.history] == [1, 3]
+
+
 # -- random histories -----------------------------------------------------------------------------------------------
 
 

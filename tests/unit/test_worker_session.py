@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from fallow.model import (
     Abort,
     Beat,
     Commit,
+    Doing,
     FromWorker,
     Interrupt,
     KvOp,
@@ -24,6 +26,7 @@ from fallow.model import (
     Vote,
     Welcome,
 )
+from fallow.worker.progress import Progress
 from fallow.worker.session import Session
 
 
@@ -34,6 +37,7 @@ class Wire:
 
     def __init__(self, *, grouped: bool = True) -> None:
         self.sent: list[FromWorker] = []
+        self.voted = threading.Event()
         self.session = Session("w0", "127.0.0.1", self._connect, grouped=grouped)
         self.say(Welcome(term=1, run="r", seed=0, max_workers=1, beat_s=1, lease_s=9, head_patience_s=30, folder=""))
 
@@ -49,6 +53,7 @@ class Wire:
         asked_again = isinstance(message, KvRequest) and message in self.sent
         self.sent.append(message)
         if isinstance(message, Vote):
+            self.voted.set()
             self.say(Commit(term=1, generation=message.generation))
         if isinstance(message, KvRequest) and asked_again:
             self.say(KvReply(id=message.id, ok=True))
@@ -68,6 +73,29 @@ def test_a_member_is_held_until_it_takes_the_next_generation_and_no_longer() -> 
     taken = wire.session.await_commit(lambda: False)
     assert taken.prepare.generation == 2
     assert not wire.beat().held
+
+
+def test_a_beat_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vote may be the last one: to a head that has committed by then, this member would seem to have missed it."""
+    wire = Wire()
+    members = [Peer(worker="w0", address="127.0.0.1")]
+    prepare = Prepare(term=1, generation=2, replaces=1, members=members, interrupt=True, timeout_s=9)
+    link = threading.Thread(target=wire.say, args=(prepare,))
+
+    def doing(*_: object) -> tuple[Doing, float]:
+        """While the beat is made, all that a vote needs comes to pass, as far as it can."""
+        link.start()
+        wire.voted.wait(0.2)
+        return Doing.WAITING, 0.0
+
+    monkeypatch.setattr(Progress, "doing", doing)
+    wire.session.beat()
+    assert wire.voted.wait(9)
+    link.join()
+    beat, vote = (said for said in wire.sent if isinstance(said, Beat | Vote))
+    assert isinstance(vote, Vote)
+    assert isinstance(beat, Beat)
+    assert beat.prepared < vote.generation
 
 
 def test_where_there_are_no_groups_the_current_generation_outlives_one_that_is_given_up() -> None:

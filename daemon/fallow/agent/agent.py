@@ -99,6 +99,7 @@ class Agent:
         self._folder = RunPaths(Path())
         self._beat_s = BEAT_S
         self._planned = False
+        self._told_stopped: list[str] = []
         self._notice: Notice | None = None
         self._term = 0
         self._end: AgentEnd | None = None
@@ -142,7 +143,7 @@ class Agent:
         # The parent's death comes as SIGHUP, asked for here; a warning by Slurm as SIGTERM or what the user chose.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
         self._loop.add_signal_handler(signal.SIGHUP, self._hung_up)
-        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._child_changed)
         for number in _WARNINGS:
             self._loop.add_signal_handler(number, functools.partial(self._warned, number))
         if os.getppid() != self._parent:
@@ -160,6 +161,12 @@ class Agent:
     def _warned(self, number: signal.Signals) -> None:
         self._notice = Notice(signal=number)
         self._link.send(self._notice)
+
+    def _child_changed(self) -> None:
+        self._reap()
+        # One that is stopped sends SIGCHLD, too, and the others wait for it already.
+        if self._link.connected and self._stopped() != self._told_stopped:
+            self._beat()
 
     def _reap(self) -> None:
         for worker in self._workers.values():
@@ -203,8 +210,14 @@ class Agent:
                 self._link.send(worker.exit)
         if self._notice is not None:
             self._link.send(self._notice)
-        stopped = [w.name for w in self._workers.values() if w.process is not None and w.process.stopped]
-        self._link.send(AgentBeat(alive=self._alive(), stopped=stopped))
+        self._beat()
+
+    def _beat(self) -> None:
+        self._told_stopped = self._stopped()
+        self._link.send(AgentBeat(alive=self._alive(), stopped=self._told_stopped))
+
+    def _stopped(self) -> list[str]:
+        return [w.name for w in self._workers.values() if w.process is not None and w.process.stopped]
 
     def _alive(self) -> list[str]:
         # A copy, because the link's thread asks, too, while the loop adds workers.

@@ -72,6 +72,13 @@ class WorkerStopped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContinued(Event):
+    """Its agent has seen it stopped, and does no more."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGone(Event):
     """Its process ended, its node went away, or its lease ran out.
 

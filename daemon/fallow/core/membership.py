@@ -80,6 +80,7 @@ class Membership:
             ev.WorkerExpected: self._expected,
             ev.Said: self._take,
             ev.WorkerStopped: self._stopped,
+            ev.WorkerContinued: self._continued,
             ev.WorkerGone: self._losses.gone,
             ev.ReleaseWanted: self._release,
             ev.LimitChanged: self._limit,
@@ -105,7 +106,7 @@ class Membership:
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Apply one event; returns what to do, in order."""
         beat = event.message if isinstance(event, ev.Said) and isinstance(event.message, Beat) else None
-        if beat is None and not isinstance(event, ev.Ticked | ev.WorkerStopped):
+        if beat is None and not isinstance(event, ev.Ticked | ev.WorkerStopped | ev.WorkerContinued):
             self.story.append(event)
         news = _is_news(event)
         if not self.roster.status.ended:
@@ -124,6 +125,10 @@ class Membership:
     def seen(self, worker: str) -> float | None:
         """When the worker was last heard of, on the events' clock."""
         return self._watch.heard(worker)
+
+    def seems_stopped(self, worker: str) -> bool:
+        """Its agent has seen it stopped, and nothing has been heard since that says otherwise."""
+        return self._watch.seems_stopped(worker)
 
     def put_off(self, at: float) -> str:
         """Which newcomers wait though there is room for them, and why; empty: none."""
@@ -261,8 +266,11 @@ class Membership:
         elif beat.prepared == number:
             commit = Commit(term=term, generation=number)
             self._effects.again(name, number, Commit, lambda: commit, at)
+        elif name not in change.votes:
+            # It leaves a broken generation. This one's commit did not wait for its vote: it may not have heard of it.
+            self._effects.again(name, number, Prepare, lambda: self._changes.prepare(change, at), at)
         else:
-            # It never heard of this generation, so it cannot follow: only a rebuild takes it along.
+            # It knows this generation no more, so it cannot follow: only a rebuild takes it along.
             self._watch.suspect(at, number, f"{name} missed its commit")
         return False
 
@@ -314,6 +322,9 @@ class Membership:
     def _stopped(self, event: ev.WorkerStopped) -> None:
         if self.roster.alive(event.worker):
             self._watch.stopped(event.worker, event.at)
+
+    def _continued(self, event: ev.WorkerContinued) -> None:
+        self._watch.continued(event.worker)
 
     def _left(self, left: Left, at: float) -> None:
         worker = self.roster.workers.get(left.worker)
@@ -395,7 +406,7 @@ class Membership:
 def _is_news(event: ev.Event) -> bool:
     """May it change which generation is due? A thousand workers come at once, and each look is at all of them."""
     match event:
-        case ev.WorkerExpected() | ev.WorkerStopped() | ev.Said(message=WorkerHello() | Held()):
+        case ev.WorkerExpected() | ev.WorkerStopped() | ev.WorkerContinued() | ev.Said(message=WorkerHello() | Held()):
             # Nobody is a member by being on the way, and who is stopped or held has to be so for a while.
             return False
     return True

@@ -19,8 +19,9 @@ class Timing:
     "a worker that was silent for this long is ejected"
     progress_s: float = 300.0
     "a member that neither waits for the others nor gets on for this long is ejected"
-    stopped_s: float = 1.0
-    "a worker whose process its agent has seen stopped for this long is ejected"
+    stopped_s: float = 0.5
+    """a worker whose process its agent has seen stopped for this long is ejected: all others wait for it, and another
+    start costs one node a few seconds"""
     probe_s: float = 5.0
     "members that all wait for each other for this long have their links looked at"
     held_grace_s: float = 0.3

@@ -65,6 +65,13 @@ class Watch:
         """Its agent sees it stopped; a beat of its own proves the contrary."""
         self._stopped.setdefault(worker, at)
 
+    def continued(self, worker: str) -> None:
+        """Its agent sees it stopped no more. Its own beat may be long in coming, or not begun yet."""
+        self._stopped.pop(worker, None)
+
+    def seems_stopped(self, worker: str) -> bool:
+        return worker in self._stopped
+
     def committed(self, at: float) -> None:
         """A generation begins: what its members waited for before is over."""
         self._committed_at = at

@@ -184,8 +184,12 @@ class Peers:
                 turn.messages.append((peer, ExitNoted(worker=message.worker)))
             case AgentBeat():
                 turn.messages.append((peer, AgentBeatAck(term=turn.book.term)))
-                for worker in set(message.stopped).intersection(allocation.agents[node]):
-                    turn.apply(run, ev.WorkerStopped(at=turn.at, worker=worker))
+                stopped = set(message.stopped)
+                for worker in tuple(allocation.agents[node]):
+                    if worker in stopped:
+                        turn.apply(run, ev.WorkerStopped(at=turn.at, worker=worker))
+                    elif run.machine.seems_stopped(worker):
+                        turn.apply(run, ev.WorkerContinued(at=turn.at, worker=worker))
                 if allocation.end_code is not None:
                     again = AgentEnd(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
                     turn.messages.append((peer, again))

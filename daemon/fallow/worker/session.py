@@ -195,18 +195,18 @@ class Session:
 
     def beat(self) -> None:
         """Tell the head how the training gets on, and whatever it has not reacted to; thread-safe."""
-        upcoming = self._next
-        standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
-        doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)
-        self.send(self.progress.beat(self.worker, standing, doing, stalled_s))
-        self._report_held()
+        # In one piece: sent after a vote that it does not know of, it would tell the head that this worker has missed
+        # the commit, and a group that stands would be rebuilt.
         with self._changed:
-            unnoted = list(self._unnoted.values())
-        for written in unnoted:
-            self.send(written)
-        ready = self._ready
-        if ready is not None and not self._ready_seen and upcoming is None:
-            self.send(ready)
+            upcoming = self._next
+            standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
+            doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)
+            self.send(self.progress.beat(self.worker, standing, doing, stalled_s))
+            self._report_held()
+            for written in list(self._unnoted.values()):
+                self.send(written)
+            if self._ready is not None and not self._ready_seen and upcoming is None:
+                self.send(self._ready)
 
     # ------------------------------------------------------------------------------------------- what the head says
 
