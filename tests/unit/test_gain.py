@@ -144,14 +144,17 @@ def test_spare_nodes_are_worth_what_they_insure_against() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(shards=st.integers(1, 100), loss=st.floats(0, 0.5), most=st.integers(1, 80))
-def test_what_can_be_counted_on_rises_with_the_nodes(shards: int, loss: float, most: int) -> None:
-    speeds = fit(Curve(), shards, NOW).speeds(1, most)
+@given(shards=st.integers(1, 100), loss=st.floats(0, 0.5), most=st.integers(1, 80), beyond=st.integers(0, 80))
+def test_what_can_be_counted_on_rises_with_the_nodes(shards: int, loss: float, most: int, beyond: int) -> None:
+    """Whether the curve goes further than the nodes that there may be, or not."""
+    speeds = fit(Curve(), shards, NOW).speeds(1, most + beyond)
     counted = with_losses(speeds, loss, most)
     assert [n for n, _ in counted] == sorted({n for n, _ in counted})
     assert all(0 < slower < faster for (_, slower), (_, faster) in pairwise(counted))
-    assert {n for n, _ in speeds} <= {n for n, _ in counted}
-    assert counted[-1][1] <= speeds[-1][1] + 1e-12
+    within = [(n, speed) for n, speed in speeds if n <= most]
+    assert {n for n, _ in within} <= {n for n, _ in counted} <= set(range(1, most + 1))
+    assert counted[-1][1] <= within[-1][1] + 1e-12
+    assert counted == with_losses(within, loss, most)
 
 
 def test_a_curve_survives_the_store() -> None:

@@ -611,6 +611,26 @@ async def test_nothing_is_submitted_to_a_slurm_that_does_not_answer_and_the_next
         assert [job.info().name for job in slurm.jobs.values()] == asked
 
 
+async def test_a_slurm_that_is_away_ends_no_allocation(site: Site) -> None:
+    run = site.run(nodes=2)
+    await site.poll()
+    await site.poll()
+    held = {a.token: a.state for a in site.live(run)}
+    assert set(held.values()) == {AllocationState.RUNNING}
+    loop = Loop(site, queries_per_min=60_000, submits_per_min=60_000)
+    for _ in range(20):
+        site.slurm.advance(POLL_S)
+        turn = loop.take(Polled(FallowError("Slurm does not answer")))
+        assert (turn.cancels, turn.submissions) == ([], [])
+    assert {a.token: a.state for a in site.live(run)} == held
+    # The first answer of one that has just come up may be incomplete.
+    empty = msgspec.structs.replace(await site.slurm.poll("fallow-"), jobs=[])
+    loop.take(Polled(empty))
+    assert {a.token: a.state for a in site.live(run)} == held
+    loop.take(Polled(await site.slurm.poll("fallow-")))
+    assert {a.token: a.state for a in site.live(run)} == held
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
     site: Site, answers: bool, monkeypatch: pytest.MonkeyPatch

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fallow.core import lookout
 from fallow.core.allocations import Allocation
+from fallow.core.lookout import Lookout, same_until
 from fallow.core.neighbour import assess
-from fallow.core.neighbourhood import Manners, Neighbourhood, near, same_until
+from fallow.core.neighbourhood import Manners, Neighbourhood
 from fallow.core.states import ON_NODES
+from fallow.core.waiting import nodes_for
 from fallow.model import (
     AllocationKind,
     AllocationState,
@@ -104,12 +108,74 @@ def test_what_others_need_stays_the_same_until_then(world: tuple[ClusterState, l
 @given(worlds())
 def test_only_what_is_near_matters_to_who_waits(world: tuple[ClusterState, list[Allocation]]) -> None:
     state, mine = world
-    there = near(state, [job for job in state.jobs if job.state == "PENDING"])
+    there = nodes_for(state, [job for job in state.jobs if job.state == "PENDING"])
     ours = {a.token for a in mine}
     jobs = [job for job in state.jobs if job.name in ours or not job.nodes or not there.isdisjoint(job.nodes)]
     nodes = [node if node.node in there else replace(node, state="IDLE") for node in state.nodes]
     fewer = replace(state, jobs=jobs, nodes=nodes)
     assert assess(fewer, mine, again_s=AGAIN_S) == assess(state, mine, again_s=AGAIN_S)
+
+
+@st.composite
+def followed(draw: st.DrawFn, world: tuple[ClusterState, list[Allocation]]) -> tuple[ClusterState, list[Allocation]]:
+    """A later poll of the same world, in which a few things may have changed."""
+    state, mine = world
+    jobs, mine = list(state.jobs), [replace(a) for a in mine]
+    for number in draw(st.lists(st.integers(0, len(jobs) - 1), max_size=2, unique=True)):
+        match draw(st.sampled_from(["gone", "ending", "priority", "users"])):
+            case "gone":
+                jobs[number] = replace(jobs[number], state="COMPLETED", nodes=[])
+            case "ending" if jobs[number].nodes:
+                jobs[number] = replace(jobs[number], state="COMPLETING", end_at=NOW)
+            case "priority":
+                jobs[number] = replace(jobs[number], priority=2)
+            case _:
+                jobs[number] = replace(jobs[number], user="bo")
+    for allocation in mine:
+        if draw(st.integers(0, 5)) == 0:
+            allocation.state = draw(st.sampled_from([AllocationState.RELEASING, AllocationState.ENDED]))
+    for number in range(draw(st.integers(0, 2))):
+        token, partition = f"fallow-r-h9{number}", draw(st.sampled_from(["p", "q", "low"]))
+        mine.append(
+            Allocation(
+                token=token,
+                run="r",
+                kind=AllocationKind.HARVEST,
+                public_key="",
+                state=AllocationState.PENDING,
+                partition=partition,
+            )
+        )
+        jobs.append(replace(waits(str(900 + number), partition, priority=draw(st.integers(0, 3))), name=token))
+    flags = draw(st.sampled_from([[], [], ["DRAIN"]]))
+    nodes = [replace(node, flags=flags) if node.node == "b1" else node for node in state.nodes]
+    return replace(state, at=NOW + draw(st.integers(0, 60)), jobs=jobs, nodes=nodes), mine
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_kept_is_what_would_be_found(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    watching = Lookout()
+    for state, mine in (world, *(data.draw(followed(world)) for _ in range(3))):
+        assert watching.assess(state, mine, again_s=AGAIN_S) == assess(state, mine, again_s=AGAIN_S)
+
+
+def test_what_happens_far_away_is_no_reason_to_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, needs = [], lookout.needs
+    monkeypatch.setattr(lookout, "needs", lambda *given: looks.append(1) or needs(*given))
+    watching, waiting = Lookout(), waits("2", end_at=None)
+    near = [waiting, theirs("1", "RUNNING", nodes=["a1"], end_at=NOW + 50.0)]
+    state = cluster(*near)
+    first = watching.assess(state, [])
+    assert first.wanted == {"p"}
+    far = replace(cluster(*near, theirs("3", "RUNNING", "q", nodes=["b1"])), at=NOW + 20.0)
+    assert watching.assess(far, []) == first
+    assert len(looks) == 1
+    watching.assess(replace(far, at=NOW + 50.0), [])
+    assert len(looks) == 2, "the job there must be over by then"
+    watching.assess(cluster(waiting), [])
+    assert len(looks) == 3, "it is over"
 
 
 def test_it_may_change_when_something_is_over() -> None:

@@ -22,7 +22,7 @@ from fallow.core.learner import Learner
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
 from fallow.core.requests import Ask
-from fallow.core.rules import Demand, HarvestRules, Known, harvestable
+from fallow.core.rules import Demand, HarvestRules, Known, Open, harvestable
 from fallow.core.survival import Spell
 from fallow.core.unstarted import Unstarted
 from fallow.core.worth import Worth, as_many_as
@@ -262,6 +262,15 @@ def test_a_partition_that_suspends_is_one_that_preempts_nobody() -> None:
     high = PartitionInfo(partition="high", nodes=["n1"], preempt_mode="REQUEUE", priority_tier=2)
     both = ClusterState(at=NOW, nodes=[node("n1")], jobs=[], partitions=[low, high])
     assert [p.partition for p in harvestable(both, allowed)] == ["high", "low"]
+
+
+def test_what_is_open_follows_the_partitions_and_the_rules() -> None:
+    state, known = cluster([node("n1")]), Open()
+    assert known.of(state, RULES) is known.of(replace(state, at=NOW + 30.0), RULES)
+    for rules in (replace(RULES, stopped="no"), replace(RULES, partitions=("other",)), RULES):
+        assert known.of(state, rules) == harvestable(state, rules)
+    down = replace(state, partitions=[replace(p, up=False) for p in state.partitions])
+    assert known.of(down, RULES) == [] != known.of(state, RULES)
 
 
 def test_our_own_planned_starts_are_nobody_elses() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.core.survival import Curve, Spell, prior
+from fallow.core.survival import Curve, Spell, count, prior
 
 AGES = st.integers(1, 20_000).map(float)
 
@@ -99,3 +99,15 @@ def test_the_mean_is_the_area_under_the_curve(seen: list[Spell], age: float, sec
     width = seconds / pieces
     area = sum(curve.remains(age, (i + 0.5) * width) for i in range(pieces)) * width
     assert curve.expected(age, seconds) == pytest.approx(area, rel=0.02, abs=1.0)
+
+
+@given(st.lists(spells()), st.lists(spells()), st.sampled_from([0.0, 8.0]), st.lists(st.floats(0.0, 1e6), max_size=5))
+def test_it_is_the_same_however_it_is_counted_and_asked(
+    kept: list[Spell], more: list[Spell], weight: float, ages: list[float]
+) -> None:
+    in_parts = Curve(more, weight, count(kept))
+    whole = Curve([*kept, *more], weight)
+    whole.at(1e9)
+    for age in ages:
+        assert in_parts.at(age) == whole.at(age) == Curve([*kept, *more], weight).at(age)
+        assert in_parts.expected(age, 60.0) == whole.expected(age, 60.0)

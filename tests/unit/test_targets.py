@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fallow.core.allocations import Allocation
-from fallow.core.gain import Curve, fit
+from fallow.core.gain import Curve, Fit, fit
 from fallow.core.targets import MOVABLE_S, Party, Place, Targets, settled, targets
 from fallow.core.worth import Worth, as_many_as, changes
 from fallow.model import AllocationKind, AllocationState
@@ -119,6 +120,38 @@ def test_small_differences_move_nothing() -> None:
     mine += [held("b", i, Place(f"q{i}", ("p",))) for i in range(9)]
     parties = [party("a", Worth(as_many_as(64), weight=1.0)), party("b", Worth(as_many_as(64), weight=1.05))]
     assert decide(parties, mine, []).release == []
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gains_that_are_measured_with_noise_move_hardly_anything(seed: int) -> None:
+    """Four runs of unlike models for an hour, a plan each 30 s; what they measure is off by 5 %, ever otherwise."""
+    rng, shards = Random(seed), (8, 24, 48, 64)
+    truth = [Fit(s, rng.uniform(0.3, 2.0), rng.uniform(0.05, 0.5), rng.uniform(0.0, 0.1)) for s in shards]
+    seen = [Curve() for _ in shards]
+    mine: list[Allocation] = []
+    moves = number = 0
+    for at in range(0, 3600, 30):
+        parties = []
+        for i, one in enumerate(truth):
+            members = 1 + sum(a.run == f"r{i}" for a in mine)
+            for _ in range(2):
+                seen[i].observe(members, one.step_s(members) * rng.gauss(1.0, 0.05), 15.0, NOW + at)
+            seen[i].shard_s = one.shard_s * rng.gauss(1.0, 0.05)
+            speeds = tuple(fit(seen[i], one.shards, NOW + at).speeds(1, 64))
+            parties.append(party(f"r{i}", Worth(speeds, base=1, start_s=20.0, pause_s=0.3)))
+        held_now = {a.nodes[0] for a in mine}
+        idle = [place for place in places(20) if place.node not in held_now]
+        found = decide(parties, mine, idle)
+        moves += bool(found.release)
+        gone = {a.token for a in found.release + found.unused}
+        mine = [a for a in mine if a.token not in gone]
+        idle = [place for place in places(20) if place.node not in {a.nodes[0] for a in mine}]
+        for run, more in found.more.items():
+            for _ in range(min(more, len(idle))):
+                number += 1
+                mine.append(held(run, number, idle.pop(0)))
+    assert len(mine) > 10
+    assert moves <= 3, "as the curves become known, not to and fro"
 
 
 def test_the_node_given_back_is_one_that_the_other_run_can_use() -> None:

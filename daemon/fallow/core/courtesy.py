@@ -4,6 +4,8 @@ Weights and order: slurm.conf(5), priority_multifactor and sched_config of Slurm
 priority by its value; a multifactor priority is at most the sum of the site's weights, so a nice above that sum puts a
 job behind all others. That holds for factors between 0 and 1: not where the site leaves some of them as they are
 (PriorityFlags NO_NORMAL_*: a raw number times the weight) or has a plugin add to them (PrioritySiteFactorPlugin).
+Slurm makes 1 of all that is less, so with somebody's job whose factors are all 0 (a new one, where age alone counts) a
+request is on a par, and of equals the older goes first: at the next poll `core.neighbour` withdraws the request.
 Priority tiers of partitions come before priorities, so no nice helps against them.
 """
 

@@ -85,6 +85,11 @@ class Declined:
         """Does it count polls, or wait for its time?"""
         return bool(self._tried or self._until or self._sorts)
 
+    @property
+    def declines(self) -> bool:
+        """Is there a node on which Slurm does not start somebody?"""
+        return bool(self._until)
+
     def nodes(self, waiting: Waiting) -> frozenset[str]:
         """Nodes on which Slurm does not start this job, as far as we have seen."""
         sort = sort_of(waiting)

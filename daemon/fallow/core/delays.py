@@ -80,7 +80,8 @@ class Delays(msgspec.Struct, kw_only=True):
                 known_job = self._begin(known.get(job_id), job_id, cluster.at, before)
             known_job.tokens = sorted(tokens.union(known_job.tokens))
             known_job.seen_at = cluster.at
-        ends = {job.name: job.end_at for job in cluster.jobs if job.state in ENDED_STATES | ENDING}
+        over_states = ENDED_STATES | ENDING
+        ends = {job.name: job.end_at for job in cluster.jobs if job.state in over_states} if over else {}
         for job in over:
             # Slurm's times are whole seconds, cut off.
             end = max(job.seen_at, _end(job, known.get(job.job_id), ends, cluster.at))

@@ -8,14 +8,14 @@ two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
+from functools import lru_cache
 from math import inf
 from statistics import median
 
 import msgspec
 
 from fallow.core.holes import is_idle
-from fallow.core.survival import Curve, Spell
+from fallow.core.survival import Curve, Row, Spell, count
 from fallow.model import ClusterState
 
 SPELLS = 512
@@ -124,7 +124,14 @@ class Experience(msgspec.Struct, kw_only=True):
 
     def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
         """Survival of this partition's holes; those that are open now count as censored."""
-        return Curve(chain(self.spells.get(partition, ()), open_now))
+        return Curve(open_now, counted=_counted(tuple(self.spells.get(partition, ()))))
+
+
+@lru_cache(maxsize=64)
+def _counted(spells: tuple[tuple[int, bool, int], ...]) -> Mapping[float, Row]:
+    """Kept: what is remembered of a partition stays the same over many plans."""
+    rows = count(spells)
+    return {age: rows[age] for age in sorted(rows)}
 
 
 def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> float:

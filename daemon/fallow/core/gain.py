@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import mul
+from typing import NamedTuple
 
 import msgspec
 
@@ -94,17 +95,35 @@ class Curve(msgspec.Struct, kw_only=True):
             del self.seen[min(others, key=lambda m: _faded(self.seen[m], at))]
 
 
+class Evidence(NamedTuple):
+    """What a curve says at some moment."""
+
+    shard_s: float | None
+    seen: list[tuple[int, float, float]]
+    "(members, seconds behind it that have not faded, mean step)"
+
+
+def evidence(curve: Curve, at: float) -> Evidence:
+    """Args: at: Unix time."""
+    return Evidence(curve.shard_s, [(members, _faded(seen, at), seen.step_s) for members, seen in curve.seen.items()])
+
+
 def pooled(own: Curve, others: Iterable[Curve], at: float) -> Curve:
     """A run's curve with those of earlier runs of the same script and model, which count half."""
+    return pool(evidence(own, at), [evidence(other, at) for other in others], at)
+
+
+def pool(own: Evidence, others: Iterable[Evidence], at: float) -> Curve:
+    """As `pooled`, of what these curves say at that time: runs that learn from each other ask for the same."""
     sums: dict[int, tuple[float, float]] = {}
     paces = [] if own.shard_s is None else [own.shard_s]
     for share, curve in [(1.0, own), *((0.5, other) for other in others)]:
         if not paces and curve.shard_s is not None:
             paces.append(curve.shard_s)
-        for members, seen in curve.seen.items():
-            weight = share * _faded(seen, at)
+        for members, weight_s, step_s in curve.seen:
+            weight = share * weight_s
             total, times = sums.get(members, (0.0, 0.0))
-            sums[members] = (total + weight, times + weight * seen.step_s)
+            sums[members] = (total + weight, times + weight * step_s)
     merged = {m: Seen(times / weight, min(weight, MEMORY_S), at) for m, (weight, times) in sums.items() if weight > 0}
     return Curve(seen=merged, shard_s=paces[0] if paces else None)
 
@@ -197,8 +216,9 @@ def with_losses(speeds: Sequence[tuple[int, float]], loss: float, most: int) -> 
     Args:
         speeds: (nodes, steps per second), both ascending.
         loss: probability that a node is away.
-        most: nodes.
+        most: nodes; what the speeds say of more does not count.
     """
+    speeds = [(n, speed) for n, speed in speeds if n <= most]
     spread = _spread(tuple([n for n, _ in speeds]), loss, most)
     with_nodes = [0.0] * ((spread[-1][0] if spread else 0) + 1)
     "steps per second by the number of nodes that are there"

@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-from fallow.core.waiting import is_ours, picks_up, wants_nodes
+from fallow.core.waiting import is_ours, nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
 UNUSABLE = frozenset(
@@ -95,13 +95,8 @@ def find_holes(
     if not offers:
         return []
     ends = planned_ends(cluster, ours)
-    unsure = {
-        p
-        for job in cluster.jobs
-        if job.name not in ours and waits(job) and not job.planned_nodes
-        for p in job.partition.split(",")
-    }
-    unsure_nodes = {node for p in cluster.partitions if p.partition in unsure for node in p.nodes}
+    unplanned = [job for job in cluster.jobs if job.name not in ours and waits(job) and not job.planned_nodes]
+    unsure_nodes = nodes_for(cluster, unplanned)
     nodes = {node.node: node for node in cluster.nodes}
     holes: list[Hole] = []
     for partition in partitions:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fallow.core.allocations import LIVE, Allocation
 from fallow.core.backoff import Asker, Scope, scope_of
 from fallow.core.planner import Withdraw
-from fallow.core.rules import HarvestRules, Known, harvestable
+from fallow.core.rules import HarvestRules, Known
 from fallow.core.unstarted import Sort
 from fallow.model import AllocationState, ClusterState
 
@@ -50,7 +50,7 @@ class Learner:
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
         whole = [a for a, _ in harvest if a.state in held and a.part is None]
         self._ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
-        self._partitions = [p.partition for p in harvestable(cluster, rules)]
+        self._partitions = [p.partition for p in self.known.open.of(cluster, rules)]
         self.seen_again(cluster)
         self._ease(harvest, now)
         if self._begun is None:
@@ -87,9 +87,12 @@ class Learner:
 
     def _follow_wait(self, allocation: Allocation, asker: Asker, now: float) -> str:
         """Returns: what is left alone from now on, in words."""
+        scope = scope_of(allocation.reason)
+        if scope is Scope.NOTHING:
+            return ""
         one_node = allocation.pinned or allocation.part is not None
         # What stands against one node says nothing about the partition.
-        if one_node and scope_of(allocation.reason) is not Scope.OWNER:
+        if one_node and scope is not Scope.OWNER:
             return ""
         return self.strike(asker, allocation.partition, allocation.minutes, allocation.reason, now)
 

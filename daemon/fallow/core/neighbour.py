@@ -12,7 +12,7 @@ nothing but Slurm's records tells that those heads are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,6 +25,7 @@ from fallow.core.constraint import alternatives
 from fallow.core.fit import FEW_NODES, Packing, Part, Share
 from fallow.core.room import Room
 from fallow.core.states import ON_NODES
+from fallow.core.tiers import Tiers
 from fallow.core.tokens import PREFIX
 from fallow.core.waiting import LOOKED_AT, Waiting, foremost, is_ours, others_waiting, picks_up
 from fallow.model import AllocationState, ClusterConfig, ClusterState, JobInfo, PartitionInfo
@@ -111,13 +112,35 @@ def assess(
         most: jobs that are looked at, in all and in each partition with nodes that they could have.
         again_s: `preempts_again_s` of the site.
     """
+    others = who_waits(cluster, allocations, former)
+    if not others:
+        return Standing()
+    tiers = Tiers(cluster.partitions)
+    return needs(cluster, allocations, tiers, others, former, deaf, whole_nodes, declined, most, again_s)
+
+
+def who_waits(cluster: ClusterState, allocations: Sequence[Allocation], former: Collection[str] = ()) -> list[Waiting]:
+    """Jobs to which a node of ours may matter, in Slurm's order. Args: as for `assess`."""
     # Base jobs that wait, and whatever else has normal priority, are others' jobs to what was picked up idle, as they
     # are to Slurm where it preempts.
     ours = {a.token for a in allocations if a.harvested or a.asked_at is not None}
-    others = others_waiting(cluster, ours.union(former))
-    if not others:
-        return Standing()
-    view = _View(cluster, allocations, others, former, deaf, whole_nodes, declined, again_s)
+    return others_waiting(cluster, ours.union(former))
+
+
+def needs(
+    cluster: ClusterState,
+    allocations: Sequence[Allocation],
+    tiers: Tiers,
+    others: Sequence[Waiting],
+    former: Collection[str],
+    deaf: Collection[str],
+    whole_nodes: bool,
+    declined: Callable[[Waiting], frozenset[str]],
+    most: int,
+    again_s: float,
+) -> Standing:
+    """What these need of us. Args: as for `assess`; `tiers` of the poll's partitions, `others` from `who_waits`."""
+    view = _View(cluster, allocations, tiers, others, former, deaf, whole_nodes, declined, again_s)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
     started: dict[str, int] = {}
@@ -144,6 +167,7 @@ class _View:
         self,
         cluster: ClusterState,
         allocations: Sequence[Allocation],
+        tiers: Tiers,
         others: Sequence[Waiting],
         former: Collection[str],
         deaf: Collection[str],
@@ -152,16 +176,10 @@ class _View:
         again_s: float,
     ) -> None:
         self._cluster = cluster
+        self._allocations = allocations
         self._whole_nodes = whole_nodes
         self._declined = declined
-        self._partitions = {p.partition: p for p in cluster.partitions}
-        self._above = {
-            p.partition: frozenset(o.partition for o in cluster.partitions if o.priority_tier > p.priority_tier)
-            for p in cluster.partitions
-            if p.preempts
-        }
-        "partition that preempts -> those whose jobs may preempt its"
-        self._nodes = {p.partition: frozenset(p.nodes) for p in cluster.partitions}
+        self._tiers, self._partitions, self._nodes = tiers, tiers.partitions, tiers.nodes
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
         self._strangers: dict[str, frozenset[str]] = {}
@@ -171,7 +189,6 @@ class _View:
         )
         harvest = [a for a in allocations if a.harvested]
         self._hurried = {a.token: a.run for a in allocations if a.hurried}
-        self._pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
         self._held: dict[str, list[Allocation]] = {}
         "node -> allocations of ours on it; several where nodes are shared"
         self._left: dict[str, list[Allocation]] = {}
@@ -191,7 +208,7 @@ class _View:
         )
         "nodes that Slurm has just taken from us"
         # Where nobody waits, nothing follows.
-        wanted = frozenset[str]().union(*(self._nodes.get(name, ()) for job in others for name in job.partitions))
+        wanted = tiers.nodes_of(name for job in others for name in job.partitions)
         heads_jobs = [job for job in cluster.jobs if job.name.startswith(PREFIX) and job.name not in self._tokens]
         theirs = [job for job in heads_jobs if self._is_given_back_by_its_head(job) and job.name not in deaf]
         self._beside: dict[str, set[str]] = {}
@@ -412,7 +429,7 @@ class _View:
             give_back=tuple(give_back[token] for token in sorted(give_back, key=newest.__getitem__)),
             leaving=tuple(leaving.values()),
             spoken_for={name: nodes for name, nodes in spoken_for.items() if nodes},
-            compete=self._competing(spoken_for, others),
+            compete=self._tiers.competing(self._cluster, self._allocations, spoken_for, others),
             wanted=frozenset(name for job in others for name in job.partitions),
             delayed={job: frozenset(tokens) for job, tokens in delayed.items()},
             awaited={job: frozenset(names) for job, names in awaited.items()},
@@ -425,68 +442,13 @@ class _View:
     def _left_to_slurm(self, partition: str, node: str, jobs: Sequence[Waiting]) -> bool:
         """Does Slurm take this node from a job of ours in this partition for all of these, and has just taken none?"""
         begun = any(not self._taken.isdisjoint(self._nodes.get(name, ())) for job in jobs for name in job.partitions)
-        return not begun and self._slurm_takes(partition, jobs, node)
+        return not begun and self._tiers.slurm_takes(partition, jobs, node)
 
     def _gets(self, partition: str, node: str, jobs: Sequence[Waiting]) -> bool:
         """Do these get a node whatever we ask for in this partition? One that Slurm has taken from us for them, too:
         they come before ours, and it is theirs as soon as it is free."""
-        taken = node in self._taken and self._slurm_takes(partition, jobs, node)
+        taken = node in self._taken and self._tiers.slurm_takes(partition, jobs, node)
         return taken or self._left_to_slurm(partition, node, jobs)
-
-    def _slurm_takes(self, partition: str, jobs: Sequence[Waiting], node: str | None = None) -> bool:
-        """Does Slurm take nodes from jobs of ours in this partition for all of these, or this `node`?
-
-        Never for those of the same tier, or, where QOS decide, of a QOS that may not preempt ours.
-        """
-        there = self._partitions.get(partition)
-        if there is not None and there.preempts and there.preempted_by is not None:
-            return all(job.qos.lower() in there.preempted_by for waiting in jobs for job in waiting.jobs)
-        above: Iterable[str] = self._above.get(partition, ())
-        above = frozenset(name for name in above if node is None or node in self._nodes[name])
-        return bool(above) and all(not above.isdisjoint(job.partitions) for job in jobs)
-
-    def _competing(self, spoken_for: Mapping[str, frozenset[str]], others: Sequence[Waiting]) -> frozenset[str]:
-        """Requests of ours that could take a node that is spoken for, or that come before others' jobs."""
-        tokens = {request.token for request in self._pending}
-        mine: dict[str, int] = {}
-        for job in self._cluster.jobs if tokens else ():
-            if is_ours(job, tokens):
-                for token in tokens.intersection((job.name, *job.comment.split())):
-                    mine[token] = max(mine.get(token, 0), job.priority)
-        # Slurm tells these apart by partition and QOS alone; there may be many thousands.
-        last: dict[object, Waiting] = {}
-        for waiting in others if tokens else ():
-            if (lowest := _lowest(waiting)) > 0:
-                sort = tuple((each.partition, each.qos) for each in waiting.jobs)
-                if sort not in last or lowest < _lowest(last[sort]):
-                    last[sort] = waiting
-        least: dict[str, float] = {}
-        found: set[str] = set()
-        for request in self._pending:
-            name = request.partition
-            if name not in least:
-                # Whom Slurm makes room for may come after us.
-                beside = [other for other in last.values() if not self._slurm_takes(name, [other])]
-                least[name] = self._least_priority(name, beside)
-            wanted = spoken_for.get(name, frozenset())
-            node = request.pinned or (request.part.node if request.part is not None else "")
-            if (node in wanted if node else wanted) or least[name] <= mine.get(request.token, 0):
-                found.add(request.token)
-        return frozenset(found)
-
-    def _least_priority(self, partition: str, others: Sequence[Waiting]) -> float:
-        """Of the jobs that wait for nodes of a partition."""
-        beside = {
-            name
-            for name, nodes in self._nodes.items()
-            if name == partition or not nodes.isdisjoint(self._nodes.get(partition, frozenset()))
-        }
-        return min((_lowest(job) for job in others if not beside.isdisjoint(job.partitions)), default=float("inf"))
-
-
-def _lowest(waiting: Waiting) -> int:
-    """Priority of its last component; those without any are held."""
-    return min(job.priority for job in waiting.jobs)
 
 
 def _allows(partition: PartitionInfo, job: JobInfo) -> bool:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from fallow.core import courtesy
 from fallow.core.allocations import Allocation
 from fallow.core.declined import Declined
 from fallow.core.delays import DelayedJob, Delays
 from fallow.core.heads import Heads
-from fallow.core.neighbour import Standing, assess, preempts_again_s
-from fallow.core.room import COMPLETING_S, OURS_S, whole_nodes
-from fallow.core.states import ON_NODES
+from fallow.core.lookout import Lookout, same_until
+from fallow.core.neighbour import Standing, preempts_again_s
+from fallow.core.room import whole_nodes
 from fallow.core.waiting import looked_at
-from fallow.model import ClusterConfig, ClusterState, JobInfo, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
 LEAVE_S = 3.5
 """From seeing that somebody waits until workers that have not left are killed; their node must be idle after 6 s."""
@@ -54,6 +53,7 @@ class Neighbourhood:
         self._taken_at = 0.0
         self._visibility = courtesy.Visibility()
         self._declined = Declined()
+        self._lookout = Lookout()
         self._heads = Heads()
         self._partitions: list[PartitionInfo] = []
         "of the last poll"
@@ -88,13 +88,13 @@ class Neighbourhood:
             self.alert = max(0, self.alert - 1)
         self._watch(cluster.partitions)
         self._be_allowed(cluster, config)
-        standing = assess(
+        standing = self._lookout.assess(
             cluster,
             live,
             former=[a.token for a in over],
             deaf=self._heads.deaf,
             whole_nodes=whole_nodes(config),
-            declined=self._declined.nodes,
+            declined=self._declined.nodes if self._declined.declines else None,
             most=looked_at(config),
             again_s=preempts_again_s(config),
         )
@@ -145,7 +145,8 @@ class Neighbourhood:
 
     def _be_allowed(self, cluster: ClusterState, config: ClusterConfig | None) -> None:
         manners = self.manners
-        unseen = self._visibility.look(cluster, config)
+        # Where the site allows what cannot be seen, nobody need look.
+        unseen = not manners.harvest_unseen and self._visibility.look(cluster, config)
         if self._allowed == (cluster.partitions, config, unseen, manners):
             return
         self._allowed = cluster.partitions, config, unseen, manners
@@ -160,37 +161,3 @@ class Neighbourhood:
             refused = {name: why for name, why in refused.items() if name in manners.partitions}
         self.refused = refused
         self.nice = courtesy.nice_for(config, manners.nice)
-
-
-def near(cluster: ClusterState, pending: Iterable[JobInfo]) -> frozenset[str]:
-    """Nodes that these jobs may get."""
-    names = {name for job in pending for name in job.partition.split(",")}
-    return frozenset(node for p in cluster.partitions if p.partition in names for node in p.nodes)
-
-
-def same_until(cluster: ClusterState, ours: Collection[str], again_s: float) -> float:
-    """Unix time until which `assess` finds the same in polls that show the same; perhaps it does so for longer.
-
-    It looks at what is over by now, or will be when a job that starts now must end.
-
-    Args:
-        cluster: one poll.
-        ours: tokens of our allocations.
-        again_s: as for `assess`.
-    """
-    pending = [job for job in cluster.jobs if job.state == "PENDING" and job.name not in ours]
-    if not pending:
-        return inf
-    there = near(cluster, pending)
-    moments = {at for job in pending for at in (job.eligible_at, job.start_at) if at is not None}
-    moments.update(at for r in cluster.reservations for at in (r.start_at, r.end_at))
-    for job in cluster.jobs:
-        if job.preempt_at is not None:
-            moments.add(job.preempt_at + again_s)
-        if job.end_at is not None and job.state in ON_NODES and not there.isdisjoint(job.nodes):
-            if job.state == "COMPLETING":
-                moments.update((job.end_at + COMPLETING_S, job.end_at + OURS_S))
-            elif job.name not in ours:
-                moments.add(job.end_at)
-    lasts_s = {0.0, *(job.time_limit_s for job in pending if job.time_limit_s is not None)}
-    return min((at - s for at in moments for s in lasts_s if at - s >= cluster.at), default=inf)

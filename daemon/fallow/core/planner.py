@@ -24,7 +24,6 @@ from fallow.core.rules import (
     Demand,
     HarvestRules,
     Known,
-    harvestable,
     holes_of,
     may_take,
     not_harvested,
@@ -102,7 +101,7 @@ def plan(
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
 
     taboo = _taboo(cluster, standing)
-    there = harvestable(cluster, rules)
+    there = known.open.of(cluster, rules)
     holes = holes_of(cluster, there, harvest, rules, known)
     holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
     open_now = [p for p in there if p.partition not in taboo]

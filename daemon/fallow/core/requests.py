@@ -20,6 +20,7 @@ from fallow.core.limits import Limit, Limits
 from fallow.core.reach import Reach
 from fallow.core.rules import Demand, HarvestRules, Known, may_take
 from fallow.core.unstarted import Sort
+from fallow.core.waiting import nodes_for
 from fallow.model import ClusterState, PartitionInfo
 from fallow.text import counted
 
@@ -123,13 +124,10 @@ class Requests:
         "why nothing more was asked for, whatever the hole"
 
     @cached_property
-    def _wanted(self) -> set[str]:
+    def _wanted(self) -> frozenset[str]:
         """Nodes that others wait for, or might."""
         ours = {a.token for a in self._allocations}
-        pending = [job for job in self._cluster.jobs if job.state == "PENDING"]
-        others = [job for job in pending if job.name not in ours and waits(job)]
-        wanted = {name for job in others for name in job.partition.split(",")}
-        return {node for p in self._cluster.partitions if p.partition in wanted for node in p.nodes}
+        return nodes_for(self._cluster, [job for job in self._cluster.jobs if job.name not in ours and waits(job)])
 
     def _take_one(self, allocation: Allocation) -> None:
         """A request that is still pending will take one of these nodes."""
@@ -239,6 +237,8 @@ class Requests:
     def may_come(self, demand: Demand, coming: Iterable[Hole]) -> int:
         """Requests more for nodes that others still have which may be made for the run."""
         there = self._coming_for(demand, coming)[1]
+        if there and self._rules.max_nodes is None and not self._rules.partition_nodes:
+            return self._rules.ahead - self.waiting
         return min(self._rules.ahead - self.waiting, self._places(), sum(map(self._places, there)))
 
     def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> tuple[list[Hole], frozenset[str]]:

@@ -92,6 +92,23 @@ class Demand(msgspec.Struct, frozen=True):
         return self.kind, self.partitions, self.asker
 
 
+class Open:
+    """`harvestable`, found again only where the partitions or what is allowed in them are others than before."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[object, ...] = ()
+        self._partitions: list[PartitionInfo] = []
+        self._found: list[PartitionInfo] = []
+
+    def of(self, cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:
+        """Args: as for `harvestable`; a list of partitions is not changed once it is in a poll."""
+        asked = rules.stopped, rules.groups, rules.partitions, rules.allow_without_preemption, rules.refused
+        if cluster.partitions is not self._partitions or asked != self._asked:
+            self._partitions, self._asked = cluster.partitions, asked
+            self._found = harvestable(cluster, rules)
+        return self._found
+
+
 @dataclass
 class Known:
     """What is known besides the poll."""
@@ -100,6 +117,7 @@ class Known:
     watch: HoleWatch = field(default_factory=HoleWatch)
     backoff: Backoff = field(default_factory=Backoff)
     unstarted: Unstarted = field(default_factory=Unstarted)
+    open: Open = field(default_factory=Open)
 
 
 def holes_of(

@@ -10,7 +10,7 @@ prior stands for b = WEIGHT * (its own survival) more. With weight 0 that is Kap
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 SCALE_S = 1200.0
@@ -34,6 +34,25 @@ class Spell(NamedTuple):
     "its age when it was first seen"
 
 
+Row = tuple[int, int, int]
+"""Spells that ended at an age, that were left at it (the ended ones too), and that began there."""
+
+
+def count(spells: Iterable[tuple[float, bool, float]], counted: Mapping[float, Row] | None = None) -> dict[float, Row]:
+    """Spells by age, together with those that were counted before; age 0 is always there."""
+    rows: dict[float, Row] = {0.0: _NONE} if counted is None else dict(counted)
+    for left_s, ended, entered_s in spells:
+        if left_s > entered_s:
+            dead, gone, fresh = rows.get(left_s, _NONE)
+            rows[left_s] = dead + ended, gone + 1, fresh
+            dead, gone, fresh = rows.get(entered_s, _NONE)
+            rows[entered_s] = dead, gone, fresh + 1
+    return rows
+
+
+_NONE: Row = (0, 0, 0)
+
+
 def prior(age_s: float) -> float:
     """Share of holes that get so old, as long as nothing is known."""
     return (1.0 + age_s / SCALE_S) ** -2
@@ -49,36 +68,39 @@ class Curve:
     Args:
         spells: what was seen, with what a `Spell` has; those of no length say nothing.
         weight: what the prior is worth, in holes; 0: no prior, and beyond the last spell the curve stays as it is.
+        counted: what `count` has made of further spells.
     """
 
-    def __init__(self, spells: Iterable[tuple[float, bool, float]] = (), weight: float = WEIGHT) -> None:
+    def __init__(
+        self,
+        spells: Iterable[tuple[float, bool, float]] = (),
+        weight: float = WEIGHT,
+        counted: Mapping[float, Row] | None = None,
+    ) -> None:
         self._weight = weight
-        # age -> how many ended then, left then (the ended ones too), entered then
-        ages: dict[float, list[int]] = {0.0: [0, 0, 0]}
-        for left_s, ended, entered_s in spells:
-            if left_s > entered_s:
-                row = ages.get(left_s)
-                if row is None:
-                    row = ages[left_s] = [0, 0, 0]
-                row[0] += ended
-                row[1] += 1
-                row = ages.get(entered_s)
-                if row is None:
-                    row = ages[entered_s] = [0, 0, 0]
-                row[2] += 1
-        self._ages = sorted(ages)
+        self._rows = rows = count(spells, counted)
+        self._ages = sorted(rows)
         self._at_risk: list[int] = []
-        "between this age and the next"
+        "between this age and the next; this and what follows as far as it was asked for"
         self._survival: list[float] = []
         self._integral: list[float] = []
         "of the curve, from 0 to this age"
         self._known: dict[float, tuple[float, float]] = {}
         "what `_look` has found: to compare lengths, the same ages are asked for again and again"
+        self._to_come = sum([entered for _, _, entered in rows.values()])
+        "spells that begin at later ages"
+
+    def _work_out(self, last: int) -> None:
+        """Go on up to this place in `_ages`: most spells of a month are longer than whatever is asked for."""
+        rows, weight, to_come = self._rows, self._weight, self._to_come
+        place = len(self._survival)
         present, survival, integral, before = 0, 1.0, 0.0, 0.0
-        left_before, area_before = weight * prior(0.0), 0.0
-        to_come = sum(entered for _, _, entered in ages.values())
-        for age in self._ages:
-            dead, gone, fresh = ages[age]
+        if place:
+            present, survival, integral = self._at_risk[-1], self._survival[-1], self._integral[-1]
+            before = self._ages[place - 1]
+        left_before, area_before = weight * prior(before), _prior_integral(before)
+        for age in self._ages[place : last + 1]:
+            dead, gone, fresh = rows[age]
             # `_mean_between` and `_between`, with what the age before had already: there are hundreds in each plan.
             left = weight * (1.0 + age / SCALE_S) ** -2
             if weight:
@@ -99,6 +121,7 @@ class Curve:
             self._at_risk.append(present)
             self._survival.append(survival)
             self._integral.append(integral)
+        self._to_come = to_come
 
     def _between(self, start: float, end: float, present: int) -> float:
         """Share of those at `start` that are there at `end`, when no seen hole ends between: what the prior loses."""
@@ -132,6 +155,8 @@ class Curve:
         known = self._known.get(age_s)
         if known is None:
             i = bisect_right(self._ages, age_s) - 1
+            if i >= len(self._survival):
+                self._work_out(i)
             start, survival, present = self._ages[i], self._survival[i], self._at_risk[i]
             known = self._known[age_s] = (
                 survival * self._between(start, age_s, present),

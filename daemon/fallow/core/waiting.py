@@ -46,7 +46,18 @@ class Waiting(msgspec.Struct, frozen=True):
 
     @property
     def partitions(self) -> set[str]:
-        return {name for job in self.jobs for name in job.partition.split(",")}
+        return partitions_of(self.jobs)
+
+
+def partitions_of(jobs: Iterable[JobInfo]) -> set[str]:
+    """Names of those that these jobs wait for."""
+    return {name for job in jobs for name in job.partition.split(",")}
+
+
+def nodes_for(cluster: ClusterState, jobs: Iterable[JobInfo]) -> frozenset[str]:
+    """Nodes that these jobs may get."""
+    names = partitions_of(jobs)
+    return frozenset(node for p in cluster.partitions if p.partition in names for node in p.nodes)
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from math import inf
 
 from fallow.core import valuing
 from fallow.core.allocations import LIVE, Allocation
-from fallow.core.gain import Curve, pooled
+from fallow.core.gain import Curve, Evidence, evidence, pool
 from fallow.core.kinds import Kind
 from fallow.core.requests import Ask
 from fallow.core.rules import Demand
@@ -192,7 +192,8 @@ class Book:
         """
         valued_s = self._valued[1]
         if exact or self._news or at >= self.valued_until() or abs(start_s - valued_s) > NEWS * valued_s:
-            facts = [self._facts(run, at) for run in self._runs.values()]
+            known = {name: evidence(run.curve, at) for name, run in self._runs.items()}
+            facts = [self._facts(run, known, at) for run in self._runs.values()]
             weights = valuing.weights(facts, {})
             self._gains = {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in facts}
             self._valued, self._news, self._more = (at, start_s), False, False
@@ -202,11 +203,11 @@ class Book:
         """Nodes are valued anew then, if nothing new is measured before; Unix time."""
         return self._valued[0] + VALUED_S if self._more else inf
 
-    def _facts(self, run: Run, at: float) -> Facts:
+    def _facts(self, run: Run, known: Mapping[str, Evidence], at: float) -> Facts:
         plan = run.plan
         return Facts(
             run=plan.run,
-            curve=pooled(run.curve, [other.curve for other in self._teachers(run)], at),
+            curve=pool(known[plan.run], [known[other.plan.run] for other in self._teachers(run)], at),
             slots=1,
             shards=plan.shards,
             min_nodes=plan.min_nodes,

@@ -20,11 +20,11 @@ from fallow.core.experience import Experience
 from fallow.core.holes import planned_ends
 from fallow.core.limits import whole_minutes
 from fallow.core.neighbour import Standing
-from fallow.core.neighbourhood import near
 from fallow.core.planner import NOTICE_S, Rest, is_leaving
 from fallow.core.rules import HarvestRules, Known
 from fallow.core.sharing import next_s
 from fallow.core.states import ENDED_STATES, ON_NODES
+from fallow.core.waiting import nodes_for
 from fallow.model import AllocationState, ClusterState, JobInfo, NodeInfo
 
 CHANGING_S, AT_MOST_S = 60.0, 600.0
@@ -49,7 +49,7 @@ def same(one: ClusterState, other: ClusterState, *, steady: bool = False) -> boo
     if all(job.name.startswith(OURS) for job in jobs):
         return _nodes(one) == _nodes(other)
     if steady:
-        wanted = near(one, [job for job in jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
+        wanted = nodes_for(one, [job for job in jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
         return _nodes(one, wanted) == _nodes(other, wanted) and _others(one, wanted) == _others(other, wanted)
     return one.nodes == other.nodes and one.jobs == other.jobs
 
