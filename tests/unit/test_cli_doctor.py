@@ -118,6 +118,14 @@ def test_where_others_could_not_be_served_nothing_is_harvested() -> None:
     assert "[site]" in verdict.fix
 
 
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_root_is_told_to_be_somebody_else(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    levels = {check.name: check.level for check in doctor.examine()}
+    assert levels.get("user") == (Level.WARN if uid == 0 else None)
+
+
 def test_the_worst_one_counts() -> None:
     found = [Check("a", level, "") for level in (Level.OK, Level.WARN, Level.FAIL)]
     assert [checks.worst(found[:n]) for n in (0, 1, 2, 3)] == [Level.OK, Level.OK, Level.WARN, Level.FAIL]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 
 from fallow.cli import common
 from fallow.cli.main import COMMANDS, cli, invoke, wants_json
+from fallow.core.schedule import GRAMMAR
 from fallow.model import Exit, FallowError
+from fallow.testbed.conf import Profile
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,16 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert invoke([name, "--help"]) == 0
         assert "Usage:" in capsys.readouterr().out
+
+
+def test_help_explains_each_profile_and_each_item_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, named in (
+        (["testbed", "up"], [f"{profile}:" for profile in Profile]),
+        (["local"], re.findall(r"[^ ,]+@STEP", GRAMMAR)),
+    ):
+        assert invoke([*words, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert [name for name in named if name not in shown] == []
 
 
 def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,7 @@ def test_dry_run_submits_nothing(
     shown = capsys.readouterr().out
     assert f"sbatch --nodes=2 --comment=RUN.base --no-requeue {site.folder}/job.sh 'a b'" in shown
     assert "--job-name=RUN.harvest" in shown
+    assert "--output=STATE/runs/RUN/logs/RUN.harvest.out" in shown, "as of a real one: named by its token"
     assert "--account=acc SCRIPT 'a b'" in shown
     assert shown.count("#SBATCH -A acc") == 1
     assert "# what is idle now is not known: scontrol cannot be started" in shown

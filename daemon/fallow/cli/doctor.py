@@ -76,8 +76,7 @@ def examine() -> list[Check]:
     found.append(_torch())
     found.append(guarded("head", _head))
     found.append(checks.limits(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NPROC)))
-    if inside := checks.environment(os.environ):
-        found.append(inside)
+    found.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
     return found
 
 

@@ -55,7 +55,7 @@ def dry_run(plan: Submission, source: Path | None) -> DryRun:
         "RUN.harvest",
         partitions[0],
         harvest.max_minutes,
-        "STATE/runs/RUN/logs/%j.log",
+        "STATE/runs/RUN/logs/RUN.harvest.out",
         harvest.nice,
         qos=asker.qos,
         account=asker.account,

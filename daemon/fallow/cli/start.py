@@ -26,8 +26,10 @@ def daemon() -> int:
     "--schedule",
     default="",
     metavar="S",
-    help="What happens to the membership, e.g. '+2@10,-1@20,kill:0@30'. Items: +K@STEP, -K@STEP, -mI@STEP, "
-    "kill:I@STEP, stop:I@STEP, cont:I@STEP, head-kill@STEP, store-kill@STEP.",
+    help="What happens to the membership when STEP steps are finished, e.g. '+2@10,-1@20,kill:0@30'. +K@STEP: K "
+    "workers come. -K@STEP: the K youngest leave. -mI@STEP: worker I leaves; workers are numbered from 0 as they come. "
+    "kill:I@STEP, stop:I@STEP, cont:I@STEP: SIGKILL, SIGSTOP, SIGCONT to worker I. head-kill@STEP, store-kill@STEP: "
+    "the head or its store is killed, and comes back.",
 )
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
 @click.option("--reproducible", is_flag=True, help="The result is the same, bit for bit, for every schedule.")

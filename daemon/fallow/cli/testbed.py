@@ -12,6 +12,11 @@ from fallow.model import Exit, FallowError
 
 _folder = click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 
+_PROFILES = (
+    "preempt: a partition `normal` preempts one called `scavenge`, with 10 s of grace; nograce: the same without; "
+    "plain: one partition, nothing preempts."
+)
+
 
 @click.group(short_help="A private, real Slurm on this machine.")
 def testbed() -> None:
@@ -22,7 +27,7 @@ def testbed() -> None:
 @_folder
 @click.option("--nodes", type=click.IntRange(1, 64), default=8, show_default=True)
 @click.option("--gpus", type=click.IntRange(0, 16), default=4, show_default=True, help="Fake GPUs per node.")
-@click.option("--profile", default="preempt", show_default=True, help="How the site treats idle nodes.")
+@click.option("--profile", default="preempt", show_default=True, help=_PROFILES)
 @click.option(
     "--bf-interval", type=click.IntRange(min=1), default=1, show_default=True, help="Seconds between backfill cycles."
 )

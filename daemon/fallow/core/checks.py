@@ -232,6 +232,14 @@ def environment(environ: Mapping[str, str]) -> Check | None:
     return Check("environment", Level.WARN, f"inside job {job}", "a head started here ends with that job")
 
 
+def user(uid: int) -> Check | None:
+    """Whoever runs the head owns its jobs. Args: uid: who runs this."""
+    if uid != 0:
+        return None
+    fix = "run the head as an ordinary user; whatever scripts do in its jobs, root does"
+    return Check("user", Level.WARN, "this is root", fix)
+
+
 def worst(checks: Sequence[Check]) -> Level:
     levels = {check.level for check in checks}
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
