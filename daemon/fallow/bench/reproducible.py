@@ -21,11 +21,14 @@ TURNS = 2
 
 
 def run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """One row per world, model and number of shards: seconds per step, and how often the fast mode's that is."""
-    for params, members in settings.worlds:
-        for shards in (1, 4):
-            progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-            yield _row(measure(members, params, shards, settings.n or ROUNDS))
+    """Seconds per step in each world with each model, and how often the fast mode's that is.
+
+    One shard each; with four, which need as much per shard, in the first of the worlds only.
+    """
+    first, *others = settings.worlds
+    for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in others)]:
+        progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
+        yield _row(measure(members, params, shards, settings.n or ROUNDS))
 
 
 def measure(members: int, params: int, shards: int, rounds: int) -> tuple[list[Figures], list[Figures]]:
@@ -43,6 +46,10 @@ def _row(measured: tuple[list[Figures], list[Figures]]) -> Row:
     one = exact[0]
     wall = statistics.mean(f.wall.value for f in fast) / statistics.mean(f.wall.value for f in exact)
     cpu = statistics.mean(f.cpu.value for f in fast) / statistics.mean(f.cpu.value for f in exact)
+    words = [
+        f"{one.shards} shards a member; step time, reproducible / fast: wall {wall:.3f}, CPU {cpu:.3f}",
+        f"throughput / DDP's: fast {_beside_ddp(fast)}, reproducible {_beside_ddp(exact)}",
+    ]
     return Row(
         name="reproducible",
         members=one.members,
@@ -51,5 +58,10 @@ def _row(measured: tuple[list[Figures], list[Figures]]) -> Row:
         ours=rows.ours([value for figures in exact for value in figures.ours_s]),
         peer=Peer(name="fast mode", p50=statistics.median(value for figures in fast for value in figures.ours_s)),
         ratio=wall,
-        note=f"{one.shards} shards a member; step time, reproducible / fast: wall {wall:.3f}, CPU {cpu:.3f}",
+        note="; ".join(words),
     )
+
+
+def _beside_ddp(runs: list[Figures]) -> str:
+    """Of each run, with A/A in brackets."""
+    return ", ".join(f"{one.wall.value:.3f} (A/A {one.aa_wall.value:.3f})" for one in runs)
