@@ -13,7 +13,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: help setup demo test lint bench soak
+.PHONY: help setup demo test lint compiled bench soak
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,8 +35,13 @@ lint: setup  ## ruff, mypy, direction of the layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: lint  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
+test: setup  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
+	@$(MAKE) -j 2 lint compiled
 	@$(BIN)/pytest -m "not soak and not gpu" -n 3 $(ARGS)
+
+# Where nothing is compiled yet, each of the test processes would compile all tests by itself, and at the same time.
+compiled: setup
+	@$(BIN)/pytest --collect-only -qq >/dev/null || true
 
 bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --json"
 	@$(BIN)/fallow bench $(ARGS)

@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_local import RUN_S, Box, Done, box
+from test_local import PLAIN, RUN_S, Box, Done, box
 
 __all__ = ["box"]
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(240)
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plain")
     words = [sys.executable, SCRIPT, "--folder", str(folder), "--pace", "0", "--steps", str(STEPS)]
-    environ = os.environ | {"FALLOW_REPRODUCIBLE": "1", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | PLAIN | {"FALLOW_REPRODUCIBLE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(words, check=True, timeout=RUN_S, capture_output=True, env=environ)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found

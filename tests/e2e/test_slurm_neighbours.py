@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -49,6 +50,8 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     shown = rig.testbed.slurm("scontrol", "-o", "show", "job", other)
     assert f" NodeList={newer.node} " in shown, "the newest goes"
     assert _waited_s(shown) <= POLL_S + IDLE_S + CYCLE_S
+    seen = next(e for e in training.events("release") if f"job {other} of " in e.text)
+    assert _at(shown, "StartTime") - seen.at <= IDLE_S + CYCLE_S, "whenever the poll was"
     assert {m.worker for m in training.wait_members(2)} == {"w0", older.worker}
     training.wait_steps()
     # Nothing was asked for in between, and nothing waits that could take the next node from others.
@@ -58,6 +61,7 @@ def test_who_waits_gets_our_newest_node_and_keeps_it(rig: Rig) -> None:
     delayed = wait_for("the delay is known", lambda: rig.head_view().others_delayed, 5.0)
     assert delayed.jobs == 1
     assert delayed.max_s <= POLL_S + IDLE_S + CYCLE_S
+    assert json.loads(rig.command("fallow", "usage", "--json"))["others_delayed"]["jobs"] == 1
     assert rig.head_view().poll_interval_s <= POLL_S
 
     rig.scancel(first, other)
@@ -82,11 +86,14 @@ def test_a_worker_that_does_not_leave_in_time_is_ended(rig: Rig) -> None:
 
 
 def _waited_s(shown: str) -> float:
-    times = {
-        key: time.mktime(time.strptime(re.search(rf" {key}=(\S+)", shown)[1], "%Y-%m-%dT%H:%M:%S"))
-        for key in ("SubmitTime", "StartTime")
-    }  # type: ignore[index]
-    return times["StartTime"] - times["SubmitTime"]
+    return _at(shown, "StartTime") - _at(shown, "SubmitTime")
+
+
+def _at(shown: str, key: str) -> float:
+    """Unix time, in whole seconds."""
+    found = re.search(rf" {key}=(\S+)", shown)
+    assert found is not None, shown
+    return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
 
 
 @pytest.mark.soak

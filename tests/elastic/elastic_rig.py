@@ -46,7 +46,7 @@ from fallow.store.client import Store
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
 WAIT_S = 30.0
-LOOK_S = 0.02
+LOOK_S = 0.05
 BATCH, SAMPLES = 32, 250
 """Global batch and data set of the training: the last step of an epoch is a partial one."""
 
@@ -290,6 +290,16 @@ class Elastic:
 
     def kill(self, worker: str) -> None:
         self.signal(worker, signal.SIGKILL)
+
+    def freeze(self, worker: str) -> None:
+        """Stop it with its agent, which would tell of it: so it is only slow, until its lease is over."""
+        for pid in (self.agent_of[worker], self.pids[worker]):
+            send(pid, signal.SIGSTOP)
+
+    def thaw(self, worker: str) -> None:
+        """They go on."""
+        for pid in (self.pids[worker], self.agent_of[worker]):
+            send(pid, signal.SIGCONT)
 
     async def wakes_to_end(self, worker: str) -> None:
         """Its stopped process goes on after others took its place, and ends by itself."""
