@@ -40,7 +40,7 @@ async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_late
         began = time.monotonic()
         with pytest.raises(SubmitUnknown) as caught:
             await client.submit(request_of("fallow-u"))
-        assert 2.0 <= time.monotonic() - began < 4.0
+        assert 2.0 <= time.monotonic() - began < 8.0
         assert caught.value.token == "fallow-u"
         with pytest.raises(SlurmUnavailable):
             await client.find("fallow-u")

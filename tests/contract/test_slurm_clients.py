@@ -221,5 +221,5 @@ async def test_unreachable_slurm_is_said_within_the_deadline(setup: Setup) -> No
     began = time.monotonic()
     with pytest.raises(SlurmUnavailable):
         await setup.client.poll("fallow-")
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 15.0
     assert setup.client.polls == 1

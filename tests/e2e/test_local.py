@@ -275,7 +275,7 @@ def test_an_example_comes_out_the_same_whoever_computes_it(
     assert done.kinds == ["start", "absorb", "release", "release"]
     for generation, item in zip(done.report["generations"][1:], (20, 40, 60), strict=True):
         assert generation["first_step"] >= item
-        assert 0 < generation["pause_s"] < 5
+        assert 0 < generation["pause_s"] < 20
         assert sum(generation["parts"].values()) == pytest.approx(generation["pause_s"], rel=0.2, abs=0.02)
     assert (alone["steps"], alone["samples"]) == (90, samples)
     assert done.report["final_loss"] == pytest.approx(alone["loss"], abs=tolerance)
@@ -323,7 +323,7 @@ def test_killed_members_the_first_one_too(box: Box, tiny: Callable[..., Any]) ->
     assert done.members == [["w0", "w1", "w2"], ["w0", "w2"], ["w2"]]
     assert done.kinds == ["start", "eject", "eject"]
     assert done.report["steps_discarded"] <= 2
-    assert done.report["pause_s"]["unplanned"]["max"] < 5
+    assert done.report["pause_s"]["unplanned"]["max"] < 20
     assert "killed by signal 9" in done.report["generations"][1]["reason"]
     same(done, tiny())
 

@@ -168,7 +168,7 @@ async def test_a_hanging_process_is_killed_at_the_deadline(behave: Callable[...,
     began = time.monotonic()
     with pytest.raises(SlurmUnavailable, match=r"no answer within 1\.5 s"):
         await nodes(client)
-    assert 1.5 <= time.monotonic() - began < 3.0
+    assert 1.5 <= time.monotonic() - began < 10.0
     assert children() == []
 
 
