@@ -206,6 +206,13 @@ def check(sim: SlurmSim, jobs: list[SimJob]) -> None:
     for component in cluster.components:
         assert [job.key for job in component.pending] == sorted(job.key for job in component.pending)
     state = sim.poll()
+    # Only what has changed is made anew, and so it is all up to date.
+    assert state.jobs == [sim._view._job(job) for job in sim._lives.jobs.values()]
+    assert state.nodes == [sim._view._node(place, sim.now) for place in range(len(cluster.names))]
+    planned = {name for job in sim._queue for name in cluster.names_of(job.planned)}
+    assert {node.node for node in state.nodes if "PLANNED" in node.flags} <= planned
+    again = sim.poll()
+    assert again.jobs is state.jobs and again.nodes is state.nodes
     assert {job.job_id for job in state.jobs if job.state == "PENDING"} == waiting
     assert {name: job.nodes for name, job in ((j.job_id, j) for j in state.jobs) if name in running} == {
         name: cluster.names_of(job.mask) for name, job in running.items()

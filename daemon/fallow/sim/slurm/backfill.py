@@ -12,7 +12,7 @@ from math import inf
 from fallow.sim.slurm.cluster import Cluster
 from fallow.sim.slurm.jobs import Component, Het, Job
 from fallow.sim.slurm.lives import Lives
-from fallow.sim.slurm.mainpass import RESOURCES, set_reason
+from fallow.sim.slurm.mainpass import RESOURCES
 from fallow.sim.slurm.preempt import victims
 from fallow.sim.slurm.select import ENDING_S, Timelines, has, nodes_now
 from fallow.sim.slurm.space import Space
@@ -118,9 +118,9 @@ class Cycle:
             for het in hets.values():
                 het.starts.clear()
                 het.before = 0.0
-        for job in queue:
-            if job.planned_at is not None:
-                job.planned, job.planned_at, job.info = 0, None, None
+        before = {job: (job.planned, job.planned_at) for job in queue if job.planned_at is not None}
+        for job in before:
+            job.planned, job.planned_at = 0, None
         preempts = self._preempting and self._cluster.yielding & self._nodes
         hopeless = not self._watched and not hets and not preempts
         for job in queue:
@@ -131,6 +131,10 @@ class Cycle:
         if not self._scheduler.bf_hetjob_immediate:
             for het in list(hets.values()):
                 self._start_het(het)
+        # Most are planned as they were, and a poll shows the same.
+        for job in queue:
+            if (job.planned, job.planned_at) != before.get(job, (0, None)):
+                self._lives.news[job.job_id] = None
 
     def _any_room(self, queue: Sequence[Job]) -> bool:
         """Is there a node that one of these could have now?"""
@@ -154,14 +158,14 @@ class Cycle:
             return
         at, nodes, avail = found
         if job.het is not None:
-            set_reason(job, job.reason or RESOURCES)
+            self._lives.give_reason(job, job.reason or RESOURCES)
             job.het.starts[job.job_id] = min(at, job.het.starts.get(job.job_id, inf))
             if self._scheduler.bf_hetjob_immediate and self._start_het(job.het):
                 return
         elif at <= self._now and self._start(job, avail, limit_s):
             return
         # A job that could start now keeps its nodes from now on: those that it preempts are still there.
-        job.planned_at, job.info = max(at, self._now), None
+        job.planned_at = max(at, self._now)
         if at <= self._space.end:
             job.planned = nodes
             self._space.reserve(nodes, *self._space.slot(at, limit_s))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from fallow.model import JobInfo, PartitionInfo
+from fallow.model import PartitionInfo
 
 FIRST_PRIORITY = 4_294_901_759
 """Of the first job under priority/basic; each later one has one less."""
@@ -107,8 +107,6 @@ class Job:
     planned_at: float | None = None
     stamp: int = 0
     "counts changes, so that events that were planned before the last one come to nothing"
-    info: JobInfo | None = None
-    "as a poll shows it; None: not up to date"
     key: tuple[int, int, int] = field(init=False)
     "the order in which the scheduler looks at jobs"
 

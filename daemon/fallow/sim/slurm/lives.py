@@ -63,6 +63,8 @@ class Lives:
         "job of others -> its last start and its end; infinity while it runs"
         self.nodes: dict[str, int] = {}
         "the same -> its nodes then"
+        self.news: dict[str, None] = {}
+        "jobs that the next poll shows otherwise than the one before, or no more"
         self._over: deque[tuple[float, Job]] = deque()
 
     @property
@@ -74,6 +76,7 @@ class Lives:
     def add(self, job: Job) -> None:
         """A job that waits from now on."""
         self.jobs[job.job_id] = job
+        self.news[job.job_id] = None
         self._queue.add(job)
 
     def start(self, job: Job, mask: int, limit_s: float) -> None:
@@ -232,12 +235,16 @@ class Lives:
         if job.ours:
             self._over.append((self.now, job))
         else:
-            del self.jobs[job.job_id]
+            self._drop(job)
 
     def purge(self) -> None:
         """Forget ours that ended MinJobAge ago."""
         while self._over and self._over[0][0] + self._scheduler.min_job_age_s < self.now:
-            del self.jobs[self._over.popleft()[1].job_id]
+            self._drop(self._over.popleft()[1])
+
+    def _drop(self, job: Job) -> None:
+        del self.jobs[job.job_id]
+        self.news[job.job_id] = None
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
@@ -294,7 +301,13 @@ class Lives:
     def _change(self, job: Job, state: str) -> None:
         job.state = state
         job.stamp += 1
-        job.info = None
+        self.news[job.job_id] = None
+
+    def give_reason(self, job: Job, reason: str) -> None:
+        """Why it waits, as a poll shows it."""
+        if job.reason != reason:
+            job.reason = reason
+            self.news[job.job_id] = None
 
     def _tell(self, happening: Happening, job: Job) -> None:
         if job.ours:

@@ -44,12 +44,12 @@ class MainPass:
             name = job.partition.name
             if name in failed:
                 if job.reason in ("", RESOURCES):
-                    set_reason(job, PRIORITY)
+                    lives.give_reason(job, PRIORITY)
                 continue
             if job.eligible_at > lives.now:
                 continue
             if not job.partition.info.up or job.too_long:
-                set_reason(job, "PartitionTimeLimit" if job.too_long else "PartitionDown")
+                lives.give_reason(job, "PartitionTimeLimit" if job.too_long else "PartitionDown")
                 continue
             if job.het is not None:
                 reason = RESOURCES  # only backfill starts it
@@ -69,7 +69,7 @@ class MainPass:
                     gone = victims(cluster, job, here & ~blocked, self._youngest_first)
                     if gone:
                         lives.preempt(job, gone)
-            set_reason(job, reason)
+            lives.give_reason(job, reason)
             kept = 0
             if job.required.bit_count() >= job.nodes:
                 kept = job.required
@@ -97,8 +97,3 @@ def why_not(cluster: Cluster, job: Job, here: int, blocked: int) -> str:
 def fits(cluster: Cluster, job: Job, nodes: int) -> bool:
     """Are there enough of these, whoever is on them?"""
     return not job.required & ~nodes and (nodes & has(cluster, job.gpus)).bit_count() >= job.nodes
-
-
-def set_reason(job: Job, reason: str) -> None:
-    if job.reason != reason:
-        job.reason, job.info = reason, None

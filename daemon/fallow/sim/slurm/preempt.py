@@ -17,6 +17,8 @@ def victims(cluster: Cluster, job: Job, allowed: int, youngest_first: bool) -> l
     As in Slurm, one that was told to go for somebody else, and runs still, is taken like any other (`_run_now` of
     select/cons_tres), and nodes with a job that is ending do not count (`cg_node_bitmap`, `_pick_best_nodes`).
     """
+    if not job.partition.component.below:
+        return []  # as of all of ours: nobody's partition is of a lower tier
     wanted = allowed & has(cluster, job.gpus) & ~cluster.ending
     if job.required.bit_count() >= job.nodes:
         wanted &= job.required

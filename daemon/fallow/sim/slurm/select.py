@@ -131,7 +131,8 @@ class Timelines:
 
     def of(self, job: Job, tier: int) -> Timeline:
         """Args: tier: jobs of lower tiers that may be preempted count as gone; 0: none."""
-        kind = (WHOLE if job.whole else job.gpus, tier)
+        # Where no tier is lower, there is nobody to preempt, and one timeline will do.
+        kind = (WHOLE if job.whole else job.gpus, tier if job.partition.component.below else 0)
         if kind not in self._known:
             self._known[kind] = self._made(*kind)
         return self._known[kind]
@@ -155,13 +156,19 @@ class Timelines:
 
     def _whole(self, tier: int) -> dict[float, int]:
         """Time -> nodes that are empty from then on: each when the last of its jobs ends."""
-        jobs = (job for job in self._cluster.on_nodes.values() if job.mask & self._mask)
-        ends = [(self._end(job), job.mask) for job in jobs if not (tier and preemptable(job, tier))]
+        now, soon, late = self._now, self._now + ENDING_S, self._now + self._late_s
+        ends: dict[float, int] = {}
+        for job in self._cluster.on_nodes.values():
+            if not (tier and preemptable(job, tier)):
+                # As `_end`: a cycle asks for all that run.
+                end = soon if job.state != "RUNNING" else job.end_at if job.end_at > now else late
+                ends[end] = ends.get(end, 0) | job.mask
         changes: dict[float, int] = {}
         left = self._mask
-        for end, mask in sorted(ends, reverse=True):
-            changes[end] = changes.get(end, 0) | mask & left
-            left &= ~mask
+        for end in sorted(ends, reverse=True):
+            if here := ends[end] & left:
+                changes[end] = here
+                left ^= here
         changes[0.0] = changes.get(0.0, 0) | left
         return changes
 

@@ -19,32 +19,50 @@ class View:
             [p.partition for p in site.partitions if cluster.partitions[p.partition].mask >> place & 1]
             for place in range(len(site.nodes))
         ]
+        self._jobs: dict[str, JobInfo] = {}
         self._shown: tuple[list[NodeInfo], list[JobInfo]] = [], []
         "by the last poll"
+        self._partitions = list(site.partitions)
         self._planned = 0
         self._idle_since: list[float | None] = [None] * len(site.nodes)
 
     def state(self, now: float) -> ClusterState:
         """One poll; its lists are those of the one before as long as nothing has changed."""
-        jobs = [job.info or self._job(job) for job in self._lives.jobs.values()]
-        cluster, planned = self._cluster, 0
-        for job in self._lives.jobs.values():
-            planned |= job.planned
-        touched, cluster.touched = cluster.touched | (planned ^ self._planned), 0
-        self._planned = planned
-        nodes, before = self._shown
-        if touched:
-            for place in places(touched):
+        nodes, jobs = self._shown
+        if self._new_jobs():
+            jobs = list(self._jobs.values())
+            planned = 0
+            for job in self._lives.jobs.values():
+                planned |= job.planned
+            self._cluster.touched |= planned ^ self._planned
+            self._planned = planned
+        if self._cluster.touched:
+            for place in places(self._cluster.touched):
                 self._nodes[place] = self._node(place, now)
+            self._cluster.touched = 0
             nodes = list(self._nodes)
-        self._shown = nodes, jobs = nodes, before if jobs == before else jobs
+        self._shown = nodes, jobs
         return ClusterState(
             at=now,
             nodes=nodes,
             jobs=jobs,
-            partitions=list(self._site.partitions),
+            partitions=self._partitions,
             reservations=[r for r in self._site.reservations if r.end_at > now],
         )
+
+    def _new_jobs(self) -> bool:
+        """Take in what has changed about jobs. Does a poll show any of it?"""
+        news, self._lives.news = self._lives.news, {}
+        found = False
+        for job_id in news:
+            job, before = self._lives.jobs.get(job_id), self._jobs.get(job_id)
+            now = None if job is None else self._job(job)
+            if now is None:
+                self._jobs.pop(job_id, None)
+            elif now != before:
+                self._jobs[job_id] = now
+            found = found or now != before
+        return found
 
     def _node(self, place: int, now: float) -> NodeInfo:
         cluster, node, bit = self._cluster, self._site.nodes[place], 1 << place
@@ -92,7 +110,7 @@ class View:
     def _job(self, job: Job) -> JobInfo:
         cluster, waits = self._cluster, job.state == "PENDING"
         limit_s = job.limit_s if waits else job.granted_s
-        job.info = JobInfo(
+        return JobInfo(
             job_id=job.job_id,
             name=job.name,
             user=job.user,
@@ -119,4 +137,3 @@ class View:
             excluded_nodes=cluster.names_of(job.excluded),
             eligible_at=job.eligible_at or job.submit_at,
         )
-        return job.info
