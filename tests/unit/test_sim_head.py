@@ -29,7 +29,7 @@ from fallow.model import (
     ReservationInfo,
 )
 from fallow.sim.head import ANSWER_S, VirtualHead
-from fallow.sim.quiet import renewable, same, wake_at
+from fallow.sim.quiet import Shown, renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.slurm import SlurmSim
 from fallow.sim.types import POLL_REQUESTS, JobPart, RunPlan, Scheduler, SimJob, SimNode, Site, Wanted
@@ -347,8 +347,8 @@ def test_at_rest_polls_are_looked_at_for_what_slurm_plans_after_our_nodes_alone(
 
 
 def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_waits() -> None:
-    def state(*jobs: JobInfo, **nodes: NodeInfo) -> ClusterState:
-        return ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=[])
+    def state(*jobs: JobInfo, **nodes: NodeInfo) -> Shown:
+        return Shown(ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=[]))
 
     idle, used = NodeInfo(node="n1", state="IDLE"), NodeInfo(node="n2", state="MIXED", cpus_used=1)
     mine = JobInfo(job_id="1", name="fallow-r-h0", user="me", state="RUNNING", partition="p")
@@ -368,9 +368,9 @@ def test_polls_show_the_same_if_idle_nodes_and_our_jobs_are_the_same_and_nobody_
 
 
 def test_at_rest_only_what_is_near_those_who_wait_matters() -> None:
-    def seen(*jobs: JobInfo, **nodes: NodeInfo) -> ClusterState:
+    def seen(*jobs: JobInfo, **nodes: NodeInfo) -> Shown:
         there = [PartitionInfo(partition=name, nodes=[node]) for name, node in (("p", "n1"), ("q", "n2"))]
-        return ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=there)
+        return Shown(ClusterState(at=0.0, nodes=list(nodes.values()), jobs=list(jobs), partitions=there))
 
     waits = JobInfo(job_id="1", name="x", user="al", state="PENDING", partition="p", reason="Resources")
     near = JobInfo(job_id="2", name="y", user="al", state="RUNNING", partition="p", nodes=["n1"])

@@ -61,6 +61,8 @@ class Neighbourhood:
         "partitions where nothing preempts"
         self._watchful_nodes: dict[str, frozenset[str]] = {}
         "other partitions -> their nodes where nothing does"
+        self.watched: frozenset[str] = frozenset()
+        "all of these partitions"
         self._allowed: tuple[object, ...] = ()
         "from what `refused` and `nice` were made"
         self._awaited = False
@@ -122,11 +124,10 @@ class Neighbourhood:
 
     def watches(self, allocations: Iterable[Allocation]) -> bool:
         """Do we hold nodes that nobody but us would give back, or does somebody wait for the end of a job there?"""
-        if self._awaited or not (self._watchful or self._watchful_nodes):
+        if self._awaited or not self.watched:
             return self._awaited
         # Where Slurm takes back what we have, as nearly everywhere, a look at the partition will do.
-        there = self._watchful.union(self._watchful_nodes)
-        mine = [a for a in allocations if a.partition in there]
+        mine = [a for a in allocations if a.partition in self.watched]
         return any(a.harvested and a.live and self._ours_to_give(a) for a in mine)
 
     def _watch(self, partitions: list[PartitionInfo]) -> None:
@@ -135,6 +136,7 @@ class Neighbourhood:
             self._partitions = partitions
             self._watchful = frozenset(p.partition for p in partitions if not p.preempts)
             self._watchful_nodes = {p.partition: p.unpreempted for p in partitions if p.preempts and p.unpreempted}
+            self.watched = self._watchful.union(self._watchful_nodes)
 
     def _ours_to_give(self, allocation: Allocation) -> bool:
         """Would nobody but us give back what it has, or may get?"""

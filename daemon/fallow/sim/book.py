@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -70,6 +71,8 @@ class Book:
         "job id -> token"
         self.allocations: dict[str, Allocation] = {}
         "by token"
+        self.partitions: Counter[str] = Counter()
+        "of these"
         self._gains: dict[str, Gain] = {}
         self._valued: tuple[float, float] = -inf, 0.0
         "when, and with which `start_s`"
@@ -105,6 +108,7 @@ class Book:
             ahead=wish.ahead,
         )
         run.allocations[token] = self.allocations[token] = allocation
+        self.partitions[wish.partition] += 1
         return allocation
 
     def has_job(self, allocation: Allocation, job_id: str) -> None:
@@ -121,6 +125,7 @@ class Book:
             if allocation.token not in shown:
                 del self._runs[allocation.run].allocations[allocation.token]
                 del self.allocations[allocation.token]
+                self.partitions[allocation.partition] -= 1
                 self._jobs.pop(allocation.job_id or "", None)
 
     # -- what happens to runs ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fallow.core.spans import by_token
 from fallow.model import ClusterConfig, ClusterState, NodeInfo, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
-from fallow.sim.quiet import renewable, same, wake_at
+from fallow.sim.quiet import Shown, renewable, same, wake_at
 from fallow.sim.requests_queue import RequestsQueue
 from fallow.sim.types import (
     POLL_REQUESTS,
@@ -109,17 +109,19 @@ class VirtualHead:
         "when slurmctld may be asked, once that is wanted"
         self._asked_at = -inf
         "the last poll"
-        self._answer: tuple[float, ClusterState] | None = None
+        self._answer: tuple[float, Shown] | None = None
         "(when it comes, what it says)"
         self._standing = Standing()
         self._partitions: list[PartitionInfo] = []
         "of the last poll, as it came"
         self._nodes: tuple[list[NodeInfo], dict[str, NodeInfo]] = [], {}
         "of the last plan, and by name"
-        self._shown: ClusterState | None = None
+        self._shown: Shown | None = None
         "the last poll that was taken in, as it came"
         self._wake_at = -inf
         "polls that show the same are left out until then"
+        self._first_end = -inf
+        "when the first of our jobs must end, as of the last plan"
         self._rest, self._rules_then = Rest(), HarvestRules()
         "what the last plan says about the next ones, and by what it went"
         self._news = True
@@ -142,8 +144,8 @@ class VirtualHead:
                 if self._leases.next_at() > at:
                     return  # what follows in the cluster comes before what is asked and answered in the same moment
             elif self._answer is not None and self._answer[0] <= at:
-                cluster, self._answer = self._answer[1], None
-                self._polled(cluster)
+                shown, self._answer = self._answer[1], None
+                self._polled(shown)
                 self._pace()
             elif self._sends_at <= at:
                 self._ask()
@@ -196,13 +198,16 @@ class VirtualHead:
         return polling.interval_s(self._limits.poll_interval_s, self._watches())
 
     def _watches(self) -> bool:
-        return self.neighbourhood.watches(self.book.allocations.values())
+        # Asked many times for each poll.
+        any_there = any(self.book.partitions[name] for name in self.neighbourhood.watched)
+        return self.neighbourhood.watches(self.book.allocations.values() if any_there else ())
 
     def _ask(self) -> None:
         self._sends_at, self._asked_at = inf, self._now
         cluster = self._engine.poll()
         self.calls += POLL_REQUESTS
-        if self._quiet(cluster):
+        shown = Shown(cluster)
+        if self._quiet(shown):
             self.elided += 1
             self.cluster = self._put_right(cluster)
             self._passed = [*self._passed[:1], self._now]
@@ -211,7 +216,7 @@ class VirtualHead:
             self._pace()
             return
         self._leases.touched = self._news = False
-        self._answer = self._now + self._answer_s, cluster
+        self._answer = self._now + self._answer_s, shown
 
     def _tokens(self) -> float:
         """Seconds to wait until slurmctld may be asked."""
@@ -222,28 +227,31 @@ class VirtualHead:
         wait_s = self._queries.take(POLL_REQUESTS)
         return 0.0 if self._at_once else wait_s
 
-    def _quiet(self, cluster: ClusterState) -> bool:
+    def _quiet(self, shown: Shown) -> bool:
         going = self._leases.touched or self._leases.queued or self._news or self.neighbourhood.alert
         late = self._now >= min(self._wake_at, self.book.valued_until())
         if not self._elide or going or late or self._shown is None:
             return False
-        if not same(cluster, self._shown, steady=self._rest.steady):
+        if not same(shown, self._shown, steady=self._rest.steady):
             return False
-        return not (self._rest.steady and renewable(cluster, self.book.live(), self._rules_then))
+        at = shown.cluster.at
+        if not self._rest.steady or self._first_end - at >= self._rules_then.lead_s:
+            return True
+        return not renewable(shown.cluster, self.book.live(), self._rules_then)
 
     def _show_again(self, at: float) -> None:
         """What was shown last was shown again: holes last at least until then."""
         assert self.cluster is not None
         self.learner.seen_again(structs.replace(self.cluster, at=at))
 
-    def _polled(self, cluster: ClusterState) -> None:
+    def _polled(self, shown: Shown) -> None:
         """As `Harvest.polled`."""
         if self._passed:
             self._show_again(self._passed[-1])
             self.neighbourhood.delays.polled_at = self._passed[-1]
             self._passed = []
-        self._shown = cluster
-        cluster = self.cluster = self._put_right(cluster)
+        self._shown = shown
+        cluster = self.cluster = self._put_right(shown.cluster)
         jobs = by_token(cluster.jobs)
         self._leases.observe(jobs, cluster.at, self._now)
         live, over = self.book.live(), self.book.over()
@@ -258,6 +266,7 @@ class VirtualHead:
         wishes = self._plan(cluster, rules, live)
         known = self.learner.known
         self._wake_at = cluster.at
+        self._first_end = min((a.end_at for a in live if a.end_at is not None), default=inf)
         if self._elide and not wishes:
             rest, ours = self._rest, self.book.allocations
             until = self.neighbourhood.stands_until(cluster, self._config, ours) if rest.steady else inf

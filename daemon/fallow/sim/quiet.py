@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from math import inf
 
 from msgspec import structs
@@ -37,32 +38,44 @@ _LASTING = ("not needed", "not open", "of another kind", "not harvested", "limit
 """Why idle nodes are not used (`planner.plan`), where time alone changes nothing."""
 
 
-def same(one: ClusterState, other: ClusterState, *, steady: bool = False) -> bool:
+class Shown:
+    """A poll as `same` looks at it, which compares one with many others."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self.cluster = cluster
+
+    @cached_property
+    def jobs(self) -> list[JobInfo]:
+        """Ours, and those that wait; of ours that are over nothing follows from when Slurm forgets them."""
+        found: list[JobInfo] = []
+        for job in self.cluster.jobs:
+            if job.state == "PENDING":
+                found.append(_planned_for_nothing(job))
+            elif job.name.startswith(OURS) and job.state not in ENDED_STATES:
+                found.append(job)
+        return found
+
+    @cached_property
+    def alone(self) -> bool:
+        """Does nobody else wait?"""
+        return all(job.name.startswith(OURS) for job in self.jobs)
+
+
+def same(one: Shown, other: Shown, *, steady: bool = False) -> bool:
     """Do two polls show the same, as far as it matters to us? `steady`: as of `Rest`."""
-    if one.reservations != other.reservations or one.partitions != other.partitions:
+    now, then = one.cluster, other.cluster
+    if now.reservations != then.reservations or now.partitions != then.partitions:
         return False
-    if one.nodes is other.nodes and one.jobs is other.jobs:
+    if now.nodes is then.nodes and now.jobs is then.jobs:
         return True
-    jobs = _jobs(one)
-    if jobs != _jobs(other):
+    if one.jobs != other.jobs:
         return False
-    if all(job.name.startswith(OURS) for job in jobs):
-        return _nodes(one) == _nodes(other)
+    if other.alone:
+        return _nodes(now) == _nodes(then)
     if steady:
-        wanted = nodes_for(one, [job for job in jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
-        return _nodes(one, wanted) == _nodes(other, wanted) and _others(one, wanted) == _others(other, wanted)
-    return one.nodes == other.nodes and one.jobs == other.jobs
-
-
-def _jobs(cluster: ClusterState) -> list[JobInfo]:
-    """Ours, and those that wait; of ours that are over nothing follows from when Slurm forgets them."""
-    found: list[JobInfo] = []
-    for job in cluster.jobs:
-        if job.state == "PENDING":
-            found.append(_planned_for_nothing(job))
-        elif job.name.startswith(OURS) and job.state not in ENDED_STATES:
-            found.append(job)
-    return found
+        wanted = nodes_for(now, [job for job in one.jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
+        return _nodes(now, wanted) == _nodes(then, wanted) and _others(now, wanted) == _others(then, wanted)
+    return now.nodes == then.nodes and now.jobs == then.jobs
 
 
 def _planned_for_nothing(job: JobInfo) -> JobInfo:
