@@ -226,6 +226,18 @@ def test_all_delays_count_and_the_longest_is_never_forgotten(monkeypatch: pytest
     assert again.report(at) == delays.report(at)
 
 
+@given(st.lists(st.dictionaries(st.sampled_from("123456"), st.sampled_from(["a", "b"])), max_size=20))
+def test_which_jobs_wait_still_is_known_to_a_head_that_comes_back(polls: list[dict[str, str]]) -> None:
+    delays, at = Delays(), NOW
+    for waits in polls:
+        at += 10.0
+        delayed = {job_id: frozenset([token]) for job_id, token in waits.items()}
+        shown = cluster([job(job_id, "PENDING", submit_at=NOW) for job_id in waits], at)
+        back = msgspec.msgpack.decode(msgspec.msgpack.encode(delays), type=Delays)
+        assert delays.note(shown, delayed) == back.note(shown, delayed)
+        assert delays == back
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 60), st.booleans()), max_size=20))
 def test_delays_are_never_longer_than_the_time_that_passed(polls: list[tuple[float, bool]]) -> None:
     delays, at = Delays(), NOW

@@ -837,3 +837,29 @@ def test_how_often_nodes_come() -> None:
         experience.started("b", None, 20.0, NOW - 1000.0 + 10.0 * number)
     assert experience.between_s(NOW) == pytest.approx(50.0)
     assert experience.between_s(NOW + 7 * 3600.0) == inf
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["p", "q"]),
+            st.none() | st.floats(0, 99),
+            st.floats(0, 99),
+            st.integers(-9, 9),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_what_starts_take_is_as_if_it_were_worked_out_anew(
+    news: list[tuple[str, float | None, float, int, bool]],
+) -> None:
+    experience = Experience()
+    for partition, wait_s, start_s, hours, comes in news:
+        at = NOW + 3600.0 * hours
+        if comes:
+            experience.started(partition, wait_s, start_s, at)
+        again = Experience(starts=experience.starts, waits=experience.waits)
+        for name in ("p", "q", ""):
+            assert experience.start_s(name, at) == again.start_s(name, at)
+            assert experience.wait_s(name, at) == again.wait_s(name, at)

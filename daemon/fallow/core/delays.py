@@ -8,6 +8,7 @@ earlier poll counts, unless Slurm says that it came later or that our job ended 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, log
 
 import msgspec
@@ -54,13 +55,18 @@ class Past(msgspec.Struct, kw_only=True):
         return [(min(self.max_s, CLASS**number), jobs) for number, jobs in self.classes.items()]
 
 
-class Delays(msgspec.Struct, kw_only=True):
+class Delays(msgspec.Struct, kw_only=True, dict=True):
     """All of them, for as long as the head's store lives."""
 
     jobs: dict[str, DelayedJob] = {}
     past: Past = msgspec.field(default_factory=Past)
     polled_at: float | None = None
     "Unix time of the last poll; not known to a head that has just come back"
+
+    @cached_property
+    def _waiting(self) -> dict[str, DelayedJob]:
+        """Those that wait still: few of all that are remembered."""
+        return {job_id: job for job_id, job in self.jobs.items() if job.tokens}
 
     def note(self, cluster: ClusterState, delayed: Mapping[str, frozenset[str]]) -> list[DelayedJob]:
         """Take in a poll; returns the jobs whose waiting for us is over.
@@ -70,7 +76,7 @@ class Delays(msgspec.Struct, kw_only=True):
             delayed: job -> tokens of ours whose nodes it needs to start (`Standing.delayed`).
         """
         before, self.polled_at = self.polled_at, cluster.at
-        over = [job for job in self.jobs.values() if job.tokens and job.job_id not in delayed]
+        over = [job for job_id, job in self._waiting.items() if job_id not in delayed]
         if not delayed and not over:
             return []
         known = {job.job_id: job for job in cluster.jobs}
@@ -87,6 +93,7 @@ class Delays(msgspec.Struct, kw_only=True):
             end = max(job.seen_at, _end(job, known.get(job.job_id), ends, cluster.at))
             job.waited_s += max(0.0, end - job.since)
             job.tokens = []
+            del self._waiting[job.job_id]
         idle = [job_id for job_id, job in self.jobs.items() if not job.tokens]
         for job_id in idle[: max(0, len(self.jobs) - KEPT)]:
             self.past.add(self.jobs.pop(job_id).waited_s)
@@ -97,7 +104,7 @@ class Delays(msgspec.Struct, kw_only=True):
         since = min(at, max([at if before is None else before, *times]))
         found = self.jobs.pop(job_id, None) or DelayedJob(job_id=job_id, user="" if job is None else job.user, since=at)
         found.since = since
-        self.jobs[job_id] = found
+        self.jobs[job_id] = self._waiting[job_id] = found
         return found
 
     def report(self, at: float) -> DelayReport:

@@ -8,9 +8,10 @@ two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,7 +35,7 @@ START_S, WAIT_S = 30.0, 15.0
 """What a start costs and a request takes, until the head has seen some."""
 
 
-class Experience(msgspec.Struct, kw_only=True):
+class Experience(msgspec.Struct, kw_only=True, dict=True):
     """All that is remembered; small, so that it can be written down as a whole."""
 
     spells: dict[str, list[tuple[int, bool, int]]] = {}
@@ -66,6 +67,7 @@ class Experience(msgspec.Struct, kw_only=True):
             samples = kept.setdefault(partition, [])
             samples.append((round(at), round(max(0.0, seconds), 1)))
             del samples[:-SAMPLES]
+        self._known.clear()
 
     def granted(self, shortest: int, longest: int, limit_s: float) -> None:
         """A job with --time-min=`shortest` --time=`longest` (minutes) was given a limit."""
@@ -100,11 +102,24 @@ class Experience(msgspec.Struct, kw_only=True):
 
     def start_s(self, partition: str, at: float) -> float:
         """From a job's start to its first step, as a rule."""
-        return _typical(self.starts, partition, at, START_S)
+        return self._as_a_rule("start", self.starts, partition, at, START_S)
 
     def wait_s(self, partition: str, at: float) -> float:
         """From a request to its job's start, as a rule."""
-        return _typical(self.waits, partition, at, WAIT_S)
+        return self._as_a_rule("wait", self.waits, partition, at, WAIT_S)
+
+    def _as_a_rule(
+        self, what: str, samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float
+    ) -> float:
+        known = self._known.get((what, partition))
+        if known is None or not (known.since <= at and at - known.oldest < FRESH_S):
+            known = self._known[what, partition] = _typical(samples, partition, at, default)
+        return known.seconds
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str], _Typical]:
+        """What `_typical` has found: each plan asks many times, and few bring anything new."""
+        return {}
 
     def between_s(self, at: float) -> float:
         """From one node that comes to the next, as a rule; infinity: nobody knows."""
@@ -134,14 +149,22 @@ def _counted(spells: tuple[tuple[int, bool, int], ...]) -> Mapping[float, Row]:
     return {age: rows[age] for age in sorted(rows)}
 
 
-def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> float:
+class _Typical(NamedTuple):
+    seconds: float
+    since: float
+    "when it was found, Unix time"
+    oldest: float
+    "time of the oldest sample in it: once that is not fresh any more, it does not stand"
+
+
+def _typical(samples: Mapping[str, list[tuple[float, float]]], partition: str, at: float, default: float) -> _Typical:
     """Median of the partition's fresh ones, else of all partitions', else the default."""
     own = samples.get(partition, ())
     for there in ((own,), samples.values()):
-        seen = [seconds for kept in there for then, seconds in kept if at - then < FRESH_S]
-        if seen:
-            return median(seen)
-    return default
+        fresh = [(then, seconds) for kept in there for then, seconds in kept if at - then < FRESH_S]
+        if fresh:
+            return _Typical(median([seconds for _, seconds in fresh]), at, min(fresh)[0])
+    return _Typical(default, at, inf)
 
 
 class _Sighting:

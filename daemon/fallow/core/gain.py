@@ -153,8 +153,7 @@ class Fit:
     def step_s(self, members: int) -> float:
         """Seconds per step; members beyond the number of shards have nothing to do."""
         m = min(members, self.shards)
-        plain = self.shard_s * -(-self.shards // m) + self.rest_s + self.talk_s * math.log2(m)
-        return plain * self._factor(m)
+        return _plain_s(self.shards, self.shard_s, self.rest_s, self.talk_s, m) * self._factor(m)
 
     def _factor(self, members: int) -> float:
         if not self.sizes:
@@ -185,6 +184,11 @@ class Fit:
                 found.append((nodes, speed))
                 best = speed
         return found
+
+
+def _plain_s(shards: int, shard_s: float, rest_s: float, talk_s: float, members: int) -> float:
+    """The formula, without factors; each member has something to do."""
+    return shard_s * -(-shards // members) + rest_s + talk_s * math.log2(members)
 
 
 @lru_cache(maxsize=1024)
@@ -266,11 +270,12 @@ def fit(curve: Curve, shards: int, at: float) -> Fit:
         at: Unix time.
     """
     seen = [(min(m, shards), one.step_s, _faded(one, at) / NOISE_S) for m, one in sorted(curve.seen.items())]
-    guess = Fit(shards, 1.0, REST, TALK)
     shard_s = curve.shard_s
     if shard_s is None:
         total = sum(weight for _, _, weight in seen)
-        shard_s = sum(w * step_s / guess.step_s(m) for m, step_s, w in seen) / total if total else 1.0
+        shard_s = (
+            sum(w * step_s / _plain_s(shards, 1.0, REST, TALK, m) for m, step_s, w in seen) / total if total else 1.0
+        )
     prior = (shard_s, shard_s * REST, shard_s * TALK)
     # In units of the prior: minimise sum w (x.u - 1)^2 + firm (u - 1)^2 over u >= 0.
     spread = (GUESSED if curve.shard_s is None else KNOWN, LOOSE, LOOSE)
@@ -287,8 +292,7 @@ def fit(curve: Curve, shards: int, at: float) -> Fit:
         ca, cb, cc = ca + wc * a, cb + wc * b, cc + wc * c
     scale = _not_negative([[aa, ab, ac], [ba, bb, bc], [ca, cb, cc]], [ra, rb, rc])
     one, rest, talk = (p * u for p, u in zip(prior, scale, strict=True))
-    plain = Fit(shards, one, rest, talk)
-    factors = [(w * step_s / plain.step_s(m) + 1.0) / (w + 1.0) for m, step_s, w in seen]
+    factors = [(w * step_s / _plain_s(shards, one, rest, talk, m) + 1.0) / (w + 1.0) for m, step_s, w in seen]
     rising = _rising(factors, [weight + 1.0 for _, _, weight in seen])
     return Fit(shards, one, rest, talk, tuple(m for m, _, _ in seen), tuple(rising))
 
