@@ -269,14 +269,16 @@ async def test_details_of_a_run_and_back(make_rig: Make) -> None:
     async with rig.app.run_test(size=(120, 40)) as pilot:
         await rig.source.send(
             pilot,
-            snapshot(runs=[run_view(members=members, change="absorbing n3", scalars={"lr": 0.125}), other]),
+            snapshot(
+                runs=[run_view(members=members, change="absorbing n3", scalars={"lr": 0.125, "norm": None}), other]
+            ),
             event(1, text="of this one"),
             event(2, text="of another", run="other-2"),
         )
         await pilot.press("enter")
         await pilot.pause()
         text = rig.text()
-        for word in ("absorbing n3", "lr 0.125", "generation 7", "n1.0", "base", "2h00m", "of this one"):
+        for word in ("absorbing n3", "lr 0.125", "norm -", "generation 7", "n1.0", "base", "2h00m", "of this one"):
             assert word in text
         assert "of another" not in text
         await rig.source.send(pilot, snapshot(runs=[other]))

@@ -93,7 +93,7 @@ RUN = RunView(
     members=[MEMBER],
     allocations=[JOB],
     change="absorbing n2",
-    scalars={"accuracy": 0.98765, "lr\n": 1e-5},
+    scalars={"accuracy": 0.98765, "lr\n": 1e-5, "norm": None},
     speeds=[
         SpeedView(nodes=1, steps_per_s=0.5, measured=True),
         SpeedView(nodes=4, steps_per_s=1.75, measured=False),
@@ -188,7 +188,7 @@ def test_one_run(capsys: pytest.CaptureFixture[str], head: list[tuple[str, dict[
     assert invoke(["status", "r1"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shlex.split("r1.w0 n1 base member 0 5 6 0.01234 01:01:01 0.2s") in shown
-    assert ["accuracy", "0.9877", "lr", "1e-05"] in shown
+    assert ["accuracy", "0.9877", "lr", "1e-05", "norm", "-"] in shown
     assert shlex.split("r1.0 base running 77 gpu n1 01:01:01") in shown
     assert ["1", "0.5", "measured"] in shown
     assert ["4", "1.75", "foretold"] in shown
@@ -284,3 +284,10 @@ def test_figures() -> None:
         "00:00:00",
     ]
     assert [number(v) for v in (None, 0.5, 123456.0)] == ["-", "0.5", "1.235e+05"]
+
+
+def test_figures_that_are_no_numbers_come_through() -> None:
+    """JSON has no word for them."""
+    logged = msgspec.structs.replace(RUN, loss=float("nan"), scalars={"loss": float("nan"), "norm": float("inf")})
+    come = msgspec.json.decode(msgspec.json.encode(logged), type=RunView)
+    assert (come.loss, come.scalars) == (None, {"loss": None, "norm": None})

@@ -83,7 +83,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         members=_member_views(run, at, now),
         allocations=[_allocation_view(a, now) for a in run.live_allocations()],
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
-        scalars=front.scalars if front is not None else {},
+        scalars={**front.scalars} if front is not None else {},
         message=_waits_for(run, at) or r.checkpoint_problem,
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),

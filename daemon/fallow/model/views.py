@@ -169,7 +169,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     allocations: list[AllocationView]
     change: str | None
     "a membership change under way, in words"
-    scalars: dict[str, float] = {}
+    scalars: dict[str, float | None] = {}
+    "what the script logs; None: no number or beyond all, which JSON cannot tell"
     message: str = ""
     paused: str = ""
     "why no nodes are asked for; empty: they are"

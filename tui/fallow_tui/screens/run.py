@@ -153,11 +153,11 @@ class RunScreen(OperatorScreen):
             "generation": str(run.generation),
             "step": f"{run.step}{f' of {run.total_steps}' if run.total_steps is not None else ''}",
             "epoch": str(run.epoch),
-            "loss": f"{run.loss:.5g}" if run.loss is not None else "-",
+            "loss": _number(run.loss),
             "samples/s": count(run.samples_per_s),
             "next release in": duration(view.next_release(run, now)),
             **({"drained": ",".join(run.drained)} if run.drained else {}),
-            **{name: f"{value:.5g}" for name, value in run.scalars.items()},
+            **{name: _number(value) for name, value in run.scalars.items()},
         }
         text.append("\n")
         for name, value in facts.items():
@@ -170,3 +170,7 @@ class RunScreen(OperatorScreen):
             if allocation.reason:
                 text.append(f"({allocation.reason})  ", MUTED)
         return text
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
