@@ -1000,6 +1000,18 @@ def test_who_came_first_decides_how_a_step_is_cut() -> None:
             control.check_cuts([odd, new, odd], rank)
 
 
+@pytest.mark.parametrize("other", [{"max_steps": 9}, {"epochs": 2}, {"loop": 0, "epoch": 1}])
+def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(other: dict[str, int]) -> None:
+    old, new = control.Cutting(2, 4, 1, max_steps=7), control.Cutting(2, 4, 3, max_steps=7)
+    odd = new._replace(**other)
+    assert control.check_cuts([new, old], 0) == ""
+    assert control.check_cuts([odd, old], 1).startswith("rank 0 is in run.steps(")
+    with pytest.raises(
+        Stranger, match=r"^rank 0 is in run.steps\(.*, rank 1 in run.steps\(epochs=1, max_steps=7\): every"
+    ):
+        control.check_cuts([odd, old], 0)
+
+
 @pytest.mark.parametrize(
     ("pieces", "whose"),
     [

@@ -66,13 +66,20 @@ class StepPlan:
 
 
 class Cutting(NamedTuple):
-    """How a member cuts the steps of a run.steps call."""
+    """How a member cuts the steps of a run.steps call, and which one that is."""
 
     shards: int
     "in a full step"
     batch_size: int
     since: int = 0
     "generation in which it became a member"
+    epochs: int = 1
+    max_steps: int = -1
+    "-1: as many as there are"
+    loop: int = -1
+    "number of the run.epochs loop that the call is in; -1: it is in none"
+    epoch: int = -1
+    "of that loop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +261,9 @@ def check(
 
 
 def check_cuts(cuts: Sequence[Cutting], mine: int) -> str:
-    """Refuse members that cut a step unlike each other: their exchanges would not be of the same size.
+    """Refuse members that cut a step unlike each other, or are in unlike calls.
+
+    Their exchanges would not be of the same size, or some would wait at the end of their call for ever.
 
     Where those who came first agree, it is the others who are wrong.
 
@@ -272,10 +281,13 @@ def check_cuts(cuts: Sequence[Cutting], mine: int) -> str:
     first = min(range(len(cuts)), key=lambda rank: cuts[rank].since)
     usual, refused = cuts[first], {}
     for rank, cut in enumerate(cuts):
-        if cut[:2] == usual[:2]:
+        if cut._replace(since=usual.since) == usual:
             continue
         text = (
-            f"rank {rank} cuts a step into {cut.shards} shards of {cut.batch_size} samples, rank {first} into "
+            f"rank {rank} is in run.steps({_call(cut)}, rank {first} in run.steps({_call(usual)}: every member has to "
+            "make the same calls; what is behind a loop that some members leave early must not depend on that"
+            if cut[:2] == usual[:2]
+            else f"rank {rank} cuts a step into {cut.shards} shards of {cut.batch_size} samples, rank {first} into "
             f"{usual.shards} of {usual.batch_size}: give the DataLoader of this run.steps loop the same "
             "batch_size and run.prepare the same global_batch on all members"
         )
@@ -285,6 +297,11 @@ def check_cuts(cuts: Sequence[Cutting], mine: int) -> str:
     if mine in refused:
         raise Stranger(refused[mine])
     return next(iter(refused.values()), "")
+
+
+def _call(cut: Cutting) -> str:
+    most = "" if cut.max_steps < 0 else f", max_steps={cut.max_steps}"
+    return f"epochs={cut.epochs}{most})" + (f" of epoch {cut.epoch}" if cut.epoch >= 0 else "")
 
 
 def _whose(control: Control) -> str:

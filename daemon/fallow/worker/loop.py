@@ -66,7 +66,7 @@ class Loop:
         acting, growing = acting_seen(step.watch.acts), additions_seen(step.watch.adds)
         with seen, overlap, nothing_may_be_clipped(), acting, growing:
             try:
-                step.begin_call()
+                step.begin_call(epochs, max_steps)
                 if not place.joined:
                     if member.session is not None:
                         yield from step.rehearse(loader)
@@ -74,7 +74,7 @@ class Loop:
                     self._turn.join()
                     if member.session is not None:
                         call = place.meet(call)
-                if place.wrong_epoch or call < place.position.call:
+                if place.behind(call):
                     self._turn.settle()
                     return  # the members are past this call
                 place.in_sync = True
@@ -165,6 +165,8 @@ class Loop:
             self._member.place.position.left = True
             self._agree_on_end(script=script)
             self._open = None
+        if not self._member.gate.in_body:
+            self._member.place.finish_left_loop()
 
     def _left_amid(self, script: bool) -> None:
         text = _AMID.format(step=self._member.place.position.step)

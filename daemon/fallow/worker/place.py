@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fallow.core.failures import Stranger
 from fallow.model import Exit, FallowError
 from fallow.worker.position import Position
 from fallow.worker.together import Asking
+
+_ASTRAY = (
+    "this newcomer's script is past the place where the members are (step {step}) and has not come by there: the "
+    "conditions around run.steps are others now than when the members came to them. The members go on without it. "
+    "Write `for epoch in run.epochs(n):` or max_steps, not `while run.step < n:`; and end a loop early by what a "
+    "prepared object keeps"
+)
 
 
 class Place:
@@ -31,12 +39,14 @@ class Place:
         "the members were rolled back to a checkpoint, and this script has not yet looked where that is"
         self.epoch_entered: tuple[int, int] | None = None
         "(number of the run.epochs loop, epoch) that the script is in"
+        self._loop_left = False
+        "the script has left a run.epochs loop by itself"
         self.epochs_in_loop = 1
         "epochs of the run.epochs loop that the script is in"
         self.loops = 0
         "run.epochs loops that the script has begun"
         self.calls = 0
-        "run.steps calls that the script has begun"
+        "run.steps calls that the script has begun; a newcomer's are numbered like the members' where it comes to them"
         self.agreed = 0
         "exchanges outside of bodies that are complete, see `together`"
         self.answer = 0.0
@@ -59,31 +69,100 @@ class Place:
         `end_call` agrees with the others on the end of a call that the script has left by itself.
         """
         end_call()
+        if self.epoch_entered is not None:  # left by break, though somebody still holds what that loop goes over
+            self._leave_loop()
+            self._loop_left = True
+            self.finish_left_loop()
         number = self.loops
+        if self.joined and number < self.position.loop:
+            self.loops += 1
+            self._leave_loop()
+            return  # the members are past this loop
+        if self.joined and not self.in_sync and (number, True) == self._members_where:
+            self.calls = self.position.loop_call
+        elif self.astray:
+            raise self.stranger()
         self.loops += 1
         self.epochs_in_loop = n
-        if self.joined and number < self.position.loop:
-            return  # the members are past this loop
         epoch = self.position.loop_epoch if self.joined else hint()
-        while epoch < n:
-            self.epoch_entered = (number, epoch)
-            if self.in_sync and self.joined:
+        try:
+            while epoch < n:
+                self.epoch_entered = (number, epoch)
+                if not self.joined:
+                    self.position.inside = True
+                elif self.in_sync:
+                    self.position.begin_epoch(epoch)
+                yield epoch
+                if self.epoch_entered != (number, epoch):
+                    raise FallowError(
+                        "run.epochs inside of a run.epochs loop: where newcomers begin can be told of one loop only; "
+                        "write `range` for the inner one",
+                        Exit.DATA,
+                    )
+                end_call()
+                if self.wrong_epoch:
+                    self.wrong_epoch = False
+                    if (self.position.loop, self.position.inside) != (number, True):
+                        self._leave_loop()
+                        return
+                    epoch = self.position.loop_epoch
+                    self.calls = self.position.loop_call
+                    continue
+                if self.astray:
+                    raise self.stranger()
+                epoch += 1
                 self.position.begin_epoch(epoch)
-            yield epoch
-            end_call()
-            if self.wrong_epoch:
-                self.wrong_epoch = False
-                if self.position.loop != number:
-                    break
-                epoch = self.position.loop_epoch
-                self.calls = self.position.loop_call
-                continue
-            epoch += 1
-            self.position.begin_epoch(epoch)
-        else:
             self.position.finish_loop()
+            self._leave_loop()
+        except GeneratorExit:
+            if self.epoch_entered is not None and self.epoch_entered[0] == number:
+                self._leave_loop()
+                self._loop_left = True
+            raise
+
+    def _leave_loop(self) -> None:
         self.epoch_entered = None
         self.epochs_in_loop = 1
+        if self.joined and not self.in_sync and self._where == self._members_where:
+            self.calls = self.position.loop_call
+
+    def finish_left_loop(self) -> None:
+        """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
+        left, self._loop_left = self._loop_left, False
+        if left and self.in_sync:
+            self.position.finish_loop()
+
+    @property
+    def _where(self) -> tuple[int, bool]:
+        """The run.epochs loop that the script is in, or in front of."""
+        return (self.loops, False) if self.epoch_entered is None else (self.epoch_entered[0], True)
+
+    @property
+    def _members_where(self) -> tuple[int, bool]:
+        return self.position.loop, self.position.inside
+
+    @property
+    def astray(self) -> bool:
+        """True of a newcomer that has neither come to the members' call nor is in front of it."""
+        at = self.position
+        there = self._where == self._members_where and self.calls == at.call and not at.call_steps
+        return self.joined and not self.in_sync and not there
+
+    def stranger(self) -> Stranger:
+        """What to say of such a newcomer."""
+        return Stranger(_ASTRAY.format(step=self.position.step))
+
+    def behind(self, call: int) -> bool:
+        """True if the members are past this call.
+
+        Raises:
+            Stranger: this newcomer is past the members' place.
+        """
+        if self.wrong_epoch or self._where < self._members_where:
+            return True
+        if not self.in_sync and (self._where, call) > (self._members_where, self.position.call):
+            raise self.stranger()
+        return call < self.position.call
 
     def begin_call(self) -> int:
         """Count one run.steps call of the script; returns its number."""
@@ -102,11 +181,11 @@ class Place:
             return False
         self.went_back = False
         at = self.position
+        reachable = self._where == self._members_where
         if self.epoch_entered is None:
-            reachable = here = at.call == call
+            reachable = here = reachable and at.call == call
         else:
-            here = self.epoch_entered == (at.loop, at.loop_epoch) and at.call == call
-            reachable = self.epoch_entered[0] == at.loop
+            here = reachable and self.epoch_entered[1] == at.loop_epoch and at.call == call
         if not reachable:
             raise FallowError(
                 f"the run was rolled back to step {at.step}, in a part of the script that this process has left; "
@@ -120,9 +199,10 @@ class Place:
     def meet(self, call: int) -> int:
         """Just joined, inside the call of that number: returns the call's number among the members'."""
         at = self.position
-        if self.epoch_entered is None:
+        if self.epoch_entered is not None:
+            self.wrong_epoch = not at.inside or self.epoch_entered != (at.loop, at.loop_epoch)
+        elif self._where != self._members_where:
             return call
-        # Inside run.epochs: the members' numbering counts from the epoch's first call.
-        self.wrong_epoch = self.epoch_entered != (at.loop, at.loop_epoch)
+        # The members' numbering counts from the first call in the epoch, or behind a loop.
         self.calls = at.loop_call + 1
         return at.loop_call

@@ -28,10 +28,12 @@ class Position(msgspec.Struct, kw_only=True):
     "the script has left this call by itself (break), which the others have not agreed to yet"
     loop: int = 0
     "number of the run.epochs loop in progress, or the next one"
+    inside: bool = False
+    "in that loop, not in front of it"
     loop_epoch: int = 0
     "its current epoch"
     loop_call: int = 0
-    "number of the first run.steps call in that epoch"
+    "number of the first run.steps call in that epoch, or since the loop before"
     phase: int = 0
     "finished phases of the step in progress"
     phases: list[str] | None = None
@@ -79,13 +81,16 @@ class Position(msgspec.Struct, kw_only=True):
 
     def begin_epoch(self, epoch: int) -> None:
         """Enter an epoch of the current run.epochs loop."""
+        self.inside = True
         self.loop_epoch = epoch
         self.loop_call = self.call
 
     def finish_loop(self) -> None:
         """Count one finished run.epochs loop."""
         self.loop += 1
+        self.inside = False
         self.loop_epoch = 0
+        self.loop_call = self.call
 
     def export(self) -> dict[str, Any]:
         """As plain values."""

@@ -344,6 +344,8 @@ class Run:
         try:
             with self._released_by_head():
                 self._loop.end_call(script=True)
+            if self._place.astray:
+                raise self._place.stranger()
         except Released:
             return 0
         except EndedAlone:

@@ -58,6 +58,8 @@ class Step:
         "(generation, step) whose samples are in the ledger"
         self._met: tuple[int, int] | None = None
         "(generation, run.steps call) in which the members have compared how they cut a step"
+        self._ends: tuple[int, int | None] = 1, None
+        "epochs and steps of the call"
         self._backwards = 0
         "in the body at work"
         self._bodies = 0
@@ -67,8 +69,9 @@ class Step:
         self._began = 0.0
         self._speed = 0.0
 
-    def begin_call(self) -> None:
+    def begin_call(self, epochs: int = 1, max_steps: int | None = None) -> None:
         """A run.steps call begins."""
+        self._ends = epochs, max_steps
         self.left_void = self.left_amid = self.left_whole = False
         self.trained = None
         self._examples.clear()
@@ -259,7 +262,10 @@ class Step:
         at = place.position
         if self._met == (group.generation, at.call) or (at.call_steps and not at.call):
             return
-        cuts = group.all_gather(torch.tensor([loader.shards, loader.batch_size, place.since]))
+        loop, epoch = place.epoch_entered or (-1, -1)
+        epochs, most = self._ends
+        mine = Cutting(loader.shards, loader.batch_size, place.since, epochs, -1 if most is None else most, loop, epoch)
+        cuts = group.all_gather(torch.tensor(mine))
         group.wait()
         refused = check_cuts([Cutting(*(int(value) for value in row)) for row in cuts], group.rank)
         if refused:
