@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -190,3 +191,25 @@ def test_a_phase_may_be_left_out_in_some_steps() -> None:
             optimizer.zero_grad()
     assert steps == [0, 2, 4]
     assert run.step == 5
+
+
+@pytest.mark.parametrize(("behind", "refused"), [("a", True), ("b", False)])
+def test_a_loop_is_left_behind_the_last_phase_of_a_step(behind: str, refused: bool) -> None:
+    """Behind another one half of a step has acted, and what is left of it would be done by nobody."""
+    run = world()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=8)
+    for (x,) in run.steps(loader):
+        phase = ""
+        for name in ("a", "b"):
+            if run.phase(name):
+                phase = name
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if run.step == 1 and run.final_shard and phase == behind:
+            break
+    with pytest.raises(FallowError, match="left in the middle of a step") if refused else contextlib.nullcontext():
+        run.barrier()
+        assert run.step == 2

@@ -27,8 +27,8 @@ from fallow.worker.unprepared import acting_seen
 _AMID = (
     "step {step}: the run.steps loop was left in the middle of a step (break, return, itertools.islice, or an "
     "exception that the script caught), which is then lost, and with other members another one would be: leave it "
-    "under `if run.final_shard:`, or in front of the backward by run.step; for a number of steps give run.steps "
-    "max_steps"
+    "under `if run.final_shard:`, behind its last run.phase, or in front of the backward by run.step; for a number of "
+    "steps give run.steps max_steps"
 )
 
 

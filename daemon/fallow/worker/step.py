@@ -38,7 +38,7 @@ class Step:
         self.left_void = False
         "the script has left the loop in a body without gradients"
         self.left_amid = False
-        "it has left it behind the first backward or body of a step on this member, and before the step was complete"
+        "it has left it behind the first backward, body or phase of a step on this member, and before that was complete"
         self.left_whole = False
         "it has left it behind a whole step, of which `Turn.take` has not heard"
         self.trained: bool | None = None
@@ -194,9 +194,11 @@ class Step:
         except GeneratorExit:
             # The user's `break`; or an exception of the body, and then there may be backwards that were not made.
             self.left_void = not self.final_shard or reducer.interrupted
-            self.left_amid = not self.final_shard and (self._backwards > 0 or self._bodies > 0)
+            begun = self._backwards > 0 or self._bodies > 0 or at.phase > 0
+            last = self.final_shard and at.phase + 1 >= len(self.phases.asked if at.phases is None else at.phases)
+            self.left_amid = begun and not last
             told, whole = reducer.control, reducer.rounds and not reducer.interrupted and gate.refusal is None
-            if self.final_shard and whole and told is not None and not told.head.more:
+            if last and whole and told is not None and not told.head.more:
                 self._finish(cut)
                 self.left_whole = True
             elif gate.refusal is None:  # which may be for what has become of a buffer
