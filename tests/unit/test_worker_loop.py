@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import distributed, nn
@@ -32,8 +33,10 @@ from fallow.model import FallowError
 from fallow.worker import control
 from fallow.worker.group import Group
 from fallow.worker.ledger import Fed, Ledger, read_ledger
+from fallow.worker.position import Position
 from fallow.worker.run import Run, init
 from fallow.worker.scattered import Scattered
+from fallow.worker.together import Kind
 from fallow.worker.turn import Turn
 
 torch.set_num_threads(1)
@@ -1106,3 +1109,40 @@ def test_what_scripts_for_other_runtimes_ask_for_is_answered_with_what_to_leave_
         advice = run._advice(caught.value)
         assert words in advice
         assert bool(words) == bool(advice)
+
+
+@pytest.mark.parametrize("where", ["behind the loop", "behind a break", "at the end of the loop"])
+def test_a_rollback_behind_a_loop_takes_the_script_back_through_its_epochs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that comes while the members wait for each other there: nothing is done in the wrong epoch."""
+    run, model = world(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16)
+    place, agree = run._place, Turn.agree
+    wanted = Kind.BARRIER if where == "behind the loop" else Kind.END
+    saved: list[Position] = []
+
+    def rolls_back(turn: Turn, kind: Kind, value: float, ask: Callable[[], float]) -> bool:
+        if len(saved) != 1 or run.epoch != 1 or kind is not wanted:
+            return agree(turn, kind, value, ask)
+        place.position, place.went_back = msgspec.structs.replace(saved[0]), True
+        saved.append(saved[0])
+        return False
+
+    monkeypatch.setattr(Turn, "agree", rolls_back)
+    steps = []
+    for epoch in run.epochs(3):
+        for x, y in run.steps(loader):
+            if run.step == 1 and not saved:
+                saved.append(msgspec.structs.replace(place.position))
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.final_shard:
+                steps.append((epoch, run.step))
+                if where == "behind a break" and run.step == 3:
+                    break
+        run.barrier()
+    assert steps == [(0, 0), (0, 1), (1, 2), (1, 3), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+    assert place.position.samples == 6 * 16

@@ -92,6 +92,7 @@ class Loop:
                     if self._agree_on_end():
                         break
                     if place.elsewhere(call):
+                        self._turn.settle()
                         self._open = None
                         return
                 member.ledger.flush()
@@ -165,6 +166,7 @@ class Loop:
             self._member.place.position.left = True
             self._agree_on_end(script=script)
             self._open = None
+            self._went_back()
         if not self._member.gate.in_body:
             self._member.place.finish_left_loop()
 
@@ -178,8 +180,17 @@ class Loop:
     def together(self, kind: Kind, value: float) -> float:
         """The mean of the members' values, outside of `run.steps`."""
         self.end_call()
-        self._turn.agree(kind, value, lambda: ask_all(self._member.group, kind, value))
-        return self._member.place.answer
+        place = self._member.place
+        if place.in_sync and self._turn.agree(kind, value, lambda: ask_all(self._member.group, kind, value)):
+            return place.answer
+        self._went_back()
+        return value
+
+    def _went_back(self) -> None:
+        """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
+        if self._member.place.elsewhere(None):
+            self._turn.settle()
+            self._member.gate.open = False
 
     def _announce(self, loader: Source, epochs: int, max_steps: int | None) -> None:
         """Rehearsed: tell the head, with a signature of the state."""

@@ -169,8 +169,10 @@ class Place:
         self.calls += 1
         return self.calls - 1
 
-    def elsewhere(self, call: int) -> bool:
+    def elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members went back to another place than here.
+
+        `call` is None behind a call, which is no place of a checkpoint.
 
         The script then leaves its call and comes to that place through `epochs`, as a newcomer does.
 
