@@ -188,7 +188,7 @@ class Box:
         wait(holds)
 
 
-def wait(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Until `condition` holds; fails after `seconds`."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while not condition():

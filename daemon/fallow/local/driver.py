@@ -231,7 +231,8 @@ class Driver:
                 await self._control.aclose()
                 self._control = await self._head.start()
             case Action.STORE_KILL:
-                os.kill(store_pid(self.paths), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the one before is not back yet
+                    os.kill(store_pid(self.paths), signal.SIGKILL)
 
     async def _signal(self, worker: str, number: signal.Signals) -> None:
         pid = self._pids.get(worker)
