@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -1013,6 +1014,28 @@ def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(othe
         Stranger, match=r"^rank 0 is in run.steps\(.*, rank 1 in run.steps\(epochs=1, max_steps=7\): every"
     ):
         control.check_cuts([odd, old], 0)
+
+
+def test_who_has_left_the_loop_over_epochs_too_is_in_the_call_that_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was held up in the call's last step tells of that call from inside of both loops."""
+    run, model = world(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16)
+    told: list[control.Cutting] = []
+    monkeypatch.setattr("fallow.worker.step.check_cuts", lambda cuts, mine: told.append(cuts[mine]) or "")
+    for epoch in run.epochs(3):
+        for x, y in run.steps(loader, max_steps=math.inf):  # type: ignore[arg-type]
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.final_shard and epoch == 1:
+                break
+        if epoch == 1:
+            break
+    run._loop.step._met = None  # as behind a change of the membership
+    run.barrier()
+    assert told == [control.Cutting(4, 4, 0, 1, 1 << 62, loop=0, epoch=epoch) for epoch in (0, 1, 1)]
+    assert run.step == 3
 
 
 @pytest.mark.parametrize(

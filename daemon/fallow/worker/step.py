@@ -21,6 +21,9 @@ from fallow.worker.source import Key, Source
 from fallow.worker.stream_loader import copied
 from fallow.worker.watch import Watch
 
+_MOST = 1 << 62
+"""Epochs or steps of a call beyond this, as `math.inf` is, are told as this: members send whole numbers."""
+
 
 class Step:
     """Runs steps, and knows of the body at work.
@@ -58,8 +61,8 @@ class Step:
         "(generation, step) whose samples are in the ledger"
         self._met: tuple[int, int] | None = None
         "(generation, run.steps call) in which the members have compared how they cut a step"
-        self._ends: tuple[int, int | None] = 1, None
-        "epochs and steps of the call"
+        self._call = 1, -1, -1, -1
+        "of the call: epochs, steps, and the run.epochs loop and epoch that it began in, see `Cutting`"
         self._backwards = 0
         "in the body at work"
         self._bodies = 0
@@ -71,7 +74,9 @@ class Step:
 
     def begin_call(self, epochs: int = 1, max_steps: int | None = None) -> None:
         """A run.steps call begins."""
-        self._ends = epochs, max_steps
+        most = -1 if max_steps is None else int(min(max_steps, _MOST))
+        # The script may have left the loop over epochs, too, when it tells that it has left the call.
+        self._call = int(min(epochs, _MOST)), most, *(self._member.place.epoch_entered or (-1, -1))
         self.left_void = self.left_amid = self.left_whole = False
         self.trained = None
         self._examples.clear()
@@ -264,10 +269,7 @@ class Step:
         at = place.position
         if self._met == (group.generation, at.call) or (at.call_steps and not at.call):
             return
-        loop, epoch = place.epoch_entered or (-1, -1)
-        epochs, most = self._ends
-        mine = Cutting(loader.shards, loader.batch_size, place.since, epochs, -1 if most is None else most, loop, epoch)
-        cuts = group.all_gather(torch.tensor(mine))
+        cuts = group.all_gather(torch.tensor(Cutting(loader.shards, loader.batch_size, place.since, *self._call)))
         group.wait()
         refused = check_cuts([Cutting(*(int(value) for value in row)) for row in cuts], group.rank)
         if refused:
