@@ -208,7 +208,7 @@ def check(sim: SlurmSim, jobs: list[SimJob]) -> None:
     state = sim.poll()
     # Only what has changed is made anew, and so it is all up to date.
     assert state.jobs == [sim._view._job(job) for job in sim._lives.jobs.values()]
-    assert state.nodes == [sim._view._node(place, sim.now) for place in range(len(cluster.names))]
+    assert state.nodes == [sim._view._node(place) for place in range(len(cluster.names))]
     planned = {name for job in sim._queue for name in cluster.names_of(job.planned)}
     assert {node.node for node in state.nodes if "PLANNED" in node.flags} <= planned
     again = sim.poll()

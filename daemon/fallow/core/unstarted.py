@@ -26,6 +26,9 @@ Look = tuple[str, int, int, int]
 LEAST_S = 90.0
 """Slurm is given so long in any case: it looks at everything once a minute."""
 
+SOME_IDLE = ("IDLE", "MIXED")
+"""States of nodes of which something may be had."""
+
 FIRST_S, LONGEST_S = 600.0, 6 * 3600.0
 """A node is left alone for so long after the first time, and at most."""
 
@@ -55,7 +58,7 @@ class Unstarted:
         before, self._looks = self._looks, {}
         for node in cluster.nodes:
             # Most are in use: a call less for each counts.
-            look = _look(node) if node.state in _IN_PART else None
+            look = _look(node) if node.state in SOME_IDLE else None
             if look is not None:
                 known = before.get(node.node)
                 self._looks[node.node] = known if known is not None and known[0] == look else (look, cluster.at)
@@ -99,12 +102,8 @@ class Unstarted:
         return max(0.0, until - at) if until - at <= LONGEST_S else 0.0
 
 
-_IN_PART = ("IDLE", "MIXED")
-"""States of nodes of which something may be had."""
-
-
 def _look(node: NodeInfo) -> Look | None:
-    """Changes when the node is used, or used otherwise; None: nothing of it can be had."""
-    if node.state not in _IN_PART or not UNUSABLE.isdisjoint(node.flags):
+    """Of a node with something idle: changes when it is used otherwise; None: nothing of it can be had."""
+    if not UNUSABLE.isdisjoint(node.flags):
         return None
     return node.state, node.cpus_used, node.memory_used_mb, node.gpus_used

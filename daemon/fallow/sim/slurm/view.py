@@ -24,7 +24,6 @@ class View:
         "by the last poll"
         self._partitions = list(site.partitions)
         self._planned = 0
-        self._idle_since: list[float | None] = [None] * len(site.nodes)
 
     def state(self, now: float) -> ClusterState:
         """One poll; its lists are those of the one before as long as nothing has changed."""
@@ -38,7 +37,7 @@ class View:
             self._planned = planned
         if self._cluster.touched:
             for place in places(self._cluster.touched):
-                self._nodes[place] = self._node(place, now)
+                self._nodes[place] = self._node(place)
             self._cluster.touched = 0
             nodes = list(self._nodes)
         self._shown = nodes, jobs
@@ -64,7 +63,7 @@ class View:
             found = found or now != before
         return found
 
-    def _node(self, place: int, now: float) -> NodeInfo:
+    def _node(self, place: int) -> NodeInfo:
         cluster, node, bit = self._cluster, self._site.nodes[place], 1 << place
         running = [job for job in cluster.jobs[place] if job.state == "RUNNING"]
         gpus = sum(cluster.gpus[place] if job.whole else job.gpus for job in running)
@@ -88,10 +87,6 @@ class View:
             state = "ALLOCATED"
         else:
             state = "MIXED"
-        if state != "IDLE" or "COMPLETING" in flags:
-            self._idle_since[place] = None
-        elif self._idle_since[place] is None:
-            self._idle_since[place] = now
         return NodeInfo(
             node=node.node,
             state=state,
