@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import dropwhile
 
 import msgspec
 import pytest
 
 from fallow.core.failures import Stranger
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
 from fallow.worker.group import Group
 from fallow.worker.place import Place
 from fallow.worker.run import Run
@@ -48,6 +49,12 @@ class Script:
         place.position.call_steps = 1
         yield self.made[-1]
         place.position.finish_call()
+
+    def waits(self) -> Iterator[str]:
+        """For the others, behind a call: a newcomer comes then if somebody is lost."""
+        self.place.finish_left_loop()
+        if self.place.in_sync:
+            yield "waits"
 
 
 def warm_up(script: Script) -> Iterator[str]:
@@ -92,7 +99,31 @@ def held(script: Script) -> Iterator[str]:
     yield from script.steps("d")
 
 
-@pytest.mark.parametrize("way", [warm_up, several, left, held])
+def waiting(script: Script) -> Iterator[str]:
+    yield from script.steps("a")
+    yield from script.waits()
+    for epoch in script.epochs(3):
+        yield from script.steps("b")
+        yield from script.waits()
+        if epoch == 1:
+            break
+    yield from script.waits()
+    for _ in range(2):
+        for _ in script.epochs(2):
+            yield from script.waits()
+            yield from script.steps("c")
+            yield from script.waits()
+    yield from script.steps("d")
+
+
+def left_at_once(script: Script) -> Iterator[str]:
+    for _ in script.epochs(2):
+        yield from script.steps("a")
+        break
+    yield from script.steps("b")
+
+
+@pytest.mark.parametrize("way", [warm_up, several, left, held, waiting, left_at_once])
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
     way: Callable[[Script], Iterator[str]], stale: bool
@@ -105,7 +136,7 @@ def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
             at = next(members)
         assert at == there
         newcomer = Script(first.place, 0 if stale else first.place.epoch)
-        assert list(way(newcomer)) == whole[number:]
+        assert list(way(newcomer)) == list(dropwhile(lambda made: made == "waits", whole[number:]))
         assert list(members) == whole[number + 1 :]
         assert newcomer.place.position == first.place.position
 
@@ -153,6 +184,23 @@ def test_loops_over_epochs_are_not_nested() -> None:
     assert list(script.epochs(3)) == [0, 1, 2]
     with pytest.raises(FallowError, match=r"run\.epochs inside of a run\.epochs loop"):
         next(outer)
+
+
+def test_members_that_went_back_and_leave_the_loop_give_way_to_new_processes() -> None:
+    """They are no strangers: nobody would be left."""
+    script = Script()
+    saved = None
+    for epoch in script.epochs(3):
+        for _ in script.steps("a"):
+            saved = saved or msgspec.structs.replace(script.place.position)
+        if epoch == 1:
+            assert saved is not None
+            script.place.position, script.place.went_back = saved, True
+            assert script.place.elsewhere(None)
+            break
+    with pytest.raises(FallowError, match="with new processes") as caught:
+        list(script.steps("b"))
+    assert caught.value.code == Exit.TEMPFAIL
 
 
 def test_who_ends_without_having_come_to_the_members_has_not_finished_the_training() -> None:

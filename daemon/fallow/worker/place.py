@@ -37,10 +37,12 @@ class Place:
         "`epochs` handed out another epoch than the members are in"
         self.went_back = False
         "the members were rolled back to a checkpoint, and this script has not yet looked where that is"
+        self._goes_back = False
+        "this script was in sync, and since a rollback it comes to the members' place as a newcomer's does"
         self.epoch_entered: tuple[int, int] | None = None
         "(number of the run.epochs loop, epoch) that the script is in"
         self._loop_left = False
-        "the script has left a run.epochs loop by itself"
+        "the script has left by itself the run.epochs loop that the members are in"
         self.epochs_in_loop = 1
         "epochs of the run.epochs loop that the script is in"
         self.loops = 0
@@ -70,28 +72,25 @@ class Place:
         """
         end_call()
         if self.epoch_entered is not None:  # left by break, though somebody still holds what that loop goes over
-            self._leave_loop()
-            self._loop_left = True
+            self._break_loop()
             self.finish_left_loop()
         number = self.loops
         if self.joined and number < self.position.loop:
             self.loops += 1
             self._leave_loop()
             return  # the members are past this loop
-        if self.joined and not self.in_sync and (number, True) == self._members_where:
+        epoch = self.position.loop_epoch if self.joined else hint()
+        if not self.astray:
+            self.position.begin_epoch(epoch)
+        elif (number, True) == self._members_where:
             self.calls = self.position.loop_call
-        elif self.astray:
+        else:
             raise self.stranger()
         self.loops += 1
         self.epochs_in_loop = n
-        epoch = self.position.loop_epoch if self.joined else hint()
         try:
             while epoch < n:
                 self.epoch_entered = (number, epoch)
-                if not self.joined:
-                    self.position.inside = True
-                elif self.in_sync:
-                    self.position.begin_epoch(epoch)
                 yield epoch
                 if self.epoch_entered != (number, epoch):
                     raise FallowError(
@@ -102,7 +101,7 @@ class Place:
                 end_call()
                 if self.wrong_epoch:
                     self.wrong_epoch = False
-                    if (self.position.loop, self.position.inside) != (number, True):
+                    if self._members_where != (number, True):
                         self._leave_loop()
                         return
                     epoch = self.position.loop_epoch
@@ -116,20 +115,24 @@ class Place:
             self._leave_loop()
         except GeneratorExit:
             if self.epoch_entered is not None and self.epoch_entered[0] == number:
-                self._leave_loop()
-                self._loop_left = True
+                self._break_loop()
             raise
 
     def _leave_loop(self) -> None:
         self.epoch_entered = None
         self.epochs_in_loop = 1
+        self.wrong_epoch = False
         if self.joined and not self.in_sync and self._where == self._members_where:
             self.calls = self.position.loop_call
 
+    def _break_loop(self) -> None:
+        self._loop_left = not self.astray
+        self._leave_loop()
+
     def finish_left_loop(self) -> None:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
-        left, self._loop_left = self._loop_left, False
-        if left and self.in_sync:
+        if self._loop_left:
+            self._loop_left = False
             self.position.finish_loop()
 
     @property
@@ -143,14 +146,26 @@ class Place:
 
     @property
     def astray(self) -> bool:
-        """True of a newcomer that has neither come to the members' call nor is in front of it."""
+        """True of a newcomer that has neither come to the members' call nor is in front of it.
+
+        One in front of it does what they do between two calls: it begins and ends loops and epochs with them.
+        """
         at = self.position
         there = self._where == self._members_where and self.calls == at.call and not at.call_steps
-        return self.joined and not self.in_sync and not there
+        return self.joined and not self.in_sync and (self.wrong_epoch or not there)
 
-    def stranger(self) -> Stranger:
-        """What to say of such a newcomer."""
+    def stranger(self) -> FallowError:
+        """What to say of such a newcomer, or of a member that the rolled back run has not met again."""
+        if self._goes_back:
+            return self._unreachable()
         return Stranger(_ASTRAY.format(step=self.position.step))
+
+    def _unreachable(self) -> FallowError:
+        return FallowError(
+            f"the run was rolled back to step {self.position.step}, in a part of the script that this process has "
+            "left; it ends, and the run goes on from there with new processes",
+            Exit.TEMPFAIL,
+        )
 
     def behind(self, call: int) -> bool:
         """True if the members are past this call.
@@ -189,13 +204,9 @@ class Place:
         else:
             here = reachable and self.epoch_entered[1] == at.loop_epoch and at.call == call
         if not reachable:
-            raise FallowError(
-                f"the run was rolled back to step {at.step}, in a part of the script that this process has left; "
-                "it ends, and the run goes on from there with new processes",
-                Exit.TEMPFAIL,
-            )
+            raise self._unreachable()
         if not here:
-            self.wrong_epoch, self.in_sync = True, False
+            self.wrong_epoch, self.in_sync, self._goes_back = True, False, True
         return not here
 
     def meet(self, call: int) -> int:
