@@ -414,6 +414,14 @@ def test_training_goes_on_without_head_or_store(what: str, box: Box, tiny: Calla
 
 
 @pytest.mark.soak
+def test_a_schedule_goes_on_where_a_newcomer_is_killed_and_a_store_twice(box: Box, tiny: Callable[..., Any]) -> None:
+    schedule = "+1@11,kill:2@12,+1@13,store-kill@40,store-kill@41,-m0@60"
+    done = box.tiny(steps=300, schedule=schedule).trained(300, expected_samples(300))
+    assert done.members[-2:] == [["w0", "w1", "w3"], ["w1", "w3"]]
+    same(done, tiny(300))
+
+
+@pytest.mark.soak
 def test_members_beyond_the_shards_are_standbys_that_take_over(box: Box) -> None:
     began = time.monotonic()
     done = box.tiny("--global-batch", "8", members=4, schedule="kill:0@20,kill:1@50").trained(90, 708)

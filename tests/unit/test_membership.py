@@ -412,21 +412,6 @@ def test_in_a_scripted_run_no_standby_takes_a_lost_members_place() -> None:
     assert m.roster.members == ["w0", "w2"]
 
 
-def test_in_a_scripted_run_the_place_of_whoever_is_lost_before_it_was_a_member_is_lost() -> None:
-    m = started("w0", "w1")
-    m.roster.scripted, m.roster.limit = True, 4
-    m.handle(ev.WorkerExpected(at=1, worker="w2", token="t", node="n"))
-    m.handle(ev.WorkerGone(at=1, worker="w2", reason="killed"))
-    assert m.roster.limit == 3
-    join(m, "w3", at=2)
-    assert m.roster.change is not None
-    m.handle(ev.WorkerGone(at=2, worker="w3", reason="killed"))
-    assert (m.roster.limit, m.roster.members) == (2, ["w0", "w1"])
-    join(m, "w4", at=3)
-    m.handle(ev.WorkerGone(at=3, worker="w4", reason="killed"))
-    assert m.roster.limit == 2, "it had no place"
-
-
 def test_never_more_members_than_shards() -> None:
     m = new_machine()
     m.handle(ev.WorkerExpected(at=0, worker="w0", token="t", node="n"))

@@ -124,13 +124,10 @@ class Losses:
             before, worker.phase = worker.phase, WorkerPhase.GONE
             self._watch.forget(name)
             worker.ended_because = worker.ended_because or reason
-            involved = is_involved(r, name)
-            if not involved:
-                self._expect_fewer(worker)
             if before is WorkerPhase.STARTING:
                 self._ended_before_ready(worker, reason, code)
                 continue
-            if not involved:
+            if not is_involved(r, name):
                 self._effects.record("eject", f"standby {where} is gone: {reason}", worker=name)
                 continue
             if change is not None and change.committed and name in change.leavers:
@@ -139,7 +136,6 @@ class Losses:
                     change.left.add(name)
                     continue
             elif change is not None and not change.committed and name not in r.members:
-                self._expect_fewer(worker)
                 self._effects.record("eject", f"joiner {where} is gone: {reason}", worker=name)
                 burned.append(name)
                 continue
@@ -154,13 +150,6 @@ class Losses:
         elif burned and r.change is change and change is not None:
             self._changes.burn(at, f"{', '.join(burned)} is gone")
             self._changes.retry_at = at
-
-    def _expect_fewer(self, worker: Worker) -> None:
-        """It was no member: in a scripted run its place goes with it, as a member's does, if the limit counts it."""
-        r = self._roster
-        live = sum(w.phase is not WorkerPhase.GONE and not w.leaving_because for w in r.workers.values())
-        if r.scripted and not r.finishing and not worker.leaving_because and r.limit > live:
-            r.limit -= 1
 
     def _is_the_scripts(
         self, at: float, worker: Worker, kind: FailureKind, signature: str, text: str, trace: str

@@ -215,7 +215,9 @@ class Driver:
         self.happened.append((item, time.monotonic()))
         match item.action:
             case Action.ADD:
-                await self._call("grow", run=self._run, by=item.count)
+                # One killed before it was a member has left its place to whoever comes now.
+                if view.limit < view.max_nodes:
+                    await self._call("grow", run=self._run, by=item.count)
             case Action.RELEASE:
                 youngest = [m.worker for m in _by_arrival(view) if m.rank is not None][-item.count :]
                 await self._call("release", run=self._run, workers=youngest)
