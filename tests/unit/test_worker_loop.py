@@ -1169,3 +1169,28 @@ def test_a_rollback_behind_a_loop_takes_the_script_back_through_its_epochs(
         run.barrier()
     assert steps == [(0, 0), (0, 1), (1, 2), (1, 3), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
     assert place.position.samples == 6 * 16
+
+
+def test_a_newcomer_that_came_while_the_members_waited_for_each_other_goes_on_with_them_from_there() -> None:
+    """As if somebody was lost as the members were in their second run.mean behind a call."""
+    run, model = world(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16)
+    for x, y in run.steps(loader):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    place = run._place
+    place.in_sync, run._gate.open = False, False
+    place.agreed, place.answer = place.agreed + 2, 7.0
+    run._member.catch_up.keep(run._prepared)
+    optimizer.param_groups[0]["lr"] = 0.5  # which the members have done
+    assert run.mean(1.0) == 1.0
+    assert not place.in_sync
+    assert run.mean(2.0) == 7.0
+    assert (place.in_sync, run._gate.open) == (True, True)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert run.mean(3.0) == 3.0
+    list(run.steps(loader, max_steps=0))
+    assert optimizer.param_groups[0]["lr"] == 0.2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import dropwhile
 
 import msgspec
 import pytest
@@ -39,22 +38,30 @@ class Script:
         if not place.joined:
             if self._members is not None:
                 place.position = msgspec.structs.replace(self._members.position)
+                # What the members wait in is over as the newcomer comes: somebody was lost, for whom they did.
+                place.agreed = self._members.agreed + (place.position.behind is not None)
             place.joined = True
             call = place.meet(call)
         if place.behind(call):
             return
-        place.in_sync = True
+        place.begin_call_with_members()
         entered = "" if place.epoch_entered is None else f" {place.epoch_entered}"
         self.made.append(f"{name}{entered}")
         place.position.call_steps = 1
         yield self.made[-1]
-        place.position.finish_call()
+        place.agreed += 1
+        place.position.finish_call(place.agreed)
 
     def waits(self) -> Iterator[str]:
         """For the others, behind a call: a newcomer comes then if somebody is lost."""
-        self.place.finish_left_loop()
-        if self.place.in_sync:
-            yield "waits"
+        place = self.place
+        place.finish_left_loop()
+        came = place.begin_asking()
+        if place.in_sync:
+            self.made.append(f"waits {place.asked}")
+            yield self.made[-1]
+            if not (came and place.answered):
+                place.agreed += 1
 
 
 def warm_up(script: Script) -> Iterator[str]:
@@ -108,6 +115,7 @@ def waiting(script: Script) -> Iterator[str]:
         if epoch == 1:
             break
     yield from script.waits()
+    yield from script.waits()
     for _ in range(2):
         for _ in script.epochs(2):
             yield from script.waits()
@@ -136,7 +144,7 @@ def test_a_newcomer_begins_with_the_call_that_the_members_are_in(
             at = next(members)
         assert at == there
         newcomer = Script(first.place, 0 if stale else first.place.epoch)
-        assert list(way(newcomer)) == list(dropwhile(lambda made: made == "waits", whole[number:]))
+        assert list(way(newcomer)) == whole[number:]
         assert list(members) == whole[number + 1 :]
         assert newcomer.place.position == first.place.position
 

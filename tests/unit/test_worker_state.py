@@ -119,5 +119,5 @@ def test_position_counts_passes_and_calls() -> None:
     for step in range(3):
         at.finish_step(8, last=step == 1)
     assert (at.step, at.samples, at.data_epoch, at.passes, at.index) == (3, 24, 1, 1, 1)
-    at.finish_call()
+    at.finish_call(1)
     assert (at.call, at.data_epoch, at.index, at.passes, at.call_steps) == (1, 2, 0, 0, 0)

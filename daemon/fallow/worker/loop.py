@@ -77,7 +77,7 @@ class Loop:
                 if place.behind(call):
                     self._turn.settle()
                     return  # the members are past this call
-                place.in_sync = True
+                place.begin_call_with_members()
                 member.catch_up.put_back(member.prepared)
                 self._open = loader
                 member.replan()  # this loader may have missed changes while another one was at work
@@ -131,7 +131,7 @@ class Loop:
 
         if not self._turn.agree(Kind.END, 0.0, ask):
             return False
-        place.position.finish_call()
+        place.position.finish_call(place.agreed)
         self._open = None
         return True
 
@@ -181,6 +181,11 @@ class Loop:
         """The mean of the members' values, outside of `run.steps`."""
         self.end_call()
         place = self._member.place
+        if place.begin_asking():
+            self._member.catch_up.put_back(self._member.prepared)
+            self._member.gate.open = True
+            if place.answered:
+                return place.answer
         if place.in_sync and self._turn.agree(kind, value, lambda: ask_all(self._member.group, kind, value)):
             return place.answer
         self._went_back()

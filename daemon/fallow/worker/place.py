@@ -53,6 +53,8 @@ class Place:
         "exchanges outside of bodies that are complete, see `together`"
         self.answer = 0.0
         "what the last of them gave"
+        self.asked = 0
+        "run.mean and run.barrier that this script has come by since its last run.steps call, or its epoch began"
         self.asking: Asking | None = None
         "the one that the script waits in"
         self.over: int | None = None
@@ -81,9 +83,9 @@ class Place:
             return  # the members are past this loop
         epoch = self.position.loop_epoch if self.joined else hint()
         if not self.astray:
-            self.position.begin_epoch(epoch)
+            self._begin_epoch(epoch)
         elif (number, True) == self._members_where:
-            self.calls = self.position.loop_call
+            self._jump()
         else:
             raise self.stranger()
         self.loops += 1
@@ -105,25 +107,37 @@ class Place:
                         self._leave_loop()
                         return
                     epoch = self.position.loop_epoch
-                    self.calls = self.position.loop_call
+                    self._jump()
                     continue
                 if self.astray:
                     raise self.stranger()
                 epoch += 1
-                self.position.begin_epoch(epoch)
-            self.position.finish_loop()
+                self._begin_epoch(epoch)
+            self._finish_loop()
             self._leave_loop()
         except GeneratorExit:
             if self.epoch_entered is not None and self.epoch_entered[0] == number:
                 self._break_loop()
             raise
 
+    def _begin_epoch(self, epoch: int) -> None:
+        self.asked = 0
+        self.position.begin_epoch(epoch, self.agreed)
+
+    def _finish_loop(self) -> None:
+        self.asked = 0
+        self.position.finish_loop(self.agreed)
+
+    def _jump(self) -> None:
+        """To the beginning of the epoch that the members are in, or to behind the loop that they have left last."""
+        self.calls, self.asked = self.position.loop_call, 0
+
     def _leave_loop(self) -> None:
         self.epoch_entered = None
         self.epochs_in_loop = 1
         self.wrong_epoch = False
         if self.joined and not self.in_sync and self._where == self._members_where:
-            self.calls = self.position.loop_call
+            self._jump()
 
     def _break_loop(self) -> None:
         self._loop_left = not self.astray
@@ -133,7 +147,7 @@ class Place:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
         if self._loop_left:
             self._loop_left = False
-            self.position.finish_loop()
+            self._finish_loop()
 
     @property
     def _where(self) -> tuple[int, bool]:
@@ -182,7 +196,34 @@ class Place:
     def begin_call(self) -> int:
         """Count one run.steps call of the script; returns its number."""
         self.calls += 1
+        self.asked = 0
         return self.calls - 1
+
+    def begin_call_with_members(self) -> None:
+        """The script is in the call that the members are in."""
+        self.in_sync = True
+        self.position.behind = None
+
+    def begin_asking(self) -> bool:
+        """Count one `run.mean` or `run.barrier` outside of bodies.
+
+        A newcomer may have come while the members waited for each other in one. There it is in sync: what the script
+        does from there on to the next call, the members have not done yet.
+
+        Returns:
+            True if this is where that newcomer came to the members.
+        """
+        self.asked += 1
+        behind = self.position.behind
+        if not self.joined or self.in_sync or self.astray or behind is None:
+            return False
+        self.in_sync = 0 <= self.agreed - behind <= self.asked  # below 0: counted by processes before a suspension
+        return self.in_sync
+
+    @property
+    def answered(self) -> bool:
+        """The members have the answer to what the script asks for as it comes to them."""
+        return self.position.behind is not None and self.asked == self.agreed - self.position.behind
 
     def elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members went back to another place than here.

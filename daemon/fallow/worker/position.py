@@ -20,6 +20,8 @@ class Position(msgspec.Struct, kw_only=True):
     "finished steps in this pass"
     call: int = 0
     "number of the call of run.steps in progress, or the next one"
+    behind: int | None = None
+    "`Place.agreed` when the call before ended, or this epoch began; None: in a call"
     passes: int = 0
     "finished passes in this call"
     call_steps: int = 0
@@ -69,8 +71,13 @@ class Position(msgspec.Struct, kw_only=True):
             self.passes += 1
             self.data_epoch += 1
 
-    def finish_call(self) -> None:
-        """Count one finished run.steps call; a pass that `max_steps` cut short is not taken up again."""
+    def finish_call(self, agreed: int) -> None:
+        """Count one finished run.steps call; a pass that `max_steps` cut short is not taken up again.
+
+        Args:
+            agreed: see `Place.agreed`; the call's end is counted.
+        """
+        self.behind = agreed
         if self.index:
             self.index = 0
             self.data_epoch += 1
@@ -79,14 +86,16 @@ class Position(msgspec.Struct, kw_only=True):
         self.left = False
         self.phase, self.phases = 0, None
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Enter an epoch of the current run.epochs loop."""
+    def begin_epoch(self, epoch: int, agreed: int) -> None:
+        """Enter an epoch of the current run.epochs loop; `agreed` as in `finish_call`."""
+        self.behind = agreed
         self.inside = True
         self.loop_epoch = epoch
         self.loop_call = self.call
 
-    def finish_loop(self) -> None:
-        """Count one finished run.epochs loop."""
+    def finish_loop(self, agreed: int) -> None:
+        """Count one finished run.epochs loop; `agreed` as in `finish_call`."""
+        self.behind = agreed
         self.loop += 1
         self.inside = False
         self.loop_epoch = 0

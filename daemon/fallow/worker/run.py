@@ -264,7 +264,7 @@ class Run:
         """
         step = self._loop.step
         value = float(x.detach() if isinstance(x, torch.Tensor) else x)
-        if step.rehearsing or not self._place.in_sync:
+        if step.rehearsing:
             return value
         if not self._gate.in_body:
             with self._released_by_head():
@@ -274,7 +274,7 @@ class Run:
 
     def barrier(self) -> None:
         """Wait for all members; in a void body it does nothing."""
-        if self._loop.step.rehearsing or not self._place.in_sync:
+        if self._loop.step.rehearsing:
             return
         if not self._gate.in_body:
             with self._released_by_head():
