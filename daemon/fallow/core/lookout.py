@@ -12,7 +12,7 @@ from math import inf
 from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
-from fallow.core.neighbour import PREEMPTS_AGAIN_S, Standing, needs, who_waits
+from fallow.core.neighbour import PREEMPTS_AGAIN_S, Standing, Terms, needs, who_waits
 from fallow.core.room import COMPLETING_S, OURS_S
 from fallow.core.states import ON_NODES
 from fallow.core.tiers import Tiers
@@ -57,7 +57,8 @@ class Lookout:
             compete = tiers.competing(cluster, allocations, self._found.spoken_for, others)
             return replace(self._found, compete=compete)
         free = declined or (lambda _: frozenset())
-        found = needs(cluster, allocations, tiers, others, former, deaf, whole_nodes, free, most, again_s)
+        terms = Terms(former, deaf, whole_nodes, free, most, again_s)
+        found = needs(cluster, allocations, tiers, others, terms)
         self._near, self._found = near, found
         self._from, self._until = cluster.at, same_until(cluster, tokens, again_s) if declined is None else -inf
         return found

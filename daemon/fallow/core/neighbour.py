@@ -80,6 +80,18 @@ class Standing(msgspec.Struct, frozen=True):
     "jobs that need nothing of us, and the nodes on which they could start now"
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What `assess` goes by besides the poll and our allocations; see there."""
+
+    former: Collection[str]
+    deaf: Collection[str]
+    whole_nodes: bool
+    declined: Callable[[Waiting], frozenset[str]]
+    most: int
+    again_s: float
+
+
 def preempts_again_s(config: ClusterConfig | None) -> float:
     """From when a job has had others preempted until it does so again, whatever became of their nodes.
 
@@ -116,7 +128,7 @@ def assess(
     if not others:
         return Standing()
     tiers = Tiers(cluster.partitions)
-    return needs(cluster, allocations, tiers, others, former, deaf, whole_nodes, declined, most, again_s)
+    return needs(cluster, allocations, tiers, others, Terms(former, deaf, whole_nodes, declined, most, again_s))
 
 
 def who_waits(cluster: ClusterState, allocations: Sequence[Allocation], former: Collection[str] = ()) -> list[Waiting]:
@@ -132,19 +144,14 @@ def needs(
     allocations: Sequence[Allocation],
     tiers: Tiers,
     others: Sequence[Waiting],
-    former: Collection[str],
-    deaf: Collection[str],
-    whole_nodes: bool,
-    declined: Callable[[Waiting], frozenset[str]],
-    most: int,
-    again_s: float,
+    terms: Terms,
 ) -> Standing:
     """What these need of us. Args: as for `assess`; `tiers` of the poll's partitions, `others` from `who_waits`."""
-    view = _View(cluster, allocations, tiers, others, former, deaf, whole_nodes, declined, again_s)
+    view = _View(cluster, allocations, tiers, others, terms)
     # All of them first: a later one may move an earlier one to another node.
     placed: list[tuple[Waiting, int]] = []
     started: dict[str, int] = {}
-    for job in foremost(others, most, view.near):
+    for job in foremost(others, terms.most, view.near):
         if any(started.get(name, 0) < STARTS for name in job.partitions):
             numbers = view.place(job)
             placed += [(job, number) for number in numbers]
@@ -169,16 +176,12 @@ class _View:
         allocations: Sequence[Allocation],
         tiers: Tiers,
         others: Sequence[Waiting],
-        former: Collection[str],
-        deaf: Collection[str],
-        whole_nodes: bool,
-        declined: Callable[[Waiting], frozenset[str]],
-        again_s: float,
+        terms: Terms,
     ) -> None:
         self._cluster = cluster
         self._allocations = allocations
-        self._whole_nodes = whole_nodes
-        self._declined = declined
+        self._whole_nodes = terms.whole_nodes
+        self._declined = terms.declined
         self._tiers, self._partitions, self._nodes = tiers, tiers.partitions, tiers.nodes
         self._others: dict[str, frozenset[str]] = {}
         "user -> nodes that only somebody else's jobs may use"
@@ -198,11 +201,11 @@ class _View:
                 there = self._held if allocation.state is AllocationState.RUNNING else self._left
                 for node in allocation.nodes:
                     there.setdefault(node, []).append(allocation)
-        self._tokens = {*former, *(a.token for a in harvest)}
+        self._tokens = {*terms.former, *(a.token for a in harvest)}
         self._taken = frozenset(
             node
             for job in cluster.jobs
-            if job.preempt_at is not None and cluster.at - job.preempt_at < again_s
+            if job.preempt_at is not None and cluster.at - job.preempt_at < terms.again_s
             if is_ours(job, self._tokens)
             for node in job.nodes
         )
@@ -210,7 +213,7 @@ class _View:
         # Where nobody waits, nothing follows.
         wanted = tiers.nodes_of(name for job in others for name in job.partitions)
         heads_jobs = [job for job in cluster.jobs if job.name.startswith(PREFIX) and job.name not in self._tokens]
-        theirs = [job for job in heads_jobs if self._is_given_back_by_its_head(job) and job.name not in deaf]
+        theirs = [job for job in heads_jobs if self._is_given_back_by_its_head(job) and job.name not in terms.deaf]
         self._beside: dict[str, set[str]] = {}
         "node -> jobs of other heads on it, by name"
         for job in theirs:

@@ -55,8 +55,9 @@ class Turn:
         finished = self._finished()
         if finished and reducer.checkpoint and member.saver is not None:
             member.saver.save(member.group, member.prepared, member.place.position)
-        if self._planned() or member.group.broken is not None:
-            self._switch(self._planned())
+        planned = self._planned()
+        if planned or member.group.broken is not None:
+            self._switch(planned)
         elif finished and not self._even_out():
             self._switch(planned=False)
 
