@@ -16,7 +16,7 @@ from fallow.core.requests import Ask, Requests
 from fallow.core.rules import Demand, HarvestRules, may_take
 from fallow.core.targets import Party, Place, Targets, settled, targets
 from fallow.core.unstarted import Sort
-from fallow.core.worth import Worth, as_many_as, changes
+from fallow.core.worth import Worth, as_many_as, margins
 
 
 def share_out(
@@ -323,14 +323,12 @@ def requests_ahead(
 
 
 def _gain_ahead(demand: Demand, have: int, more: int, rules: HarvestRules) -> float:
-    """The most per node that some number of nodes above what it has is worth to the run; 0: nothing."""
+    """The most per node that some number of nodes above what it has is worth to the run; not above 0: nothing."""
     if more <= 0:
         return 0.0  # it had one request left to make
     if demand.worth is None:
         return inf
-    sizes, values = changes(demand.worth, have, have, have + more, stay_s(rules))
-    beyond = zip(sizes[1:], values[1:], strict=True)
-    return max(((value - values[0]) / (size - have) for size, value in beyond), default=0.0)
+    return margins(demand.worth, have, have, have + more, stay_s(rules))[0]
 
 
 def surplus(aims: Targets) -> Mapping[str, int]:

@@ -185,8 +185,8 @@ def margins(worth: Worth, held: int, low: int, high: int, horizon_s: float) -> t
         sizes, values = changes(worth, held, low, high, horizon_s)
         at = sizes.index(held)
         now = values[at]
-        more = ((value - now) / (size - held) for size, value in zip(sizes[at + 1 :], values[at + 1 :], strict=True))
-        fewer = ((now - value) / (held - size) for size, value in zip(sizes[:at], values[:at], strict=True))
+        more = [(value - now) / (size - held) for size, value in zip(sizes[at + 1 :], values[at + 1 :], strict=True)]
+        fewer = [(now - value) / (held - size) for size, value in zip(sizes[:at], values[:at], strict=True)]
         known = worth._margins[key] = max(more, default=-inf), min(fewer, default=inf)
     return known
 

@@ -18,7 +18,7 @@ from fallow.core.requests import Ask
 from fallow.core.rules import Demand
 from fallow.core.valuing import ALIKE, Facts, measured
 from fallow.core.worth import Gain, Worth
-from fallow.model import AllocationKind, AllocationState, NodeInfo
+from fallow.model import AllocationKind, AllocationState
 from fallow.sim.types import Costs, Measured, RunPlan
 
 STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASING)
@@ -165,13 +165,13 @@ class Book:
 
     # -- what the planner asks for ----------------------------------------------------------------------------------
 
-    def demand(self, name: str, members: int, nodes: Mapping[str, NodeInfo], worth: Worth) -> Demand:
+    def demand(self, name: str, members: int, archs: Mapping[str, str], worth: Worth) -> Demand:
         """What a run could use; as `head.demands`, where nobody pauses it, bars a node or sets a budget.
 
         Args:
             name: of the run.
             members: idle nodes that train now.
-            nodes: of the last poll.
+            archs: node -> its architecture.
             worth: of nodes to it.
         """
         run = self._runs[name]
@@ -182,7 +182,7 @@ class Book:
             run=name,
             nodes=min(run.plan.max_nodes, run.plan.shards) - run.plan.base - staying,
             partitions=run.plan.partitions,
-            kind=_kind(_arch(live, nodes)),
+            kind=_kind(_arch(live, archs)),
             members=run.plan.base + members,
             pause_s=self._costs.absorb[0] if run.changed else PAUSE_S,
             worth=worth,
@@ -230,13 +230,13 @@ class Book:
         return list(islice(alike, ALIKE))
 
 
-def _arch(live: Sequence[Allocation], nodes: Mapping[str, NodeInfo]) -> str:
+def _arch(live: Sequence[Allocation], archs: Mapping[str, str]) -> str:
     """Architecture of the first node that trains; empty: not known."""
     for allocation in live:
         if allocation.active_at is not None:
             for name in allocation.agents:
-                if name in nodes and nodes[name].arch:
-                    return nodes[name].arch
+                if arch := archs.get(name):
+                    return arch
     return ""
 
 

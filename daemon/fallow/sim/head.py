@@ -24,7 +24,7 @@ from fallow.core.requests import Ask
 from fallow.core.rules import HarvestRules
 from fallow.core.sharing import stay_s
 from fallow.core.spans import by_token
-from fallow.model import ClusterConfig, ClusterState, NodeInfo, PartitionInfo
+from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 from fallow.sim.book import Book
 from fallow.sim.leases import ASKER, Leases
 from fallow.sim.quiet import Shown, renewable, same, wake_at
@@ -114,8 +114,8 @@ class VirtualHead:
         self._standing = Standing()
         self._partitions: list[PartitionInfo] = []
         "of the last poll, as it came"
-        self._nodes: tuple[list[NodeInfo], dict[str, NodeInfo]] = [], {}
-        "of the last plan, and by name"
+        self._archs: dict[str, str] = {}
+        "node -> architecture, which stays as it is"
         self._shown: Shown | None = None
         "the last poll that was taken in, as it came"
         self._wake_at = -inf
@@ -295,10 +295,8 @@ class VirtualHead:
         known = self.learner.known
         start_s = known.experience.wait_s("", cluster.at) + known.experience.start_s("", cluster.at)
         gains = self.book.gains(cluster.at, start_s, stay_s(rules), exact=not self._elide)
-        if cluster.nodes is not self._nodes[0]:
-            self._nodes = cluster.nodes, {node.node: node for node in cluster.nodes}
-        nodes = self._nodes[1]
-        demands = [self.book.demand(run, self._runs.members(run), nodes, gain.worth) for run, gain in gains.items()]
+        archs = self._archs = self._archs or {node.node: node.arch for node in cluster.nodes}
+        demands = [self.book.demand(run, self._runs.members(run), archs, gain.worth) for run, gain in gains.items()]
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             known.unstarted.look(cluster)
