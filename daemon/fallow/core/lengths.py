@@ -46,35 +46,51 @@ class Costs:
     "all members lose when the hole ends before the limit"
 
 
-def worth(curve: Curve, age_s: float, seconds: float, costs: Costs, members: float) -> float:
-    """Node-seconds of training that a lease adds to a run of so many nodes; negative: it costs more than it brings."""
-    until = max(0.0, seconds - costs.margin_s)
-    used = curve.expected(age_s, until) - curve.expected(age_s, min(costs.start_s, until))
-    comes = curve.remains(age_s, costs.start_s)
-    lasts = min(curve.remains(age_s, until), comes)
-    return used - members * (costs.pause_s * (comes + lasts) + costs.cut_s * (comes - lasts))
-
-
-def rate(curve: Curve, age_s: float, seconds: float, costs: Costs, members: float) -> float:
-    """`worth` per second from request to end."""
-    return worth(curve, age_s, seconds, costs, members) / (costs.wait_s + curve.expected(age_s, seconds))
-
-
-def best_minutes(
-    curve: Curve, age_s: float, shortest: int, longest: int, costs: Costs, members: float, kind: bool
-) -> int | None:
-    """Minutes to ask for; None when no length from `shortest` to `longest` pays back.
+class Lease:
+    """What leases on one hole bring to a run.
 
     Args:
         curve, age_s: of the hole.
-        shortest, longest: minutes.
         costs: of a node there.
         members: nodes that the run has.
+    """
+
+    def __init__(self, curve: Curve, age_s: float, costs: Costs, members: float) -> None:
+        self._curve, self._age_s, self._costs, self._members = curve, age_s, costs, members
+        self._now, self._area = now, area = curve.look(age_s)
+        later, area_later = curve.look(age_s + costs.start_s)
+        self.comes = later / now if now > 0.0 else 0.0
+        "probability that the hole outlives the start"
+        self._lost_s = (area_later - area) / now if now > 0.0 else 0.0
+        "of it, until the first step, as a mean"
+
+    def worth(self, seconds: float) -> float:
+        """Node-seconds of training that a lease adds to the run; negative: it costs more than it brings."""
+        now, costs, comes = self._now, self._costs, self.comes
+        if now <= 0.0:
+            return 0.0
+        until = max(0.0, seconds - costs.margin_s)
+        later, area = self._curve.look(self._age_s + until)
+        used = (area - self._area) / now - self._lost_s if until > costs.start_s else 0.0
+        lasts = min(later / now, comes)
+        return used - self._members * (costs.pause_s * (comes + lasts) + costs.cut_s * (comes - lasts))
+
+    def rate(self, seconds: float) -> float:
+        """`worth` per second from request to end."""
+        return self.worth(seconds) / (self._costs.wait_s + self._curve.expected(self._age_s, seconds))
+
+
+def best_minutes(lease: Lease, shortest: int, longest: int, kind: bool) -> int | None:
+    """Minutes to ask for; None when no length from `shortest` to `longest` pays back.
+
+    Args:
+        lease: on the hole.
+        shortest, longest: minutes.
         kind: prefer a shorter limit that is nearly as good.
     """
-    if curve.remains(age_s, costs.start_s) < CHANCE:
+    if lease.comes < CHANCE:
         return None
-    rates = {m: rate(curve, age_s, m * 60.0, costs, members) for m in lengths(shortest, longest)}
+    rates = {m: lease.rate(m * 60.0) for m in lengths(shortest, longest)}
     best = max(rates.values(), default=0.0)
     if best <= 0.0:
         return None

@@ -15,7 +15,7 @@ from math import floor
 
 from fallow.core.allocations import Allocation
 from fallow.core.holes import Hole
-from fallow.core.lengths import LADDER, Costs, best_minutes, worth
+from fallow.core.lengths import LADDER, Costs, Lease, best_minutes
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.survival import Curve
 from fallow.model import PartitionInfo
@@ -100,16 +100,16 @@ class Limits:
         shortest = max(rules.min_minutes, demand.min_minutes)
         if longest < shortest:
             return Limit(why=_not_worth(hole, shortest, longest, most, rules.resolution_s))
-        curve, costs = self._curve(hole.partition), self._costs(partition, demand)
-        members = max(1, demand.members)
+        costs, members = self._costs(partition, demand), max(1, demand.members)
+        lease = Lease(self._curve(hole.partition), hole.age_s, costs, members)
         key = (hole.partition, preempts, round(hole.age_s), shortest, longest, members, demand.pause_s)
         if key not in self._best:
-            self._best[key] = best_minutes(curve, hole.age_s, shortest, longest, costs, members, kind=not preempts)
+            self._best[key] = best_minutes(lease, shortest, longest, kind=not preempts)
         best = self._best[key]
         if best is None:
             return Limit(why=_not_worth(hole, shortest, longest, most, rules.resolution_s))
         lengths = self._otherwise(hole, best, shortest)
-        roomy = (m for m in lengths if not self._crowded(demand, m, costs) and self._pays(hole, m, costs, demand))
+        roomy = (m for m in lengths if not self._crowded(demand, m, costs) and lease.worth(60.0 * m) > 0.0)
         best = next(roomy, best)
         stretches = self._known.experience.stretches
         tries = stretches or (stretches is None and not self._probing and budget_node_s is None)
@@ -119,7 +119,7 @@ class Limits:
         # Where limits stretch, the shortest that is worth a start fits everywhere and gets the rest by itself.
         if not stretches:
             return Limit(most, best)
-        enough = (m for m in sorted(lengths) if m * 60 >= 4 * costs.start_s and self._pays(hole, m, costs, demand))
+        enough = (m for m in sorted(lengths) if m * 60 >= 4 * costs.start_s and lease.worth(60.0 * m) > 0.0)
         return Limit(most, min(best, next(enough, best)))
 
     def _otherwise(self, hole: Hole, best: int, shortest: int) -> list[int]:
@@ -129,9 +129,6 @@ class Limits:
         ladder = [best, *(m for m in LADDER if shortest <= m < best)]
         fresh = [m for m in ladder if (hole.partition, m) not in self._minutes]
         return [*fresh, *(m for m in ladder if m not in fresh)]
-
-    def _pays(self, hole: Hole, minutes: int, costs: Costs, demand: Demand) -> bool:
-        return worth(self._curve(hole.partition), hole.age_s, 60.0 * minutes, costs, max(1, demand.members)) > 0.0
 
     def _crowded(self, demand: Demand, minutes: int, costs: Costs) -> bool:
         """Would more than a quarter of the run's nodes go away at once? (One always may.)"""

@@ -41,12 +41,16 @@ Row = tuple[int, int, int]
 def count(spells: Iterable[tuple[float, bool, float]], counted: Mapping[float, Row] | None = None) -> dict[float, Row]:
     """Spells by age, together with those that were counted before; age 0 is always there."""
     rows: dict[float, Row] = {0.0: _NONE} if counted is None else dict(counted)
+    # Most begin at age 0: a number is enough for them.
+    begun: dict[float, int] = {}
     for left_s, ended, entered_s in spells:
         if left_s > entered_s:
             dead, gone, fresh = rows.get(left_s, _NONE)
             rows[left_s] = dead + ended, gone + 1, fresh
-            dead, gone, fresh = rows.get(entered_s, _NONE)
-            rows[entered_s] = dead, gone, fresh + 1
+            begun[entered_s] = begun.get(entered_s, 0) + 1
+    for entered_s, number in begun.items():
+        dead, gone, fresh = rows.get(entered_s, _NONE)
+        rows[entered_s] = dead, gone, fresh + number
     return rows
 
 
@@ -58,8 +62,9 @@ def prior(age_s: float) -> float:
     return (1.0 + age_s / SCALE_S) ** -2
 
 
-def _prior_integral(age_s: float) -> float:
-    return SCALE_S * age_s / (SCALE_S + age_s)
+Step = tuple[float, float, float, int, float, float]
+"""From an age at which something was seen to the next: that age, the curve at it and its integral up to it, the seen
+holes that are there from then on, as many as the prior stands for at it, and the integral of `prior` up to it."""
 
 
 class Curve:
@@ -80,65 +85,37 @@ class Curve:
         self._weight = weight
         self._rows = rows = count(spells, counted)
         self._ages = sorted(rows)
-        self._at_risk: list[int] = []
-        "between this age and the next; this and what follows as far as it was asked for"
-        self._survival: list[float] = []
-        self._integral: list[float] = []
-        "of the curve, from 0 to this age"
+        self._steps: list[Step] = []
+        "from each of these ages, as far as it was asked for"
         self._known: dict[float, tuple[float, float]] = {}
-        "what `_look` has found: to compare lengths, the same ages are asked for again and again"
-        self._to_come = sum([entered for _, _, entered in rows.values()])
-        "spells that begin at later ages"
+        "what `look` has found: to compare lengths, the same ages are asked for again and again"
 
     def _work_out(self, last: int) -> None:
         """Go on up to this place in `_ages`: most spells of a month are longer than whatever is asked for."""
-        rows, weight, to_come = self._rows, self._weight, self._to_come
-        place = len(self._survival)
-        present, survival, integral, before = 0, 1.0, 0.0, 0.0
-        if place:
-            present, survival, integral = self._at_risk[-1], self._survival[-1], self._integral[-1]
-            before = self._ages[place - 1]
-        left_before, area_before = weight * prior(before), _prior_integral(before)
-        for age in self._ages[place : last + 1]:
+        rows, weight, ages, steps = self._rows, self._weight, self._ages, self._steps
+        before, survival, integral, present, left, area = steps[-1] if steps else (0.0, 1.0, 0.0, 0, weight, 0.0)
+        for age in ages[len(steps) : last + 1]:
             dead, gone, fresh = rows[age]
-            # `_mean_between` and `_between`, with what the age before had already: there are hundreds in each plan.
-            left = weight * (1.0 + age / SCALE_S) ** -2
             if weight:
-                area = SCALE_S * age / (SCALE_S + age)
-                base = left_before + present
+                area_before, area = area, SCALE_S * age / (SCALE_S + age)
+                base = left + present
                 integral += survival * ((weight * (area - area_before) + present * (age - before)) / base)
-                survival *= (left + present) / base
-                area_before = area
+                left = weight * (1.0 + age / SCALE_S) ** -2
+                risk = present + left
+                survival *= risk / base
             else:
                 integral += survival * (age - before)
-            risk = present + left
+                risk = present
             # All that are there end although others come later: that would be the end of the curve. Few know so much.
-            if dead and not (dead >= risk and to_come):
-                survival *= max(0.0, 1.0 - dead / risk)
+            if dead and not (dead >= risk and any(rows[later][2] for later in ages[len(steps) :])):
+                survival *= 1.0 - dead / risk
             present += fresh - gone
-            to_come -= fresh
-            before, left_before = age, left
-            self._at_risk.append(present)
-            self._survival.append(survival)
-            self._integral.append(integral)
-        self._to_come = to_come
-
-    def _between(self, start: float, end: float, present: int) -> float:
-        """Share of those at `start` that are there at `end`, when no seen hole ends between: what the prior loses."""
-        if not self._weight:
-            return 1.0
-        return (self._weight * prior(end) + present) / (self._weight * prior(start) + present)
-
-    def _mean_between(self, start: float, end: float, present: int) -> float:
-        """Integral of `_between` over its end."""
-        if not self._weight:
-            return end - start
-        area = self._weight * (_prior_integral(end) - _prior_integral(start)) + present * (end - start)
-        return area / (self._weight * prior(start) + present)
+            before = age
+            steps.append((age, survival, integral, present, left, area))
 
     def at(self, age_s: float) -> float:
         """Share of holes that get older than that."""
-        return self._look(age_s)[0]
+        return self.look(age_s)[0]
 
     def remains(self, age_s: float, seconds: float) -> float:
         """Probability that a hole of this age lasts so many seconds more."""
@@ -147,19 +124,25 @@ class Curve:
 
     def expected(self, age_s: float, seconds: float) -> float:
         """Mean of what remains of a hole of this age, where more than `seconds` counts as `seconds`."""
-        now, area = self._look(age_s)
-        return (self._look(age_s + seconds)[1] - area) / now if now > 0.0 else 0.0
+        now, area = self.look(age_s)
+        return (self.look(age_s + seconds)[1] - area) / now if now > 0.0 else 0.0
 
-    def _look(self, age_s: float) -> tuple[float, float]:
+    def look(self, age_s: float) -> tuple[float, float]:
         """The curve at that age, and its integral from 0 to there."""
         known = self._known.get(age_s)
         if known is None:
-            i = bisect_right(self._ages, age_s) - 1
-            if i >= len(self._survival):
-                self._work_out(i)
-            start, survival, present = self._ages[i], self._survival[i], self._at_risk[i]
-            known = self._known[age_s] = (
-                survival * self._between(start, age_s, present),
-                self._integral[i] + survival * self._mean_between(start, age_s, present),
-            )
+            known = self._known[age_s] = self._found(age_s)
         return known
+
+    def _found(self, age_s: float) -> tuple[float, float]:
+        i = bisect_right(self._ages, age_s) - 1
+        if i >= len(self._steps):
+            self._work_out(i)
+        weight = self._weight
+        start, survival, integral, present, left, area = self._steps[i]
+        if not weight:
+            return survival, integral + survival * (age_s - start)
+        # No seen hole ends in between: what the prior loses.
+        base = left + present
+        mean = (weight * (SCALE_S * age_s / (SCALE_S + age_s) - area) + present * (age_s - start)) / base
+        return survival * ((weight * (1.0 + age_s / SCALE_S) ** -2 + present) / base), integral + survival * mean
