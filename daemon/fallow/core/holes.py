@@ -174,19 +174,22 @@ def find_coming(
     ends: dict[str, float] = {}
     mine: set[str] = set(kept)
     for job in cluster.jobs:
-        if job.state != "PENDING":
-            for name in job.nodes:
-                ends[name] = max(ends.get(name, 0.0), inf if job.end_at is None else job.end_at)
-            if is_ours(job, ours):
-                mine.update(job.nodes)
-    known = {node.node: node for node in cluster.nodes}
-    planned = planned_ends(cluster, ours)
-    holes: list[Hole] = []
-    for partition in partitions:
-        for name in partition.nodes:
-            if name in mine or name not in ends or (node := known.get(name)) is None:
-                continue
-            if node.state in ("ALLOCATED", "MIXED") and CLOSED.isdisjoint(node.flags):
-                end = planned.get(name)
-                holes.append(Hole(name, partition.partition, None if end is None else max(0.0, end - cluster.at)))
-    yield from sorted(holes, key=lambda hole: (ends[hole.node], hole.node))
+        if job.state == "PENDING":
+            continue
+        if is_ours(job, ours):
+            mine.update(job.nodes)
+            continue
+        end = inf if job.end_at is None else job.end_at
+        for name in job.nodes:
+            if ends.get(name, -inf) < end:
+                ends[name] = end
+    there = ends.keys() - mine
+    used = [node for node in cluster.nodes if node.node in there and node.state in ("ALLOCATED", "MIXED")]
+    coming = {node.node for node in used if not node.flags or CLOSED.isdisjoint(node.flags)}
+    at, planned = cluster.at, planned_ends(cluster, ours)
+    lengths = {name: max(0.0, end - at) for name, end in planned.items() if name in coming}
+    offered = [(p.partition, coming.intersection(p.nodes)) for p in partitions]
+    for name in sorted(sorted(coming), key=ends.__getitem__):
+        for partition, nodes in offered:
+            if name in nodes:
+                yield Hole(name, partition, lengths.get(name))

@@ -7,7 +7,7 @@ changed since the poll. Only idle GPUs of a shared node are asked for by the nod
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -76,24 +76,17 @@ class Requests:
         self._partitions = {p.partition: p for p in partitions}
         self._nodes, self._reach = reach.nodes, reach
         self._sorts = sorts
-        self._limits = Limits(cluster.at, self._partitions, rules, known, allocations, pending)
         self._unsuited: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
-        self._coming: dict[Sort, tuple[list[Hole], frozenset[str]]] = {}
-        "sort of runs -> the first nodes of others that it can use, and their partitions"
-        self._held: dict[str, int] = {}
-        "nodes held or asked for, by partition; a successor on the same node is the same one"
+        self._coming: dict[Sort, tuple[list[Hole], Iterator[Hole]]] = {}
+        "sort of runs -> the first nodes of others that it can use: those that were looked at, and the others"
         self._taken: set[str] = set()
-        self._allocations = allocations
+        self._allocations, self._pending = allocations, pending
         self.waiting = 0
         "pending requests for which there is no idle node"
         self.waiting_ahead: list[Allocation] = []
         "those of them that were made ahead"
         self._holes = holes
-        not_started = {a.token for a in pending}
-        for allocation in allocations:
-            if not allocation.pinned or allocation.token not in not_started:
-                self._held[allocation.partition] = self._held.get(allocation.partition, 0) + 1
         for allocation in pending:
             if not allocation.pinned:
                 self._take_one(allocation)
@@ -112,8 +105,6 @@ class Requests:
             else:
                 self._fresh += 1
         self._all_stale = sum(self._stale.values())
-        self._waits_for: Counter[Asker] = Counter(sorts[a.run][2] for a in pending if a.run in sorts)
-        "requests that wait, by those in whose name"
         self._why: dict[tuple[str, str], str] = {}
         "(node, partition) -> why it was not asked for there when it was looked at"
         self._unsuited_for: dict[tuple[str, str], str] = {}
@@ -122,6 +113,24 @@ class Requests:
         "those that another run can use"
         self._stop = ""
         "why nothing more was asked for, whatever the hole"
+
+    # Most plans ask for nothing, and few have to keep to a cap.
+
+    @cached_property
+    def _limits(self) -> Limits:
+        return Limits(self._cluster.at, self._partitions, self._rules, self._known, self._allocations, self._pending)
+
+    @cached_property
+    def _held(self) -> Counter[str]:
+        """Nodes held or asked for, by partition; a successor on the same node is the same one."""
+        waiting = {a.token for a in self._pending}
+        return Counter([a.partition for a in self._allocations if not a.pinned or a.token not in waiting])
+
+    @cached_property
+    def _waits_for(self) -> Counter[Asker]:
+        """Requests that wait, by those in whose name."""
+        sorts = self._sorts
+        return Counter([sorts[a.run][2] for a in self._pending if a.run in sorts])
 
     @cached_property
     def _wanted(self) -> frozenset[str]:
@@ -212,7 +221,7 @@ class Requests:
                 continue
             self._taken.add(hole.node)
             self._count(demand, hole.partition, limit.minutes)
-            self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
+            self._held[hole.partition] += 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", hole.part, exclude, replaces)
         return None
@@ -221,7 +230,7 @@ class Requests:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
         if self.waiting >= self._rules.ahead or self._full() or self._limited(demand.asker):
             return None
-        for hole in self._coming_for(demand, coming)[0]:
+        for hole in self._coming_for(demand, coming):
             if hole.node in demand.barred or self._full(hole.partition) or not self._room_ahead(hole.partition):
                 continue
             limit = self._limit(hole, demand, budget_node_s)
@@ -229,27 +238,29 @@ class Requests:
                 continue
             self.waiting += 1
             self._count(demand, hole.partition, limit.minutes, ahead=True)
-            self._held[hole.partition] = self._held.get(hole.partition, 0) + 1
+            self._held[hole.partition] += 1
             exclude = self._unsuitable(demand.kind, hole.partition, ahead=True)
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, exclude=exclude, ahead=True)
         return None
 
     def may_come(self, demand: Demand, coming: Iterable[Hole]) -> int:
         """Requests more for nodes that others still have which may be made for the run."""
-        there = self._coming_for(demand, coming)[1]
-        if there and self._rules.max_nodes is None and not self._rules.partition_nodes:
-            return self._rules.ahead - self.waiting
-        return min(self._rules.ahead - self.waiting, self._places(), sum(map(self._places, there)))
+        there, left = self._coming_for(demand, coming), self._rules.ahead - self.waiting
+        if self._rules.max_nodes is None and not self._rules.partition_nodes:
+            return 0 if next(there, None) is None else left
+        return min(left, self._places(), sum(map(self._places, {hole.partition for hole in there})))
 
-    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> tuple[list[Hole], frozenset[str]]:
-        """The first nodes of others that it can use, and their partitions."""
+    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> Iterator[Hole]:
+        """The first nodes of others that it can use: as a rule one is enough."""
         sort = demand.sort
-        found = self._coming.get(sort)
-        if found is None:
+        if sort not in self._coming:
             suits = (h for h in coming if self._reach.suits(sort, h.node, (h.partition,)))
-            holes = list(islice(suits, TRIES))
-            found = self._coming[sort] = holes, frozenset(hole.partition for hole in holes)
-        return found
+            self._coming[sort] = [], islice(suits, TRIES)
+        found, more = self._coming[sort]
+        yield from found
+        for hole in more:
+            found.append(hole)
+            yield hole
 
     def instead(self, waits: Allocation, demand: Demand, budget_node_s: float | None) -> Ask | None:
         """An idle node in place of a request that waits ahead; None: none will do, and it waits on.
@@ -382,9 +393,11 @@ class Requests:
         if (kind, partition, ahead) not in self._unsuited:
             # What sbatch is told anyway (constraint, GPUs) needs no list of names.
             told = Kind(arch=kind.arch, alike=kind.alike)
-            there = (self._nodes[name] for name in known.nodes if name in self._nodes)
+            there = [self._nodes[name] for name in known.nodes if name in self._nodes]
             closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
-            nodes = {node.node for node in there if not told.suits(node)}.union(closed)
+            # Where the architecture alone matters, one node of each says whether there is anything to leave out.
+            alike = not kind.alike and all(map(told.suits, {node.arch: node for node in there}.values()))
+            nodes = closed.union(() if alike else [node.node for node in there if not told.suits(node)])
             self._unsuited[kind, partition, ahead] = tuple(sorted(nodes))
         return self._unsuited[kind, partition, ahead]
 
