@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import islice
 from math import ceil, log
 
 import msgspec
@@ -94,8 +95,8 @@ class Delays(msgspec.Struct, kw_only=True, dict=True):
             job.waited_s += max(0.0, end - job.since)
             job.tokens = []
             del self._waiting[job.job_id]
-        idle = [job_id for job_id, job in self.jobs.items() if not job.tokens]
-        for job_id in idle[: max(0, len(self.jobs) - KEPT)]:
+        too_many = max(0, len(self.jobs) - KEPT)
+        for job_id in list(islice((job_id for job_id, job in self.jobs.items() if not job.tokens), too_many)):
             self.past.add(self.jobs.pop(job_id).waited_s)
         return over
 

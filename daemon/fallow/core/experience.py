@@ -57,6 +57,7 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
         kept = self.spells.setdefault(partition, [])
         kept.append((round(spell.left_s), spell.ended, round(spell.entered_s)))
         del kept[:-SPELLS]
+        self._rows.pop(partition, None)
 
     def started(self, partition: str, wait_s: float | None, start_s: float, at: float) -> None:
         """A node came: `wait_s` from request to job start (None: there was no idle node), `start_s` from there to its
@@ -139,7 +140,15 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
 
     def curve(self, partition: str, open_now: Iterable[Spell] = ()) -> Curve:
         """Survival of this partition's holes; those that are open now count as censored."""
-        return Curve(open_now, counted=_counted(tuple(self.spells.get(partition, ()))))
+        counted = self._rows.get(partition)
+        if counted is None:
+            counted = self._rows[partition] = _counted(tuple(self.spells.get(partition, ())))
+        return Curve(open_now, counted=counted)
+
+    @cached_property
+    def _rows(self) -> dict[str, Mapping[float, Row]]:
+        """Partition -> what `_counted` has found, until something new is remembered of it."""
+        return {}
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -82,8 +83,12 @@ def measured(path: Path, start: tuple[float, float] = IN_PLACE.start) -> Costs:
 _LUCK = random.Random()
 
 
+@lru_cache(maxsize=64)
 def drawn(cost: tuple[float, float], which: str) -> float:
-    """One time it costs so much: lognormal through (p50, p95). `which` decides: the same words, the same luck."""
+    """One time it costs so much: lognormal through (p50, p95). `which` decides: the same words, the same luck.
+
+    Kept, for what a release costs is asked twice.
+    """
     p50, p95 = cost
     if p50 <= 0 or p95 <= p50:
         return p50

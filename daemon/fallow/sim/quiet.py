@@ -74,7 +74,9 @@ def same(one: Shown, other: Shown, *, steady: bool = False) -> bool:
         return _nodes(now) == _nodes(then)
     if steady:
         wanted = nodes_for(now, [job for job in one.jobs if job.state == "PENDING" and not job.name.startswith(OURS)])
-        return _nodes(now, wanted) == _nodes(then, wanted) and _others(now, wanted) == _others(then, wanted)
+        if now.nodes is not then.nodes and _nodes(now, wanted) != _nodes(then, wanted):
+            return False
+        return now.jobs is then.jobs or _others(now, wanted) == _others(then, wanted)
     return now.nodes == then.nodes and now.jobs == then.jobs
 
 
@@ -92,8 +94,8 @@ def _nodes(cluster: ClusterState, wanted: AbstractSet[str] = frozenset()) -> lis
 
 def _others(cluster: ClusterState, wanted: AbstractSet[str]) -> list[JobInfo]:
     """Jobs of others that somebody may wait for: on such nodes, or of an array that may run only so many at once."""
-    there = [job for job in cluster.jobs if job.state in ON_NODES and not job.name.startswith(OURS)]
-    return [job for job in there if job.array_job_id or not wanted.isdisjoint(job.nodes)]
+    there = [job for job in cluster.jobs if job.array_job_id or not wanted.isdisjoint(job.nodes)]
+    return [job for job in there if job.state in ON_NODES and not job.name.startswith(OURS)]
 
 
 def wake_at(
