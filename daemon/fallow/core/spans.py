@@ -60,7 +60,7 @@ def by_token(jobs: Iterable[JobInfo], prefix: str = "fallow-") -> dict[str, list
     found: dict[str, list[JobInfo]] = {}
     for job in jobs:
         name, comment = job.name, job.comment
-        if comment:
+        if comment and comment != name:
             for token in _tokens(name, comment, prefix):
                 found.setdefault(token, []).append(job)
         elif name.startswith(prefix):

@@ -199,7 +199,7 @@ class VirtualHead:
 
     def _watches(self) -> bool:
         # Asked many times for each poll.
-        any_there = any(self.book.partitions[name] for name in self.neighbourhood.watched)
+        any_there = any(map(self.book.partitions.get, self.neighbourhood.watched))
         return self.neighbourhood.watches(self.book.allocations.values() if any_there else ())
 
     def _ask(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heappop, heappush
-from math import inf
 
 from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, forgo, observe, preempted_until, send, sent
 from fallow.core.allowance import Limits, horizon_s
@@ -71,7 +70,8 @@ class Leases:
         return len(self._queue)
 
     def next_at(self) -> float:
-        return min(self._timers[0][0] if self._timers else inf, self._queue.next_at())
+        queued_at = self._queue.next_at()
+        return min(self._timers[0][0], queued_at) if self._timers else queued_at
 
     def play(self, at: float) -> bool:
         """What is due; was anything submitted?"""

@@ -68,7 +68,7 @@ def same(one: Shown, other: Shown, *, steady: bool = False) -> bool:
         return False
     if now.nodes is then.nodes and now.jobs is then.jobs:
         return True
-    if one.jobs != other.jobs:
+    if now.jobs is not then.jobs and one.jobs != other.jobs:
         return False
     if other.alone:
         return _nodes(now) == _nodes(then)

@@ -232,17 +232,18 @@ class WatchedEngine:
     ) -> None:
         self._inner, self._hear, self._recorder, self._look = inner, hear, recorder, look
         self.site = inner.site
+        # Asked for each moment.
+        self.next_at = inner.next_at
 
     @property
     def now(self) -> float:
         return self._inner.now
 
-    def next_at(self) -> float:
-        return self._inner.next_at()
-
     def advance(self, to: float) -> list[Happening]:
+        if self._recorder is None:
+            return self._noted(self._inner.advance(to))
         found = []
-        while self._recorder is not None and (look_at := self._recorder.next_look()) <= to:
+        while (look_at := self._recorder.next_look()) <= to:
             found += self._noted(self._inner.advance(max(look_at, self._inner.now)))
             self._recorder.look(*self._look())
         return found + self._noted(self._inner.advance(to))

@@ -94,6 +94,8 @@ class SlurmSim:
             agenda.play_next()
         self._look_at_pool()
         agenda.now = max(agenda.now, to)
+        if not told:
+            return []
         happened = list(told)
         told.clear()
         return happened
