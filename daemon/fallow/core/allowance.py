@@ -69,7 +69,8 @@ def rules(
         groups: of the owner; None: not known.
     """
     poll_s, margin_s = limits.poll_interval_s, limits.release_margin_s
-    at_once, most = _at_once(limits, site, interval_s), _most(limits, site)
+    most = _most(limits, site)
+    at_once = _at_once(limits, site, interval_s, most)
     ahead = min(max(AHEAD, round(experience.at_once(now))), _looked_at(site) // 2, most // 2)
     return HarvestRules(
         partitions=limits.partitions,
@@ -107,16 +108,16 @@ def beside(rules: HarvestRules, nodes: Counter[str]) -> HarvestRules:
     return replace(rules, max_nodes=most, partition_nodes=each, hurried=nodes)
 
 
-def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float) -> int:
+def _at_once(limits: Limits, site: ClusterConfig | None, interval_s: float, most: int) -> int:
     """Requests for idle nodes that may wait at once: however many fall idle, they are asked for as fast as may be.
 
     One waits until Slurm has looked, and then until a poll shows that it started; what counted polls alone let a sixth
     of the submissions through where polls come every 5 s.
     """
     if limits.max_pending is not None:
-        return _most(limits, site)
+        return most
     waits_s = interval_s + _backfill_s(site)
-    return min(_most(limits, site), max(FEW, round(limits.submits_per_min * waits_s / 60.0)))
+    return min(most, max(FEW, round(limits.submits_per_min * waits_s / 60.0)))
 
 
 def _most(limits: Limits, site: ClusterConfig | None) -> int:
@@ -128,15 +129,15 @@ def _most(limits: Limits, site: ClusterConfig | None) -> int:
 def pending_allowed(site: ClusterConfig, *, in_all: bool = False) -> int:
     """Requests that may wait in a partition, or `in_all` of them: half of the jobs that backfill looks at for one user,
     since the user's own ones need the others."""
-    names = "user|assoc" if in_all else "user|assoc|user_part"
-    limits = _numbers(rf"bf_max_job_(?:{names})=(\d+)", site.scheduler_parameters)
-    return max(1, min(filter(None, limits), default=2 << 30) // 2)
+    pattern = r"bf_max_job_(?:user|assoc)=(\d+)" if in_all else r"bf_max_job_(?:user|assoc|user_part)=(\d+)"
+    return max(1, _least(pattern, site.scheduler_parameters, 2 << 30) // 2)
 
 
 def _looked_at(site: ClusterConfig | None) -> int:
     """Jobs of all users together that backfill looks at in a cycle, in a partition or in all."""
-    limits = () if site is None else _numbers(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters)
-    return min(filter(None, limits), default=LOOKED_AT)
+    if site is None:
+        return LOOKED_AT
+    return _least(r"bf_max_job_(?:test|part)=(\d+)", site.scheduler_parameters, LOOKED_AT)
 
 
 def _backfill_s(site: ClusterConfig | None) -> float:
@@ -147,6 +148,12 @@ def _resolution_s(site: ClusterConfig | None) -> float:
     """Of the times in backfill's plan (`bf_resolution`, https://slurm.schedmd.com/slurm.conf.html)."""
     said = () if site is None else _numbers(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
     return float(said[0]) if said else RESOLUTION_S
+
+
+@lru_cache(maxsize=16)
+def _least(pattern: str, parameters: str, otherwise: int) -> int:
+    """The lowest of them that is not 0, which means no limit."""
+    return min(filter(None, _numbers(pattern, parameters)), default=otherwise)
 
 
 @lru_cache(maxsize=16)
