@@ -86,7 +86,7 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
 
     def came(self, nodes: int, at: float) -> None:
         """So many nodes have become holes since the poll before."""
-        if nodes > self.at_once(at):
+        if nodes and nodes > self.at_once(at):
             self.together = at, nodes
 
     def at_once(self, at: float) -> float:

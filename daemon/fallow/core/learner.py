@@ -67,7 +67,8 @@ class Learner:
                 continue
             self._follow_start(begun, allocation, start_at, asker, now)
         # Those that start and those that wait in one poll tell of the same limit, which is at the last that started.
-        waits = [(a, asker) for a, asker in harvest if a.state is AllocationState.PENDING and a.asked_at is None]
+        pending = AllocationState.PENDING
+        waits = [(a, asker) for a, asker in harvest if a.state is pending and a.asked_at is None]
         news = ((a.run, self._follow_wait(a, asker, now)) for a, asker in waits)
         return [(run, text) for run, text in news if text]
 

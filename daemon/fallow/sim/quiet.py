@@ -47,13 +47,11 @@ class Shown:
     @cached_property
     def jobs(self) -> list[JobInfo]:
         """Ours, and those that wait; of ours that are over nothing follows from when Slurm forgets them."""
-        found: list[JobInfo] = []
-        for job in self.cluster.jobs:
-            if job.state == "PENDING":
-                found.append(_planned_for_nothing(job))
-            elif job.name.startswith(OURS) and job.state not in ENDED_STATES:
-                found.append(job)
-        return found
+        return [
+            _planned_for_nothing(job) if job.state == "PENDING" else job
+            for job in self.cluster.jobs
+            if job.state == "PENDING" or (job.name.startswith(OURS) and job.state not in ENDED_STATES)
+        ]
 
     @cached_property
     def alone(self) -> bool:
