@@ -27,11 +27,14 @@ STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASIN
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
 
-VALUED_S = 900.0
+VALUED_S = 1800.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
 NEWS = 0.05
 """A measurement says something new if it differs by so much from what was expected, as a part of it."""
+
+STARTS = 0.01
+"""Starts take longer or shorter than nodes were valued with if that differs by so much, as a part of a node's stay."""
 
 
 @dataclass
@@ -195,8 +198,8 @@ class Book:
             at, start_s, stay_s: as for `valuing.gain`.
             exact: at each call; else when there is something new, or not for a while.
         """
-        valued_s = self._valued[1]
-        if exact or self._news or at >= self.valued_until() or abs(start_s - valued_s) > NEWS * valued_s:
+        other_starts = abs(start_s - self._valued[1]) > STARTS * stay_s
+        if exact or self._news or other_starts or at >= self.valued_until():
             known = {name: evidence(run.curve, at) for name, run in self._runs.items()}
             facts = [self._facts(run, known, at) for run in self._runs.values()]
             weights = valuing.weights(facts, {})
