@@ -17,7 +17,8 @@ from fallow.core.states import ENDED_STATES, ON_NODES
 from fallow.core.tokens import token_in
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
-LIVE = (AllocationState.UNKNOWN, AllocationState.PENDING, AllocationState.RUNNING, AllocationState.RELEASING)
+LIVE = (AllocationState.RUNNING, AllocationState.PENDING, AllocationState.RELEASING, AllocationState.UNKNOWN)
+"""Most of them run, so that is compared first."""
 
 SUBMIT_S = 90.0
 """sbatch has ended so long after it was called: it gives up by itself after some tries of MessageTimeout (10 s; sites

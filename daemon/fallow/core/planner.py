@@ -32,7 +32,7 @@ from fallow.core.rules import (
 from fallow.core.sharing import charge, requests_ahead, requests_for, requests_instead, share_out, surplus
 from fallow.core.targets import Targets
 from fallow.core.unstarted import LEAST_S, Sort
-from fallow.model import AllocationState, ClusterState, PartitionInfo
+from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
@@ -103,7 +103,8 @@ def plan(
     taboo = _taboo(cluster, standing)
     there = known.open.of(cluster, rules)
     holes = holes_of(cluster, there, harvest, rules, known)
-    holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
+    if taboo:
+        holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
     open_now = [p for p in there if p.partition not in taboo]
     reach = Reach(cluster, open_now, known.backoff, known.unstarted)
     sorts = {demand.run: demand.sort for demand in demands}
@@ -119,14 +120,16 @@ def plan(
     withdrawn = [] if again else withdraw(cluster, surplus(found), pending, standing, rules, old, declined, lasting)
     out += withdrawn
     gone = {wish.token for wish in withdrawn}
-    kept = [a for a in pending if a.token not in gone]
-    live = [a for a in harvest if a.token not in gone]
+    kept = [a for a in pending if a.token not in gone] if gone else pending
+    live = [a for a in harvest if a.token not in gone] if gone else harvest
     requests = Requests(cluster, there, live, kept, rules, known, holes, reach, sorts)
     moves = _moves(found, sorts, requests, reach)
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = given.union(a.token for a in [*found.unused, *moves])
-    leaving = {a.run for a in harvest if is_leaving(a, cluster.at, rules.lead_s)}
+    # Most are far from their end.
+    ending = [a for a in harvest if a.end_at is not None and a.end_at - cluster.at < rules.lead_s]
+    leaving = {a.run for a in ending if is_leaving(a, cluster.at, rules.lead_s)}
     for demand in demands if leaving else ():
         if demand.run in leaving:
             mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
@@ -140,11 +143,12 @@ def plan(
     more = requests.waiting < rules.ahead and any(demand.nodes > asked[demand.run] for demand in demands)
     coming = _coming(cluster, there, allocations, standing) if more else []
     out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)
+    idle = idle_nodes(cluster)
     if unused is not None:
-        unused.update(_closed(cluster, there, rules, standing, taboo))
+        unused.update(_closed(cluster, idle, there, rules, standing, taboo))
         unused.update(requests.unused(_enough(demands)))
     if rest is not None:
-        rest.steady = found.settled and requests.waiting >= rules.ahead and not idle_nodes(cluster)
+        rest.steady = found.settled and requests.waiting >= rules.ahead and not idle
         rest.lasting = lasting
     return [wish for wish in out if isinstance(wish, Ask)] if again else out
 
@@ -174,13 +178,13 @@ def _enough(demands: Sequence[Demand]) -> str:
 
 def _closed(
     cluster: ClusterState,
+    idle: Sequence[NodeInfo],
     partitions: Sequence[PartitionInfo],
     rules: HarvestRules,
     standing: Standing,
     taboo: Mapping[str, AbstractSet[str]],
 ) -> dict[str, str]:
-    """Idle nodes that are no holes to us."""
-    idle = idle_nodes(cluster)
+    """Those of these idle nodes that are no holes to us."""
     if not idle:
         return {}
     starts = {node: job for job, nodes in standing.offered for node in nodes}
@@ -434,4 +438,6 @@ def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
 
 def _taboo(cluster: ClusterState, standing: Standing) -> Mapping[str, AbstractSet[str]]:
     """Where others are about to get nodes that nothing would take back from us: a request might take any of them."""
+    if not standing.spoken_for:
+        return {}
     return {p.partition: frozenset(p.nodes) for p in cluster.partitions if p.partition in standing.spoken_for}

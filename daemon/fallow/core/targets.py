@@ -107,7 +107,8 @@ def targets(
     supply.add_idle()
 
     haves = [len(mine[party.run]) for party in parties]
-    bounds = [_bounds(party, mine[party.run], pending, at) for party in parties]
+    ending = _ending(held, pending, at)
+    bounds = [_bounds(party, mine[party.run], pending, ending) for party in parties]
     kinds = [tuple(supply.kinds_of(party)) for party in parties]
     staying = []
     for party, have, (low, high), some in zip(parties, haves, bounds, kinds, strict=True):
@@ -153,29 +154,40 @@ def settled(
     for allocation in held:
         if allocation.run in mine:
             mine[allocation.run].append(allocation)
-    for_more, for_fewer = 0.0, inf
+    for_more, for_fewer, soon_s = 0.0, inf, min(horizon_s, next_s)
+    ending = _ending(held, pending, at)
     for party in parties:
         if party.room < 0:
             return None
-        have, (low, high) = len(mine[party.run]), _bounds(party, mine[party.run], pending, at)
-        more, fewer = margins(party.worth, have, low, high, min(horizon_s, next_s))
-        for_more, for_fewer = max(for_more, more), min(for_fewer, fewer)
+        have = len(mine[party.run])
+        low, high = _bounds(party, mine[party.run], pending, ending)
+        more, fewer = margins(party.worth, have, low, high, soon_s)
+        if more > for_more:
+            for_more = more
+        if fewer < for_fewer:
+            for_fewer = fewer
         if for_more > for_fewer:
             return None
     return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0), settled=True)
 
 
-def _bounds(party: Party, mine: Sequence[Allocation], pending: Collection[str], at: float) -> tuple[int, int]:
+def _ending(held: Sequence[Allocation], pending: Collection[str], at: float) -> list[str]:
+    """The run of each node that is near its end."""
+    ending = [a for a in held if a.end_at is not None and a.end_at - at < MOVABLE_S]
+    return [a.run for a in ending if a.token not in pending]
+
+
+def _bounds(
+    party: Party, mine: Sequence[Allocation], pending: Collection[str], ending: Sequence[str]
+) -> tuple[int, int]:
     """Nodes that a run keeps whatever others would gain, and the most that it may have."""
     if party.room < 0:
         # Requests are withdrawn; who leaves of those that train is decided where the limit was lowered.
         running = [a for a in mine if a.token not in pending]
         fixed = max(len(running), len(mine) + party.room)
         return fixed, fixed
-    ending = [a for a in mine if a.end_at is not None and a.end_at - at < MOVABLE_S]
-    soon = len([a for a in ending if a.token not in pending])
-    owed = min(len(mine), max(0, party.worth.least - party.worth.base))
-    return max(soon, owed), len(mine) + party.room
+    have, soon, owed = len(mine), ending.count(party.run), party.worth.least - party.worth.base
+    return max(soon, min(have, owed)), have + party.room
 
 
 class _Supply:
@@ -237,7 +249,8 @@ class _Supply:
 
     def hold(self, allocation: Allocation, pending: bool) -> None:
         """Count the node of an allocation. A request will take an idle node, or else one that nobody knows of yet."""
-        node, name = allocation.pinned if pending else next(iter(allocation.nodes), ""), allocation.partition
+        nodes, name = allocation.nodes, allocation.partition
+        node = allocation.pinned if pending else nodes[0] if nodes else ""
         if node:
             place: Place | None = Place(node, (name, *self._elsewhere(node, name)))
         else:

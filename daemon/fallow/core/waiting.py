@@ -112,7 +112,12 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
 
 def looked_at(config: ClusterConfig | None) -> int:
     """Number of jobs that are looked at: as many as the site's backfill looks at, if that is more than usual."""
-    said = None if config is None else re.search(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
+    return LOOKED_AT if config is None else _tested(config.scheduler_parameters)
+
+
+@lru_cache(maxsize=16)
+def _tested(parameters: str) -> int:
+    said = re.search(r"(?:^|,)bf_max_job_test=(\d+)", parameters)
     return max(LOOKED_AT, int(said[1])) if said else LOOKED_AT
 
 

@@ -179,8 +179,9 @@ class Book:
         """
         run = self._runs[name]
         live = [a for a in run.allocations.values() if a.state in STAYING]
-        replaced = {a.replaces for a in live}
-        staying = sum([len(a.agents) or 1 for a in live if a.token not in replaced])
+        replaced = {a.replaces for a in live if a.replaces}
+        counted = [a for a in live if a.token not in replaced] if replaced else live
+        staying = sum([len(a.agents) or 1 for a in counted])
         return Demand(
             run=name,
             nodes=min(run.plan.max_nodes, run.plan.shards) - run.plan.base - staying,

@@ -266,7 +266,7 @@ class VirtualHead:
         wishes = self._plan(cluster, rules, live)
         known = self.learner.known
         self._wake_at = cluster.at
-        self._first_end = min((a.end_at for a in live if a.end_at is not None), default=inf)
+        self._first_end = min([a.end_at for a in live if a.end_at is not None], default=inf)
         if self._elide and not wishes:
             rest, ours = self._rest, self.book.allocations
             until = self.neighbourhood.stands_until(cluster, self._config, ours) if rest.steady else inf
@@ -297,7 +297,6 @@ class VirtualHead:
         gains = self.book.gains(cluster.at, start_s, stay_s(rules), exact=not self._elide)
         archs = self._archs = self._archs or {node.node: node.arch for node in cluster.nodes}
         demands = [self.book.demand(run, self._runs.members(run), archs, gain.worth) for run, gain in gains.items()]
-        sorts = {demand.run: demand.sort for demand in demands}
         if not again:
             known.unstarted.look(cluster)
         unused: dict[str, str] = {}
@@ -310,7 +309,7 @@ class VirtualHead:
                 case Withdraw(token, reason):
                     allocation = self.book.allocations[token]
                     if allocation.asked_at is None:
-                        withdrawn(known, wish, allocation, sorts, cluster.at)
+                        withdrawn(known, wish, allocation, {d.run: d.sort for d in demands}, cluster.at)
                         self._leases.cancel(allocation, reason, self._now)
                 case GiveBack(token, reason, urgent):
                     allocation = self.book.allocations[token]
