@@ -7,6 +7,7 @@ two.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property, lru_cache
 from math import inf
@@ -126,9 +127,10 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
         """From one node that comes to the next, as a rule; infinity: nobody knows."""
         per_s = 0.0
         for kept in self.starts.values():
-            fresh = [then for then, _ in kept if at - then < FRESH_S]
-            if len(fresh) > 1 and at > fresh[0]:
-                per_s += (len(fresh) - 1) / (at - fresh[0])
+            stale = bisect_right(kept, (at - FRESH_S, inf))
+            fresh = len(kept) - stale
+            if fresh > 1 and at > kept[stale][0]:
+                per_s += (fresh - 1) / (at - kept[stale][0])
         return 1.0 / per_s if per_s else inf
 
     def fresh_until(self, at: float) -> float:
