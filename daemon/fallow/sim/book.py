@@ -27,7 +27,7 @@ STAYING = tuple(state for state in LIVE if state is not AllocationState.RELEASIN
 PAUSE_S = 0.5
 """What a change is taken to cost until there has been one, as in `head.demands`."""
 
-VALUED_S = 1800.0
+VALUED_S = 3600.0
 """Nodes are valued anew so often where measurements only make surer what is known."""
 
 NEWS = 0.05
