@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from msgspec.structs import replace
 
 from fallow.core.allocations import Allocation
 from fallow.core.experience import Experience
+from fallow.core.parameters import numbers
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
 from fallow.core.waiting import LOOKED_AT
@@ -146,20 +145,13 @@ def _backfill_s(site: ClusterConfig | None) -> float:
 
 def _resolution_s(site: ClusterConfig | None) -> float:
     """Of the times in backfill's plan (`bf_resolution`, https://slurm.schedmd.com/slurm.conf.html)."""
-    said = () if site is None else _numbers(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
+    said = () if site is None else numbers(r"(?:^|,)bf_resolution=(\d+)", site.scheduler_parameters)
     return float(said[0]) if said else RESOLUTION_S
 
 
-@lru_cache(maxsize=16)
 def _least(pattern: str, parameters: str, otherwise: int) -> int:
     """The lowest of them that is not 0, which means no limit."""
-    return min(filter(None, _numbers(pattern, parameters)), default=otherwise)
-
-
-@lru_cache(maxsize=16)
-def _numbers(pattern: str, parameters: str) -> tuple[int, ...]:
-    """Those that SchedulerParameters has behind some words; kept, for every plan asks for the same."""
-    return tuple(int(number) for number in re.findall(pattern, parameters))
+    return min(filter(None, numbers(pattern, parameters)), default=otherwise)
 
 
 def horizon_s(poll_interval_s: float) -> float:

@@ -219,21 +219,17 @@ def _envelope(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high:
 
 
 def _rising(sizes: tuple[int, ...], values: tuple[float, ...], low: int, high: int) -> list[tuple[float, int]]:
-    last, worth = sizes[low], values[low]
-    corners = [(last, worth)]
+    corners = [(sizes[low], values[low])]
     rises: list[tuple[float, int]] = []
     "(value, nodes) from each corner to the next"
     for n, value in zip(sizes[low + 1 : high + 1], values[low + 1 : high + 1], strict=True):
+        last, worth = corners[-1]
         if value <= worth:
             continue
-        while rises:
-            rise, nodes = rises[-1]
-            if rise * (n - last) > (value - worth) * nodes:
-                break
+        while rises and rises[-1][0] * (n - last) <= (value - worth) * rises[-1][1]:
             rises.pop()
             corners.pop()
             last, worth = corners[-1]
+        corners.append((n, value))
         rises.append((value - worth, n - last))
-        last, worth = corner = n, value
-        corners.append(corner)
     return [(value / nodes, nodes) for value, nodes in rises]

@@ -8,10 +8,9 @@ start on such a node, or for a while.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
+from fallow.core.parameters import numbers
 from fallow.core.states import ON_NODES
 from fallow.core.waiting import Waiting
 from fallow.model import ClusterConfig, ClusterState, JobInfo, NodeInfo
@@ -40,15 +39,9 @@ def looks_again_s(config: ClusterConfig | None) -> float:
     """
     if config is None:
         return CYCLE_S
-    lasts_s = _max_time_s(config.scheduler_parameters)
-    return max(CYCLE_S, config.backfill_interval_s + (config.backfill_interval_s if lasts_s is None else lasts_s))
-
-
-@lru_cache(maxsize=16)
-def _max_time_s(parameters: str) -> float | None:
-    """What SchedulerParameters says of it; kept, for every poll asks for the same."""
-    said = re.search(r"(?:^|,)bf_max_time=(\d+)", parameters)
-    return float(said[1]) if said else None
+    said = numbers(r"(?:^|,)bf_max_time=(\d+)", config.scheduler_parameters)
+    lasts_s = float(said[0]) if said else config.backfill_interval_s
+    return max(CYCLE_S, config.backfill_interval_s + lasts_s)
 
 
 def sort_of(waiting: Waiting) -> Sort:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -144,7 +144,7 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
         """Survival of this partition's holes; those that are open now count as censored."""
         counted = self._rows.get(partition)
         if counted is None:
-            counted = self._rows[partition] = _counted(tuple(self.spells.get(partition, ())))
+            counted = self._rows[partition] = _counted(self.spells.get(partition, ()))
         return Curve(open_now, counted=counted)
 
     @cached_property
@@ -153,9 +153,8 @@ class Experience(msgspec.Struct, kw_only=True, dict=True):
         return {}
 
 
-@lru_cache(maxsize=64)
-def _counted(spells: tuple[tuple[int, bool, int], ...]) -> Mapping[float, Row]:
-    """Kept: what is remembered of a partition stays the same over many plans."""
+def _counted(spells: Iterable[tuple[int, bool, int]]) -> Mapping[float, Row]:
+    """Spells by age, ascending."""
     rows = count(spells)
     return {age: rows[age] for age in sorted(rows)}
 

@@ -175,12 +175,11 @@ class Fit:
             most: nodes.
         """
         found: list[tuple[int, float]] = []
-        best, (shard_s, rest_s, talk_s) = 0.0, (self.shard_s, self.rest_s, self.talk_s)
-        largest, last = (self.sizes[-1], self.factors[-1]) if self.sizes else (0, 1.0)
+        best = 0.0
         for nodes, members, each, talks in _stairs(self.shards, slots, most):
             # As `step_s`.
-            plain = shard_s * each + rest_s + talk_s * talks
-            speed = 1.0 / (plain * (last if members >= largest else self._factor(members)))
+            plain = self.shard_s * each + self.rest_s + self.talk_s * talks
+            speed = 1.0 / (plain * self._factor(members))
             if not found or speed > best:
                 found.append((nodes, speed))
                 best = speed

@@ -103,8 +103,7 @@ def plan(
     taboo = _taboo(cluster, standing)
     there = known.open.of(cluster, rules)
     holes = holes_of(cluster, there, harvest, rules, known)
-    if taboo:
-        holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
+    holes = [hole for hole in holes if hole.node not in taboo.get(hole.partition, frozenset())]
     open_now = [p for p in there if p.partition not in taboo]
     reach = Reach(cluster, open_now, known.backoff, known.unstarted)
     sorts = {demand.run: demand.sort for demand in demands}
@@ -127,9 +126,7 @@ def plan(
     out += [GiveBack(a.token, "another run gains more from it") for a in moves]
     budgets = {demand.run: demand.budget_node_s for demand in demands}
     freed = given.union(a.token for a in [*found.unused, *moves])
-    # Most are far from their end.
-    ending = [a for a in harvest if a.end_at is not None and a.end_at - cluster.at < rules.lead_s]
-    leaving = {a.run for a in ending if is_leaving(a, cluster.at, rules.lead_s)}
+    leaving = {a.run for a in harvest if is_leaving(a, cluster.at, rules.lead_s)}
     for demand in demands if leaving else ():
         if demand.run in leaving:
             mine = [a for a in harvest if a.run == demand.run and a.token not in freed]
@@ -438,6 +435,4 @@ def is_leaving(allocation: Allocation, at: float, lead_s: float) -> bool:
 
 def _taboo(cluster: ClusterState, standing: Standing) -> Mapping[str, AbstractSet[str]]:
     """Where others are about to get nodes that nothing would take back from us: a request might take any of them."""
-    if not standing.spoken_for:
-        return {}
     return {p.partition: frozenset(p.nodes) for p in cluster.partitions if p.partition in standing.spoken_for}

@@ -62,6 +62,10 @@ def prior(age_s: float) -> float:
     return (1.0 + age_s / SCALE_S) ** -2
 
 
+def _prior_integral(age_s: float) -> float:
+    return SCALE_S * age_s / (SCALE_S + age_s)
+
+
 Step = tuple[float, float, float, int, float, float]
 """From an age at which something was seen to the next: that age, the curve at it and its integral up to it, the seen
 holes that are there from then on, as many as the prior stands for at it, and the integral of `prior` up to it."""
@@ -96,6 +100,7 @@ class Curve:
         before, survival, integral, present, left, area = steps[-1] if steps else (0.0, 1.0, 0.0, 0, weight, 0.0)
         for age in ages[len(steps) : last + 1]:
             dead, gone, fresh = rows[age]
+            # `prior` and its integral are written out: there are hundreds of ages in each plan.
             if weight:
                 area_before, area = area, SCALE_S * age / (SCALE_S + age)
                 base = left + present
@@ -144,5 +149,5 @@ class Curve:
             return survival, integral + survival * (age_s - start)
         # No seen hole ends in between: what the prior loses.
         base = left + present
-        mean = (weight * (SCALE_S * age_s / (SCALE_S + age_s) - area) + present * (age_s - start)) / base
-        return survival * ((weight * (1.0 + age_s / SCALE_S) ** -2 + present) / base), integral + survival * mean
+        mean = (weight * (_prior_integral(age_s) - area) + present * (age_s - start)) / base
+        return survival * ((weight * prior(age_s) + present) / base), integral + survival * mean

@@ -162,10 +162,7 @@ def settled(
         have = len(mine[party.run])
         low, high = _bounds(party, mine[party.run], pending, ending)
         more, fewer = margins(party.worth, have, low, high, soon_s)
-        if more > for_more:
-            for_more = more
-        if fewer < for_fewer:
-            for_fewer = fewer
+        for_more, for_fewer = max(for_more, more), min(for_fewer, fewer)
         if for_more > for_fewer:
             return None
     return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0), settled=True)

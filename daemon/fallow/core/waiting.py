@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
+from fallow.core.parameters import numbers
 from fallow.core.states import ON_NODES
 from fallow.core.tokens import PREFIX, names_harvest
 from fallow.model import ClusterConfig, ClusterState, JobInfo
@@ -112,13 +113,8 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
 
 def looked_at(config: ClusterConfig | None) -> int:
     """Number of jobs that are looked at: as many as the site's backfill looks at, if that is more than usual."""
-    return LOOKED_AT if config is None else _tested(config.scheduler_parameters)
-
-
-@lru_cache(maxsize=16)
-def _tested(parameters: str) -> int:
-    said = re.search(r"(?:^|,)bf_max_job_test=(\d+)", parameters)
-    return max(LOOKED_AT, int(said[1])) if said else LOOKED_AT
+    said = () if config is None else numbers(r"(?:^|,)bf_max_job_test=(\d+)", config.scheduler_parameters)
+    return max(LOOKED_AT, said[0]) if said else LOOKED_AT
 
 
 def foremost(waiting: Iterable[Waiting], most: int, near: Collection[str]) -> Iterator[Waiting]:
