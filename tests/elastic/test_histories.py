@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import Undisturbed
-from fallow.model import RunReport, WorkerPhase
+from fallow.model import CheckpointState, RunReport, RunStatus, WorkerPhase
 
 MOST = 5
 LEASE_S = 3.0  # an agent that starts beside other tests may be late by a second
@@ -29,8 +29,16 @@ Event = tuple[str, int, bool]
 KINDS = [
     *("join", "join-two", "leave", "kill", "kill-two", "kill-during-join"),
     *("stop", "freeze-and-thaw", "head-kill", "store-kill"),
+    *("save", "go-back", "suspend", "lose-all"),
 ]
-"""freeze-and-thaw: stopped with its agent for less than its lease; the member goes on as if nothing had happened."""
+"""freeze-and-thaw: stopped with its agent for less than its lease; the member goes on as if nothing had happened.
+go-back: `fallow rollback` to one of the checkpoints, if there is one; suspend: all leave on notice; lose-all: all are
+killed. After these two others come."""
+
+WHOLE = ("suspend", "lose-all")
+"Nobody is left."
+AFTER_ALL = 2
+"So many come then."
 
 EVENTS = st.tuples(st.sampled_from(KINDS), st.integers(0, MOST - 1), st.booleans())
 
@@ -50,6 +58,10 @@ class Story:
     gone: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     losses: int = 0
+    unheard: bool = False
+    "the head was away: it does not know what members told it of changes meanwhile"
+    backs: int = 0
+    "times that the training went on from a checkpoint by somebody's will, or because all were lost"
 
     async def play(self, history: list[Event], start: int = 2) -> RunReport:
         """From the start with so many members to the end of the training."""
@@ -87,6 +99,7 @@ class Story:
         )
         await self.let_in()
         await run.becomes(self.members)
+        self.members = list(run.known)
         self.settled, self.gone = list(self.members), []
 
     async def let_in(self) -> None:
@@ -101,6 +114,10 @@ class Story:
         At most so many members, and the training is not left without one that has its state.
         """
         free = [name for name in self.members if name != self.anchor] or self.members
+        if kind in WHOLE:
+            return [] if self.anchor in self.members else list(self.members)
+        if kind == "save" and not self.settled:
+            return []
         coming = {"join": 1, "join-two": 2, "kill-during-join": 1}.get(kind, 0)
         going = {"leave": 1, "kill": 1, "kill-two": 2, "kill-during-join": 1, "stop": 1}.get(kind, 0)
         chosen = [free[(place + i) % len(free)] for i in range(min(max(going, 1), len(free)))]
@@ -110,6 +127,8 @@ class Story:
 
     async def happen(self, kind: str, victims: list[str]) -> None:
         run, who = self.run, victims[0]
+        if kind in WHOLE:
+            await self.replace_all(kind)
         if kind in ("join", "join-two", "kill-during-join"):
             self.members += await run.arrive(2 if kind == "join-two" else 1)
             await self.let_in()
@@ -133,10 +152,38 @@ class Story:
             run.thaw(who)
             await run.goes_on()
         elif kind == "head-kill":
+            self.unheard = True
             await self.rig.kill_head()
             await self.rig.start_head()
         elif kind == "store-kill":
             await self.rig.kill_store()
+        elif kind == "save":
+            await self.rig.call("checkpoint", run=run.id)
+        elif kind == "go-back":
+            await self.go_back(int(who[1:]))
+
+    async def replace_all(self, kind: str) -> None:
+        """All members go, and when the run is suspended, others come."""
+        run = self.run
+        if kind == "suspend":
+            await run.release(*self.members)
+        else:
+            for name in self.members:
+                run.kill(name)
+            self.losses += len(self.members)
+            self.backs += 1
+        await run.until(lambda view: view.status is RunStatus.SUSPENDED, "it is not suspended")
+        self.members = await run.arrive(AFTER_ALL)
+        self.settled, self.gone = [], []
+        await self.let_in()
+
+    async def go_back(self, choice: int) -> None:
+        """To one of the checkpoints, if there are any; all members have its state afterwards, and none before."""
+        there = [one.step for one in (await self.run.view()).checkpoints if one.state is CheckpointState.USABLE]
+        if there:
+            self.backs += 1
+            self.settled = []
+            await self.rig.call("rollback", run=self.run.id, step=there[choice % len(there)])
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +193,23 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-RICH = ("--rich",)
-"""Half of the histories: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped."""
+PLAIN, RICH, THAW = (), ("--rich",), ("--thaw",)
+"""Rich: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped; thaw: parts of the model
+are frozen or rest from some step on to another."""
+
+OPTIONS = st.sampled_from((PLAIN, RICH, THAW))
 
 TOGETHER: list[Event] = [
     *(("join-two", 0, False), ("leave", 0, False), ("join", 0, True)),
     *(("kill-two", 1, False), ("kill-during-join", 0, False), ("leave", 0, True)),
 ]
 """What is seldom drawn: each before the others have taken effect."""
+
+ALL: list[Event] = [
+    *(("join", 0, True), ("save", 0, True), ("kill", 0, False), ("lose-all", 0, False), ("join", 0, False)),
+    *(("suspend", 0, False), ("go-back", 0, False), ("kill", 1, True), ("suspend", 0, True)),
+]
+"""The same with nobody left, and back to what was saved."""
 
 
 @pytest.mark.timeout(300)
@@ -164,22 +220,31 @@ TOGETHER: list[Event] = [
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(history=st.lists(EVENTS, min_size=3, max_size=9), rich=st.booleans())
-@example(history=TOGETHER, rich=True)
+@given(history=st.lists(EVENTS, min_size=3, max_size=9), options=OPTIONS)
+@example(history=TOGETHER, options=RICH)
+@example(history=ALL, options=THAW)
 def test_d3_any_short_history(
-    history: list[Event], rich: bool, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event],
+    options: tuple[str, ...],
+    nursery: NurseryClient,
+    undisturbed: Undisturbed,
+    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, *RICH[:rich]))
+    loop.run(judged(history, nursery, undisturbed, *options))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=10, max_size=40), rich=st.booleans())
+@given(history=st.lists(EVENTS, min_size=10, max_size=40), options=OPTIONS)
 def test_p1_any_long_history(
-    history: list[Event], rich: bool, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event],
+    options: tuple[str, ...],
+    nursery: NurseryClient,
+    undisturbed: Undisturbed,
+    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *RICH[:rich]))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *options))
 
 
 async def judged(history: list[Event], nursery: NurseryClient, undisturbed: Undisturbed, *options: object) -> None:
@@ -189,7 +254,7 @@ async def judged(history: list[Event], nursery: NurseryClient, undisturbed: Undi
         async with Rig(nursery, Path(folder), membership__lease_s=LEASE_S) as rig:
             story = Story(rig, options)
             try:
-                judge(await story.play(history), wanted, story.losses)
+                judge(await story.play(history), wanted, story.losses, story.backs, unheard=story.unheard)
                 gap = story.run.longest_gap()
                 assert gap < GAP_S, f"no step for {gap:.1f} s"
             except AssertionError as error:

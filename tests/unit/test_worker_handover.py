@@ -140,17 +140,17 @@ def groups(generation: int, members: Sequence[Member], store: HashStore) -> list
         return list(pool.map(build, range(len(members))))
 
 
-def meet(group: Group, member: Member) -> Exchanged:
-    done = exchange(group, member.prepared, member.position, member.standing, lambda: None, 0.0)
+def meet(group: Group, member: Member, restore: switch.Restore = lambda: None) -> Exchanged:
+    done = exchange(group, member.prepared, member.position, member.standing, restore, 0.0)
     member.position = done.position
     return done
 
 
-def change(generation: int, members: Sequence[Member]) -> list[Exchanged]:
+def change(generation: int, members: Sequence[Member], restore: switch.Restore = lambda: None) -> list[Exchanged]:
     """One whole change of generation; the state is complete on all afterwards."""
     ours = groups(generation, members, HashStore())
     with ThreadPoolExecutor(len(members)) as pool:
-        done = list(pool.map(meet, ours, members))
+        done = list(pool.map(meet, ours, members, [restore] * len(members)))
         assert all(pool.map(lambda member: member.standing.settle(), members))
     for group in ours:
         group.destroy()
@@ -281,6 +281,28 @@ def test_who_begins_gives_its_first_state_to_all() -> None:
     for member in members:
         assert member.standing.holds
         assert all(torch.equal(value, member.model.state_dict()[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(agreed: bool) -> None:
+    """Those who come after all were lost, and those who go back: not what the one that loads it had before."""
+    writer, *members = (Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 2, 3, 4))
+    writer.train(2)
+    writer.model.wide.requires_grad_(False)
+    writer.model.norm.eval()
+    members[0].model.scale.requires_grad_(False)
+    members[1].model.wide.eval()
+    before = [member.prepared.modes.export() for member in members]
+    modes = writer.prepared.modes.export()
+
+    def restore() -> dict[str, object]:
+        tree = switch.export_state(writer.prepared, writer.position)
+        return {**tree, "modes": modes if agreed else None}
+
+    change(3, members, restore)
+    for member in members:
+        equal(writer, member)
+    assert [member.prepared.modes.export() for member in members] == ([modes] * 3 if agreed else before)
 
 
 def test_a_survivor_one_step_behind_receives_the_newer_state() -> None:

@@ -134,8 +134,9 @@ def exchange(
     total = state.fingerprint(prepared.weights()) if standing.holds else 0
     group.wait()
     met = time.monotonic()
-    modes = prepared.modes.export()
-    known = modes_fingerprint(modes)
+    own = prepared.modes.export()
+    modes: object = own
+    known = modes_fingerprint(own)
     views = _views(group, _view(group, standing, position, total, known, pace, part, doubtful=doubtful))
     agreed = time.monotonic()
     told = [Told(*view[-len(Told._fields) :]) for view in views]
@@ -154,6 +155,7 @@ def exchange(
         saved = restore() if group.rank == donors[0] else None
         if saved is not None:
             position = load_state(prepared, saved)
+            modes = saved.get("modes")  # not those that it had before
     there = {*donors, *level}
     receivers = [rank for rank, view in enumerate(views) if rank not in there and (begun or view.standing == FRESH)]
     standing.whole = any(view.whole for view in views)
