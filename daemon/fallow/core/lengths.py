@@ -79,6 +79,22 @@ class Lease:
         """`worth` per second from request to end."""
         return self.worth(seconds) / (self._costs.wait_s + self._curve.expected(self._age_s, seconds))
 
+    def bound(self, seconds: float) -> float:
+        """No lease of at most so many seconds has a higher `rate`, unless this is below 0.
+
+        For T it has the node, at most as long as with `seconds`. It does not train in all of T: not at the start, nor
+        in the margin, as far as the hole is there by then (after `seconds` it is less often), and no end costs less
+        than the cheaper kind. The part that is left, (T - idle) / (wait + T), rises with T.
+        """
+        now, costs = self._now, self._costs
+        if now <= 0.0:
+            return 0.0
+        later, area = self._curve.look(self._age_s + seconds)
+        has_s = (area - self._area) / now
+        stalls_s = self._members * self.comes * (costs.pause_s + min(costs.pause_s, costs.cut_s))
+        idle_s = self._lost_s + costs.margin_s * later / now + stalls_s
+        return (has_s - idle_s) / (costs.wait_s + has_s)
+
 
 def best_minutes(lease: Lease, shortest: int, longest: int, kind: bool) -> int | None:
     """Minutes to ask for; None when no length from `shortest` to `longest` pays back.
@@ -90,7 +106,10 @@ def best_minutes(lease: Lease, shortest: int, longest: int, kind: bool) -> int |
     """
     if lease.comes < CHANCE:
         return None
-    rates = {m: lease.rate(m * 60.0) for m in lengths(shortest, longest)}
+    tried = list(lengths(shortest, longest))
+    if not kind and len(tried) > 1 and lease.rate(tried[0] * 60.0) > max(0.0, lease.bound(tried[1] * 60.0)):
+        return longest  # nearly always: no other need be looked at
+    rates = {m: lease.rate(m * 60.0) for m in tried}
     best = max(rates.values(), default=0.0)
     if best <= 0.0:
         return None
