@@ -492,6 +492,13 @@ def test_a_request_waits_for_nodes_that_the_run_can_use_however_many_others_come
     assert [(ask.partition, ask.ahead) for ask in asked] == [("scavenge", True)] * 2
 
 
+def test_runs_of_different_sorts_wait_for_the_same_nodes() -> None:
+    """Each is shown all that comes, from the first on, though only what is looked at is worked out."""
+    one = cluster([node("n1", "ALLOCATED")], [theirs("1", "n1")])
+    runs = [Demand("any", 1), Demand("named", 1, partitions=("scavenge",))]
+    assert [ask.run for ask in asks(plan(one, runs, [], AHEAD, fixed()))] == ["any", "named"]
+
+
 def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> None:
     planned = waiting(planned_nodes=["n1"], start_at=NOW + 600, reason="BeginTime", partition="other")
     state = cluster([node("n1")], [planned])

@@ -163,7 +163,8 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
 def find_coming(
     cluster: ClusterState, partitions: list[PartitionInfo], ours: Collection[str], kept: Collection[str]
 ) -> Iterator[Hole]:
-    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first.
+    """Nodes that others' jobs have, as the holes that they will be: the one whose jobs must end first comes first. As a
+    rule that one will do, so the others are not made unless they are asked for.
 
     Args:
         cluster: one poll.
@@ -186,10 +187,10 @@ def find_coming(
     there = ends.keys() - mine
     used = [node for node in cluster.nodes if node.node in there and node.state in ("ALLOCATED", "MIXED")]
     coming = {node.node for node in used if not node.flags or CLOSED.isdisjoint(node.flags)}
-    at, planned = cluster.at, planned_ends(cluster, ours)
-    lengths = {name: max(0.0, end - at) for name, end in planned.items() if name in coming}
+    planned = planned_ends(cluster, ours)
     offered = [(p.partition, coming.intersection(p.nodes)) for p in partitions]
     for name in sorted(sorted(coming), key=ends.__getitem__):
+        length_s = max(0.0, planned[name] - cluster.at) if name in planned else None
         for partition, nodes in offered:
             if name in nodes:
-                yield Hole(name, partition, lengths.get(name))
+                yield Hole(name, partition, length_s)

@@ -7,9 +7,10 @@ withdrawn, nodes whose time is nearly over are asked for again, and what is left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import tee
 
 from msgspec.structs import replace
 
@@ -138,7 +139,7 @@ def plan(
         out += [Withdraw(waits.token, "an idle node is asked for instead"), wish]
         asked[wish.run] += wish.run != waits.run
     more = requests.waiting < rules.ahead and any(demand.nodes > asked[demand.run] for demand in demands)
-    coming = _coming(cluster, there, allocations, standing) if more else []
+    coming = _coming(cluster, there, allocations, standing) if more else ()
     out += requests_ahead(found, demands, asked, coming, requests, budgets, rules)
     idle = idle_nodes(cluster)
     if unused is not None:
@@ -152,7 +153,7 @@ def plan(
 
 def _coming(
     cluster: ClusterState, partitions: Sequence[PartitionInfo], allocations: Sequence[Allocation], standing: Standing
-) -> list[Hole]:
+) -> Iterable[Hole]:
     """Nodes that may be waited for: only where Slurm takes them back from us for whoever comes a moment later, and not
     where others wait already."""
     kept = {node for p in cluster.partitions if p.partition in standing.wanted for node in p.nodes}
@@ -161,7 +162,7 @@ def _coming(
         for p in partitions
         if p.preempts
     ]
-    return list(find_coming(cluster, there, {a.token for a in allocations}, kept))
+    return tee(find_coming(cluster, there, {a.token for a in allocations}, kept), 1)[0]
 
 
 def _enough(demands: Sequence[Demand]) -> str:

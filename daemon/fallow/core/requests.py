@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -230,7 +231,7 @@ class Requests:
         """One request that waits for any of the nodes that others still have; None: it would be no good."""
         if self.waiting >= self._rules.ahead or self._full() or self._limited(demand.asker):
             return None
-        for hole in self._coming_for(demand, coming):
+        for hole in self._coming_for(demand.sort, coming):
             if hole.node in demand.barred or self._full(hole.partition) or not self._room_ahead(hole.partition):
                 continue
             limit = self._limit(hole, demand, budget_node_s)
@@ -243,18 +244,17 @@ class Requests:
             return Ask(demand.run, hole.partition, limit.minutes, limit.least, exclude=exclude, ahead=True)
         return None
 
-    def may_come(self, demand: Demand, coming: Iterable[Hole]) -> int:
-        """Requests more for nodes that others still have which may be made for the run."""
-        there, left = self._coming_for(demand, coming), self._rules.ahead - self.waiting
+    def may_come(self, sort: Sort, coming: Iterable[Hole]) -> int:
+        """Requests more for nodes that others still have which may be made for runs of this sort."""
+        there, left = self._coming_for(sort, coming), self._rules.ahead - self.waiting
         if self._rules.max_nodes is None and not self._rules.partition_nodes:
             return 0 if next(there, None) is None else left
         return min(left, self._places(), sum(map(self._places, {hole.partition for hole in there})))
 
-    def _coming_for(self, demand: Demand, coming: Iterable[Hole]) -> Iterator[Hole]:
-        """The first nodes of others that it can use: as a rule one is enough."""
-        sort = demand.sort
+    def _coming_for(self, sort: Sort, coming: Iterable[Hole]) -> Iterator[Hole]:
+        """The first nodes of others that such runs can use: as a rule one is enough."""
         if sort not in self._coming:
-            suits = (h for h in coming if self._reach.suits(sort, h.node, (h.partition,)))
+            suits = (h for h in copy(coming) if self._reach.suits(sort, h.node, (h.partition,)))
             self._coming[sort] = [], islice(suits, TRIES)
         found, more = self._coming[sort]
         yield from found

@@ -279,7 +279,7 @@ def requests_ahead(
     aims: Targets,
     demands: Sequence[Demand],
     asked: Mapping[str, int],
-    coming: Sequence[Hole],
+    coming: Iterable[Hole],
     requests: Requests,
     budgets: dict[str, float | None],
     rules: HarvestRules,
@@ -289,7 +289,7 @@ def requests_ahead(
     Args:
         aims, demands, requests, budgets: as for `requests_for`.
         asked: run -> requests that this plan makes for it already.
-        coming: those nodes.
+        coming: those nodes; an iterator is copied before it is advanced.
         rules: what is allowed.
     """
     out: list[Ask] = []
@@ -298,17 +298,14 @@ def requests_ahead(
     more = {d.run: d.nodes - asked.get(d.run, 0) for d in demands if d.run not in losing}
     have = {run: aims.nodes.get(run, 0) for run in more}
     open_to = [demand for demand in demands if more.get(demand.run, 0) > 0] if coming else []
-    known: dict[tuple[str, int, int], float] = {}
-
-    def gain(demand: Demand) -> float:
-        # No more than may wait and be held: fewer than a stair of its speed takes would be withdrawn again.
-        key = _, held, left = demand.run, have[demand.run], min(more[demand.run], requests.may_come(demand, coming))
-        if key not in known:
-            known[key] = _gain_ahead(demand, held, left, rules)
-        return known[key]
-
+    sorts = {demand.run: demand.sort for demand in open_to}
     while open_to and requests.waiting < rules.ahead:
-        gains = {demand.run: gain(demand) for demand in open_to}
+        # No more than may wait and be held: fewer than a stair of its speed takes would be withdrawn again.
+        left = {sort: requests.may_come(sort, coming) for sort in {sorts[demand.run] for demand in open_to}}
+        gains = {
+            demand.run: _gain_ahead(demand, have[demand.run], min(more[demand.run], left[sorts[demand.run]]), rules)
+            for demand in open_to
+        }
         open_to = [demand for demand in open_to if gains[demand.run] > 0]
         for demand in sorted(open_to, key=lambda demand: -gains[demand.run]):
             wish = requests.ahead(demand, budgets[demand.run], coming)

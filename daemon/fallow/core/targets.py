@@ -150,22 +150,25 @@ def settled(
 
     Args: as for `targets`.
     """
-    mine: dict[str, list[Allocation]] = {party.run: [] for party in parties}
+    haves = {party.run: 0 for party in parties}
     for allocation in held:
-        if allocation.run in mine:
-            mine[allocation.run].append(allocation)
+        if allocation.run in haves:
+            haves[allocation.run] += 1
     for_more, for_fewer, soon_s = 0.0, inf, min(horizon_s, next_s)
     ending = _ending(held, pending, at)
     for party in parties:
         if party.room < 0:
             return None
-        have = len(mine[party.run])
-        low, high = _bounds(party, mine[party.run], pending, ending)
+        have = haves[party.run]
+        low, high = _range(party, have, ending)
         more, fewer = margins(party.worth, have, low, high, soon_s)
-        for_more, for_fewer = max(for_more, more), min(for_fewer, fewer)
+        if more > for_more:
+            for_more = more
+        if fewer < for_fewer:
+            for_fewer = fewer
         if for_more > for_fewer:
             return None
-    return Targets(nodes={run: len(some) for run, some in mine.items()}, more=dict.fromkeys(mine, 0), settled=True)
+    return Targets(nodes=haves, more=dict.fromkeys(haves, 0), settled=True)
 
 
 def _ending(held: Sequence[Allocation], pending: Collection[str], at: float) -> list[str]:
@@ -183,7 +186,12 @@ def _bounds(
         running = [a for a in mine if a.token not in pending]
         fixed = max(len(running), len(mine) + party.room)
         return fixed, fixed
-    have, soon, owed = len(mine), ending.count(party.run), party.worth.least - party.worth.base
+    return _range(party, len(mine), ending)
+
+
+def _range(party: Party, have: int, ending: Sequence[str]) -> tuple[int, int]:
+    """The same for a run that has no node too many."""
+    soon, owed = ending.count(party.run), party.worth.least - party.worth.base
     return max(soon, min(have, owed)), have + party.room
 
 
