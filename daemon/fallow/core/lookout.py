@@ -26,8 +26,10 @@ class Lookout:
     def __init__(self) -> None:
         self._tiers = Tiers(())
         "of the last poll in which somebody waited"
-        self._near: tuple[object, ...] = ()
-        "all that `_found` was made from"
+        self._for: tuple[object, ...] = ()
+        "who waited then, and by what terms"
+        self._near: tuple[object, ...] | None = None
+        "all else that `_found` was made from; None: nobody looked"
         self._from, self._until = inf, inf
         "Unix times between which it is the same"
         self._found = Standing()
@@ -52,15 +54,18 @@ class Lookout:
         if cluster.partitions is not tiers.given and cluster.partitions != tiers.given:
             tiers = self._tiers = Tiers(cluster.partitions)
         tokens = {a.token for a in allocations if a.harvested}.union(former)
-        near = tiers, others, *_near(cluster, allocations, tiers, others, tokens), set(deaf), whole_nodes, most, again_s
-        if declined is None and self._from <= cluster.at < self._until and near == self._near:
+        who = tiers, others, set(deaf), whole_nodes, most, again_s
+        # While others come and go it is of no use to know what is near them: that is looked at from their second poll.
+        stay = declined is None and who == self._for
+        near = _near(cluster, allocations, tiers, others, tokens) if stay else None
+        if near is not None and near == self._near and self._from <= cluster.at < self._until:
             compete = tiers.competing(cluster, allocations, self._found.spoken_for, others)
             return replace(self._found, compete=compete)
         free = declined or (lambda _: frozenset())
         terms = Terms(former, deaf, whole_nodes, free, most, again_s)
         found = needs(cluster, allocations, tiers, others, terms)
-        self._near, self._found = near, found
-        self._from, self._until = cluster.at, same_until(cluster, tokens, again_s) if declined is None else -inf
+        self._for, self._near, self._found = who, near, found
+        self._from, self._until = cluster.at, same_until(cluster, tokens, again_s) if stay else -inf
         return found
 
 

@@ -90,8 +90,8 @@ def others_waiting(cluster: ClusterState, tokens: Collection[str]) -> list[Waiti
     What other heads have asked for idle nodes is not among them.
     """
     groups: dict[str, list[JobInfo]] = {}
-    for job in cluster.jobs:
-        if job.state == "PENDING" and not is_ours(job, tokens) and not picks_up(job):
+    for job in [job for job in cluster.jobs if job.state == "PENDING"]:
+        if not is_ours(job, tokens) and not picks_up(job):
             groups.setdefault(job.het_job_id or job.job_id, []).append(job)
     if not groups:
         return []
