@@ -38,6 +38,9 @@ from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
 
+_WAITING = (AllocationState.PENDING, AllocationState.UNKNOWN)
+"""States of requests that have no node yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
@@ -95,7 +98,7 @@ def plan(
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
-    pending = [a for a in harvest if a.state in (AllocationState.PENDING, AllocationState.UNKNOWN)]
+    pending = [a for a in harvest if a.state in _WAITING]
     out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
@@ -243,12 +246,8 @@ def _lasting(
 
 def _counted(harvest: Sequence[Allocation]) -> list[Allocation]:
     """Those that are not on their way out; while its successor starts, a node is counted once."""
-    replaced = {a.replaces for a in harvest}
-    return [
-        a
-        for a in harvest
-        if a.state is not AllocationState.RELEASING and a.asked_at is None and a.token not in replaced
-    ]
+    replaced, going = {a.replaces for a in harvest}, AllocationState.RELEASING
+    return [a for a in harvest if a.state is not going and a.asked_at is None and a.token not in replaced]
 
 
 def withdraw(

@@ -9,7 +9,7 @@ from fallow.core.backoff import Backoff
 from fallow.core.holes import Part
 from fallow.core.kinds import may_use
 from fallow.core.unstarted import FIRST_S, Sort, Unstarted
-from fallow.model import ClusterState, PartitionInfo
+from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 
 class Reach:
@@ -25,9 +25,7 @@ class Reach:
     def __init__(
         self, cluster: ClusterState, partitions: Iterable[PartitionInfo], backoff: Backoff, unstarted: Unstarted
     ) -> None:
-        self._at = cluster.at
-        self.nodes = {node.node: node for node in cluster.nodes}
-        "of the poll, by name"
+        self._at, self._cluster = cluster.at, cluster
         self._partitions = list(partitions)
         self._backoff = backoff
         self._unstarted = unstarted
@@ -38,6 +36,13 @@ class Reach:
         self._known: dict[Hashable, frozenset[str]] = {}
         self._by_id: dict[int, tuple[Sort, frozenset[str]]] = {}
         "the same by the sort's identity, which is asked for far more often than its hash is worth; kept with it"
+
+    # Where nothing is to change hands, as in most plans, nobody asks for any.
+
+    @cached_property
+    def nodes(self) -> Mapping[str, NodeInfo]:
+        """Of the poll, by name."""
+        return {node.node: node for node in self._cluster.nodes}
 
     def partitions(self, sort: Sort) -> frozenset[str]:
         """Names of the partitions in which such runs may ask."""

@@ -75,7 +75,7 @@ class Requests:
     ) -> None:
         self._cluster, self._rules, self._known = cluster, rules, known
         self._partitions = {p.partition: p for p in partitions}
-        self._nodes, self._reach = reach.nodes, reach
+        self._reach = reach
         self._sorts = sorts
         self._unsuited: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
@@ -306,7 +306,7 @@ class Requests:
         if self._limited(demand.asker):
             return None
         (node,) = leaving.nodes
-        known = self._nodes.get(node)
+        known = self._reach.nodes.get(node)
         if node in self._wanted or node in demand.barred or known is None or not CLOSED.isdisjoint(known.flags):
             return None
         if node in partition.unpreempted and node not in partition.nodes:
@@ -393,7 +393,8 @@ class Requests:
         if (kind, partition, ahead) not in self._unsuited:
             # What sbatch is told anyway (constraint, GPUs) needs no list of names.
             told = Kind(arch=kind.arch, alike=kind.alike)
-            there = [self._nodes[name] for name in known.nodes if name in self._nodes]
+            nodes_there = self._reach.nodes
+            there = [nodes_there[name] for name in known.nodes if name in nodes_there]
             closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
             # Where the architecture alone matters, one node of each says whether there is anything to leave out.
             alike = not kind.alike and all(map(told.suits, {node.arch: node for node in there}.values()))
