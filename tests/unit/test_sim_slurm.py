@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fallow.model import Exit, FallowError, PartitionInfo, ReservationInfo
 from fallow.sim.slurm import SlurmSim
+from fallow.sim.slurm.cluster import Cluster
+from fallow.sim.slurm.jobs import Job
+from fallow.sim.slurm.select import Timelines
 from fallow.sim.traces import open_trace
 from fallow.sim.traces.recorded import RecordedJobs
 from fallow.sim.types import (
@@ -693,3 +699,32 @@ def test_a_month_of_earth_without_us_is_played_in_seconds_and_as_it_was_recorded
     assert waits[int(0.99 * len(waits))] < 5.0
     idle_s = sum(pool.idle * (after.at - pool.at) for pool, after in pairwise(told))
     assert idle_s / (107 * (trace.end - trace.begin)) == pytest.approx(0.303, abs=0.003)
+
+
+@given(st.lists(st.tuples(st.integers(1, 15), st.integers(80, 130), st.booleans()), max_size=8))
+def test_a_node_is_empty_when_the_last_of_its_jobs_ends(jobs: list[tuple[int, int, bool]]) -> None:
+    now, late_s, cluster = 100.0, 20.0, Cluster(site())
+
+    def job(serial: int, nodes: int, required: int = 0) -> Job:
+        return Job(
+            job_id=str(serial),
+            name="job",
+            user="who",
+            partition=cluster.partitions["p"],
+            nodes=nodes,
+            submit_at=0.0,
+            priority=1,
+            serial=serial,
+            limit_s=MIN,
+            required=required,
+        )
+
+    for serial, (mask, end_at, ending) in enumerate(jobs):
+        held = cluster.on_nodes[serial] = job(serial, mask.bit_count())
+        held.mask, held.end_at, held.state = mask, float(end_at), "COMPLETING" if ending else "RUNNING"
+    timelines = Timelines(cluster, cluster.components, now, late_s)
+    for node in (1, 2, 4, 8):
+        there = [(end_at, ending) for mask, end_at, ending in jobs if mask & node]
+        ends = [now + 1.0 if ending else end_at if end_at > now else now + late_s for end_at, ending in there]
+        waits = job(99, 1, required=node)
+        assert timelines.of(waits, 0).earliest(waits, 15, now, inf) == (max(ends, default=now), node)

@@ -138,7 +138,9 @@ class Timelines:
         return self._known[kind]
 
     def _made(self, gpus: int, tier: int) -> Timeline:
-        changes = self._whole(tier) if gpus == WHOLE else self._with_room(gpus, tier)
+        if gpus == WHOLE:
+            return self._whole(tier)
+        changes = self._with_room(gpus, tier)
         times, nodes, mask = sorted(changes), [], 0
         for at in times:
             mask |= changes[at]
@@ -154,23 +156,29 @@ class Timelines:
         jobs = self._cluster.jobs[place]
         return [job for job in jobs if not preemptable(job, tier)] if tier else jobs
 
-    def _whole(self, tier: int) -> dict[float, int]:
-        """Time -> nodes that are empty from then on: each when the last of its jobs ends."""
+    def _whole(self, tier: int) -> Timeline:
+        """Nodes that are empty: each when the last of its jobs ends."""
         now, soon, late = self._now, self._now + ENDING_S, self._now + self._late_s
-        ends: dict[float, int] = {}
-        for job in self._cluster.on_nodes.values():
-            if not (tier and preemptable(job, tier)):
-                # As `_end`: a cycle asks for all that run.
-                end = soon if job.state != "RUNNING" else job.end_at if job.end_at > now else late
-                ends[end] = ends.get(end, 0) | job.mask
-        changes: dict[float, int] = {}
-        left = self._mask
-        for end in sorted(ends, reverse=True):
-            if here := ends[end] & left:
-                changes[end] = here
-                left ^= here
-        changes[0.0] = changes.get(0.0, 0) | left
-        return changes
+        ends: list[tuple[float, int]] = [
+            # As `_end`: a cycle asks for all that run.
+            (soon if job.state != "RUNNING" else job.end_at if job.end_at > now else late, job.mask)
+            for job in self._cluster.on_nodes.values()
+            if not (tier and preemptable(job, tier))
+        ]
+        ends.sort(reverse=True)
+        # From the last end on backwards: all nodes are empty after it; those of a job are not before its end.
+        times: list[float] = []
+        nodes: list[int] = []
+        empty = self._mask
+        for end, mask in ends:
+            if mask & empty:
+                if not times or times[-1] != end:
+                    times.append(end)
+                    nodes.append(empty)
+                empty &= ~mask
+        times.append(0.0)
+        nodes.append(empty)
+        return Timeline(times[::-1], nodes[::-1])
 
     def _with_room(self, gpus: int, tier: int) -> dict[float, int]:
         """Time -> nodes with so many GPUs to be had from then on."""
