@@ -218,11 +218,11 @@ class HoleWatch:
         matter = frozenset(partitions)
         known = self._open
         self.new = 0
-        for node in cluster.nodes:
+        # Most nodes are somebody else's, before as now.
+        nodes = [n for n in cluster.nodes if n.state == "IDLE" or n.node in known or n.node in ours]
+        for node in nodes:
             name = node.node
             sighting = known.get(name)
-            if sighting is None and node.state != "IDLE" and name not in ours:
-                continue
             if name in ours or is_idle(node):
                 if sighting is None:
                     mine = [partition for partition in node.partitions if partition in matter]
@@ -240,7 +240,7 @@ class HoleWatch:
                 spell = sighting.spell(until, ended=taken)
                 over += [(partition, spell) for partition in sighting.partitions if partition in matter]
                 del known[name]
-        for gone in known.keys() - {node.node for node in cluster.nodes}:
+        for gone in known.keys() - {node.node for node in nodes}:
             del known[gone]
         self._last_at = cluster.at
         return over

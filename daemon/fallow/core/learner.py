@@ -57,9 +57,11 @@ class Learner:
             # Those that began before this head did have been taken note of by the one before.
             self._begun = {a.token for a, _ in harvest if a.start_at is not None}
             self._trained = {a.token for a, _ in harvest if a.active_at is not None}
-        tokens = {a.token for a, _ in harvest}
-        self._begun &= tokens
-        self._trained &= tokens
+        if len(self._begun) > len(harvest):
+            # No token comes again, so those that are not kept any more must only not pile up.
+            tokens = {a.token for a, _ in harvest}
+            self._begun &= tokens
+            self._trained &= tokens
         begun, trained = self._begun, self._trained
         for allocation, asker in harvest:
             token, start_at = allocation.token, allocation.start_at
