@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -122,9 +122,9 @@ class Book:
         """None: it is none of ours, or over for long."""
         return self.allocations.get(self._jobs.get(job_id, ""))
 
-    def forget(self, shown: Collection[str]) -> None:
+    def forget(self, over: Iterable[Allocation], shown: Collection[str]) -> None:
         """Drop what is over. Args: shown: tokens that the last poll shows; those are kept."""
-        for allocation in self.over():
+        for allocation in over:
             if allocation.token not in shown:
                 del self._runs[allocation.run].allocations[allocation.token]
                 del self.allocations[allocation.token]

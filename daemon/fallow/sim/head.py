@@ -109,8 +109,10 @@ class VirtualHead:
         "when slurmctld may be asked, once that is wanted"
         self._asked_at = -inf
         "the last poll"
-        self._answer: tuple[float, Shown] | None = None
-        "(when it comes, what it says)"
+        self._answer: Shown | None = None
+        "what the poll says that is under way"
+        self._answer_at = inf
+        "when that comes"
         self._standing = Standing()
         self._partitions: list[PartitionInfo] = []
         "of the last poll, as it came"
@@ -132,19 +134,21 @@ class VirtualHead:
     # -- what happens -----------------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        answer = inf if self._answer is None else self._answer[0]
-        return min(self._poll_at, self._sends_at, answer, self._leases.next_at())
+        return min(self._poll_at, self._sends_at, self._answer_at, self._leases.next_at())
 
     def wake(self, at: float) -> None:
-        while self.next_at() <= at:
+        while True:
+            leases_at = self._leases.next_at()
+            if min(self._poll_at, self._sends_at, self._answer_at, leases_at) > at:
+                return
             self._now = at
-            if self._leases.next_at() <= at:
+            if leases_at <= at:
                 if self._leases.play(at):
                     self._pace()
                 if self._leases.next_at() > at:
                     return  # what follows in the cluster comes before what is asked and answered in the same moment
-            elif self._answer is not None and self._answer[0] <= at:
-                shown, self._answer = self._answer[1], None
+            elif self._answer is not None and self._answer_at <= at:
+                shown, self._answer, self._answer_at = self._answer, None, inf
                 self._polled(shown)
                 self._pace()
             elif self._sends_at <= at:
@@ -185,7 +189,7 @@ class VirtualHead:
 
     def _pace(self) -> None:
         """When to poll next; what has come since the last one may make that sooner."""
-        if self._answer is not None or self._sends_at < inf:
+        if self._answer_at < inf or self._sends_at < inf:
             return
         usual_s, watches = self._limits.poll_interval_s, self._watches()
         longest = polling.longest_interval_s(usual_s, watches)
@@ -216,7 +220,7 @@ class VirtualHead:
             self._pace()
             return
         self._leases.touched = self._news = False
-        self._answer = self._now + self._answer_s, shown
+        self._answer, self._answer_at = shown, self._now + self._answer_s
 
     def _tokens(self) -> float:
         """Seconds to wait until slurmctld may be asked."""
@@ -262,7 +266,7 @@ class VirtualHead:
         rules = self._rules(cluster.at)
         harvest = [(allocation, ASKER) for allocation in self.book.allocations.values()]
         self.learner.take_in(cluster, harvest, rules, self._now)
-        self.book.forget(jobs)
+        self.book.forget(over, jobs)
         wishes = self._plan(cluster, rules, live)
         known = self.learner.known
         self._wake_at = cluster.at
