@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import grp
 import os
 from collections import Counter
@@ -21,7 +22,7 @@ from fallow.core.kinds import Kind, likeness, may_use
 from fallow.core.learner import Learner
 from fallow.core.neighbour import GiveBack
 from fallow.core.planner import Wish, Withdraw, plan
-from fallow.core.requests import Ask
+from fallow.core.requests import Ask, Requests
 from fallow.core.rules import Demand, HarvestRules, Known, Open, harvestable
 from fallow.core.survival import Spell
 from fallow.core.unstarted import Unstarted
@@ -497,6 +498,16 @@ def test_runs_of_different_sorts_wait_for_the_same_nodes() -> None:
     one = cluster([node("n1", "ALLOCATED")], [theirs("1", "n1")])
     runs = [Demand("any", 1), Demand("named", 1, partitions=("scavenge",))]
     assert [ask.run for ask in asks(plan(one, runs, [], AHEAD, fixed()))] == ["any", "named"]
+
+
+def test_what_a_plan_has_made_is_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert asks(plan(busy(), [Demand("r", 5)], [], AHEAD, fixed()))
+        assert not [each for each in gc.get_objects() if type(each) is Requests]
+    finally:
+        gc.enable()
 
 
 def test_a_request_that_is_too_long_for_an_idle_node_does_not_stand_for_it() -> None:

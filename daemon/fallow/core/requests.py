@@ -254,8 +254,10 @@ class Requests:
     def _coming_for(self, sort: Sort, coming: Iterable[Hole]) -> Iterator[Hole]:
         """The first nodes of others that such runs can use: as a rule one is enough."""
         if sort not in self._coming:
-            suits = (h for h in copy(coming) if self._reach.suits(sort, h.node, (h.partition,)))
-            self._coming[sort] = [], islice(suits, TRIES)
+            # Not by way of `self`: all that a plan has made would be there until Python looks for cycles.
+            suits = self._reach.suits
+            suited = (hole for hole in copy(coming) if suits(sort, hole.node, (hole.partition,)))
+            self._coming[sort] = [], islice(suited, TRIES)
         found, more = self._coming[sort]
         yield from found
         for hole in more:
