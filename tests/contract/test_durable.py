@@ -109,6 +109,26 @@ async def test_a_store_that_is_killed_again_and_again_is_started_again(
         await durable.close()
 
 
+async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    durable = Durable(paths, None)
+    await durable.open()
+    try:
+        await durable.begin_term()
+        assert durable._redis is not None
+        assert durable._redis.process is not None
+        killed = store_pid(paths)
+        os.kill(killed, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            await durable._redis.process.wait()
+            await durable.write(Turn(book, 0.0, 0.0))
+        assert store_pid(paths) != killed
+        assert await durable.store.last_events(0, 10, None) == []
+    finally:
+        await durable.close()
+
+
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "state", tmp_path / "run").create()
     config = Config()

@@ -96,6 +96,10 @@ class Durable:
             FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
         """
         if not turn.dirty and not turn.records and not turn.notes:
+            if self._redis is not None and not self._redis.alive:
+                # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
+                log.warning("store.away", error="its server has ended")
+                await self._revive()
             return []
         writes: list[Write] = []
         for run_id in sorted(turn.dirty):
