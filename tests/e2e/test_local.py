@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ psutil = pytest.importorskip("psutil")
 
 from fallow.control.client import call  # noqa: E402
 from fallow.model import Exit, FallowError, KeyFile, RunView, Snapshot  # noqa: E402
+from fallow.testbed.host import free_ports  # noqa: E402
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "contrib" / "examples"
@@ -126,8 +126,8 @@ class Box:
 
     def ranks(self, size: int, *command: str, last: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
         """Start a fixed world of so many, as srun would. Args: last: variables of the last one."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        # Not one that the kernel gives out: another test's connection may have it before the first rank listens.
+        port = str(free_ports(1))
         world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **PLAIN}
         others = [{}] * (size - 1) + [last or {}]
         return [
