@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,19 @@ from fallow.head.turn import Turn
 from fallow.local.driver import store_pid
 from fallow.model import ChangeKind, GenerationReport, Parts, RunSpec
 from fallow.store.server import find_server
+
+
+@contextlib.asynccontextmanager
+async def begun(folder: Path) -> AsyncIterator[tuple[Durable, Book, Paths]]:
+    """In its first term, with an empty book."""
+    paths = Paths(folder / "state", folder / "run").create()
+    durable = Durable(paths, None)
+    await durable.open()
+    try:
+        await durable.begin_term()
+        yield durable, Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id"), paths
+    finally:
+        await durable.close()
 
 
 async def test_notes_are_found_again_by_the_next_head(tmp_path: Path) -> None:
@@ -90,12 +105,7 @@ async def test_a_store_that_is_killed_again_and_again_is_started_again(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    paths = Paths(tmp_path / "state", tmp_path / "run").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
-    durable = Durable(paths, None)
-    await durable.open()
-    try:
-        await durable.begin_term()
+    async with begun(tmp_path) as (durable, book, paths):
         await durable.load(book, 0.0)
         fails.write_text("once\nand again\n")
         os.kill(store_pid(paths), signal.SIGKILL)
@@ -105,17 +115,10 @@ async def test_a_store_that_is_killed_again_and_again_is_started_again(
         assert len(starts.read_text().splitlines()) == 4
         await durable.load(book, 0.0)
         assert durable.notes == {"experience": b"one"}
-    finally:
-        await durable.close()
 
 
 async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written(tmp_path: Path) -> None:
-    paths = Paths(tmp_path / "state", tmp_path / "run").create()
-    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
-    durable = Durable(paths, None)
-    await durable.open()
-    try:
-        await durable.begin_term()
+    async with begun(tmp_path) as (durable, book, paths):
         assert durable._redis is not None
         assert durable._redis.process is not None
         killed = store_pid(paths)
@@ -125,8 +128,6 @@ async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written
             await durable.write(Turn(book, 0.0, 0.0))
         assert store_pid(paths) != killed
         assert await durable.store.last_events(0, 10, None) == []
-    finally:
-        await durable.close()
 
 
 async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Path) -> None:

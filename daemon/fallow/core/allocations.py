@@ -20,6 +20,9 @@ from fallow.model import AllocationKind, AllocationState, JobInfo
 LIVE = (AllocationState.RUNNING, AllocationState.PENDING, AllocationState.RELEASING, AllocationState.UNKNOWN)
 """Most of them run, so that is compared first."""
 
+WAITING = (AllocationState.PENDING, AllocationState.UNKNOWN)
+"""Requests that have no node yet."""
+
 SUBMIT_S = 90.0
 """sbatch has ended so long after it was called: it gives up by itself after some tries of MessageTimeout (10 s; sites
 raise it), and whoever called it does then."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
 from fallow.core.parameters import numbers
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
 from fallow.core.waiting import LOOKED_AT
-from fallow.model import AllocationKind, AllocationState, ClusterConfig
+from fallow.model import AllocationKind, ClusterConfig
 
 AHEAD = 2
 """So many requests at least wait for nodes which others still have, and as many as nodes came at once of late: what a
@@ -95,9 +95,8 @@ def rules(
 
 def held_or_asked(allocations: Iterable[Allocation]) -> Counter[str]:
     """Nodes by partition that the head has, or has asked for; one that a successor waits for is the same one."""
-    waits = (AllocationState.PENDING, AllocationState.UNKNOWN)
     mine = (a for a in allocations if a.kind is AllocationKind.HARVEST and a.live)
-    return Counter(a.partition for a in mine if not (a.pinned and a.state in waits))
+    return Counter(a.partition for a in mine if not (a.pinned and a.state in WAITING))
 
 
 def beside(rules: HarvestRules, nodes: Counter[str]) -> HarvestRules:

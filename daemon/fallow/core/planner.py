@@ -14,7 +14,7 @@ from itertools import tee
 
 from msgspec.structs import replace
 
-from fallow.core.allocations import LIVE, Allocation
+from fallow.core.allocations import LIVE, WAITING, Allocation
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.holes import CLOSED, WANTED_BACK, Hole, Part, find_coming, idle_gpus, idle_nodes
 from fallow.core.neighbour import GiveBack, Standing, assess
@@ -37,9 +37,6 @@ from fallow.model import AllocationState, ClusterState, NodeInfo, PartitionInfo
 
 NOTICE_S = 60.0
 """Nodes are left so long before a reservation, besides the usual margin."""
-
-_WAITING = (AllocationState.PENDING, AllocationState.UNKNOWN)
-"""States of requests that have no node yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def plan(
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
-    pending = [a for a in harvest if a.state in _WAITING]
+    pending = [a for a in harvest if a.state in WAITING]
     out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import WAITING, Allocation
 from fallow.core.waiting import Waiting, is_ours
-from fallow.model import AllocationState, ClusterState, PartitionInfo
+from fallow.model import ClusterState, PartitionInfo
 
 
 class Tiers:
@@ -54,8 +54,7 @@ class Tiers:
             spoken_for: `Standing.spoken_for`.
             others: all that wait.
         """
-        waits = (AllocationState.PENDING, AllocationState.UNKNOWN)
-        requests = [a for a in allocations if a.harvested and a.state in waits]
+        requests = [a for a in allocations if a.harvested and a.state in WAITING]
         if not requests:
             return frozenset()
         tokens = {request.token for request in requests}

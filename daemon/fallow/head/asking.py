@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fallow.config import Config
 from fallow.core import allowance
-from fallow.core.allocations import Allocation
+from fallow.core.allocations import WAITING, Allocation
 from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels
@@ -27,7 +27,7 @@ from fallow.head.hurry import keep_pace
 from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, ClusterConfig, ClusterState
+from fallow.model import AllocationKind, ClusterConfig, ClusterState
 from fallow.slurm.parse import folded
 
 
@@ -144,7 +144,7 @@ class Asking:
         turn.dirty.add(run.id)
         for allocation in run.live_allocations():
             where = allocation.part.node if allocation.part is not None else allocation.pinned
-            waits = allocation.state in (AllocationState.PENDING, AllocationState.UNKNOWN) and not allocation.agents
+            waits = allocation.state in WAITING and not allocation.agents
             waits = waits and allocation.kind is AllocationKind.HARVEST and allocation.asked_at is None
             if waits and (not where or where in nodes):
                 turn.cancel(run, allocation, f"{', '.join(nodes)} drained by hand")
