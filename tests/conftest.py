@@ -28,18 +28,20 @@ settings.load_profile("untimed")
 
 
 SLURM = "slurm"
+PROCESSES = ("hosts", "e2e", "elastic")
+"""Folders whose tests start many processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First what waits for Slurm and what starts many processes; many short files are left for the end."""
-    items.sort(key=lambda item: (SLURM, "e2e", "elastic", "rest").index(_kind(item.nodeid)))
+    items.sort(key=lambda item: (SLURM, *PROCESSES, "rest").index(_kind(item.nodeid)))
 
 
 def _kind(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
     if path.parent.name == "slurm" or path.name.startswith("test_slurm_"):
         return SLURM
-    return path.parent.name if path.parent.name in ("e2e", "elastic") else "rest"
+    return path.parent.name if path.parent.name in PROCESSES else "rest"
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

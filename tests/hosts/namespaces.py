@@ -1,0 +1,241 @@
+"""Several hosts on this machine: Linux namespaces with their own name, addresses, processes, /tmp and /run.
+
+Each host has one port at the switch `mgmt` and, if asked for, one at the switch `fast`. A port can be unplugged. A host
+can be killed whole, as by a power cut, or refuse what comes in for one TCP port, as a firewall does. Every process of
+a host ends with the process that made the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+_CHECKOUT = _HERE.parents[1]
+_PR_SET_PDEATHSIG = 1
+_START_S = 30.0
+_prctl = ctypes.CDLL(None).prctl
+
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+MGMT, FAST = "mgmt", "fast"
+"""Names of the two switches; a host's interfaces at them are eth0 and eth1."""
+
+
+class NoHostsError(Exception):
+    """This machine or user may not make hosts; the text says what is missing."""
+
+
+def wait_until(what: str, condition: Callable[[], bool], seconds: float) -> None:
+    """Raises:
+    AssertionError: the condition was not true within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+
+
+class Namespaces:
+    """The switches and the hosts at them.
+
+    Args:
+        folder: what all hosts share; visible everywhere under the same path, so not below /tmp or /run.
+        environ: environment of everything that runs on a host.
+
+    Raises:
+        NoHostsError: in words, why hosts cannot be had here.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        _check_possible()
+        self.folder = folder
+        self.environ = {**environ, "PATH": program_path()}
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._pids: dict[str, int] = {}
+        self._switch = self._hold("switch", ["unshare", "-n", "--fork", "--kill-child", "sleep", "infinity"])
+        try:
+            wait_until("the switches' namespace", lambda: bool(_children(self._switch.pid)), _START_S)
+            self._pids["switch"] = _children(self._switch.pid)[0]
+            wait_until("the switches' namespace", lambda: _own_network(self._pids["switch"]), _START_S)
+            self._do("switch", "ip link set lo up")
+            for bridge in (MGMT, FAST):
+                self._do("switch", f"ip link add {bridge} type bridge")
+                self._do("switch", f"ip link set {bridge} up")
+        except (AssertionError, subprocess.CalledProcessError) as error:
+            self.close()
+            raise NoHostsError(f"the kernel does not allow it: {error}") from None
+
+    def add(self, name: str, mgmt: str, fast: str = "") -> None:
+        """Boot a host with these IPv4 addresses, each in a network of 256."""
+        ready = self.folder / f"{name}.ready"
+        ready.unlink(missing_ok=True)
+        hosts = self.folder / f"{name}.hosts"
+        if not hosts.exists():
+            hosts.touch()
+        init = [sys.executable, str(_HERE / "host_init.py"), name, str(self.folder), *_visible()]
+        flags = ["-m", "-u", "-n", "-p", "-i", "--fork", "--kill-child"]
+        holder = self._hold(name, ["unshare", *flags, *init])
+        wait_until(f"host {name} is up", ready.exists, _START_S)
+        self._pids[name] = _children(holder.pid)[0]
+        self._do(name, "ip link set lo up")
+        self._plug(name, "eth0", MGMT, mgmt)
+        if fast:
+            self._plug(name, "eth1", FAST, fast)
+
+    def kill(self, name: str) -> None:
+        """End a host and all its processes at once, as a power cut does."""
+        os.kill(self._pids[name], signal.SIGKILL)
+        self._holders.pop(name).wait(timeout=_START_S)
+        for bridge in (MGMT, FAST):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._do("switch", f"ip link del {name}-{bridge}")
+
+    def unplug(self, name: str, bridge: str = MGMT) -> None:
+        """Take a host off a network: what it sends vanishes, and what is sent to it."""
+        self._do("switch", f"ip link set {name}-{bridge} down")
+
+    def plug(self, name: str, bridge: str = MGMT) -> None:
+        """Undo `unplug`."""
+        self._do("switch", f"ip link set {name}-{bridge} up")
+
+    def limit(self, name: str, bridge: str, bits_per_s: int) -> None:
+        """Send to this host, and take from it, no faster than that."""
+        queue = f"tbf rate {bits_per_s}bit burst 20000 latency 100ms"
+        self._do("switch", f"tc qdisc replace dev {name}-{bridge} root {queue}")
+        self._do(name, f"tc qdisc replace dev {'eth0' if bridge == MGMT else 'eth1'} root {queue}")
+
+    def unlimit(self, name: str, bridge: str) -> None:
+        """Undo `limit`."""
+        self._do("switch", f"tc qdisc del dev {name}-{bridge} root")
+        self._do(name, f"tc qdisc del dev {'eth0' if bridge == MGMT else 'eth1'} root")
+
+    def block(self, name: str, port: int) -> None:
+        """Drop what comes in for a TCP port of this host, as a firewall does."""
+        self._do(name, f"ip rule add pref 10 iif eth0 ipproto tcp dport {port} blackhole")
+
+    def unblock(self, name: str, port: int) -> None:
+        """Undo `block`."""
+        self._do(name, f"ip rule del pref 10 iif eth0 ipproto tcp dport {port} blackhole")
+
+    def run(self, name: str, *argv: str, timeout_s: float = 60.0, cwd: str = "/") -> str:
+        """Standard output of a command on a host.
+
+        Raises:
+            subprocess.CalledProcessError: it failed.
+            subprocess.TimeoutExpired: it took too long.
+        """
+        command = self.inside(name, argv, cwd)
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
+        return done.stdout
+
+    def start(self, name: str, *argv: str, log: Path) -> subprocess.Popen[bytes]:
+        """Start a process on a host that goes on beside the test and ends with the host."""
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                self.inside(name, argv), env=self.environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+
+    def processes(self, name: str) -> dict[int, str]:
+        """Command lines of the host's processes by their id outside of it."""
+        inside = os.readlink(f"/proc/{self._pids[name]}/ns/pid")
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry / "ns" / "pid") == inside:
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def received_bytes(self, name: str, interface: str) -> int:
+        """Bytes that came in over an interface."""
+        lines = self.run(name, "cat", "/proc/net/dev").splitlines()
+        (fields,) = (line.split() for line in lines if line.strip().startswith(f"{interface}:"))
+        return int(fields[1])
+
+    def close(self) -> None:
+        """End all hosts."""
+        for name in list(self._holders):
+            holder = self._holders.pop(name)
+            if name in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[name], signal.SIGKILL)
+            holder.kill()
+            holder.wait(timeout=_START_S)
+
+    def _hold(self, name: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.init.log").open("ab") as log:
+            holder = subprocess.Popen(
+                argv,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # However the tests end, the hosts end with them.
+                preexec_fn=functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+        self._holders[name] = holder
+        return holder
+
+    def _plug(self, name: str, interface: str, bridge: str, address: str) -> None:
+        port = f"{name}-{bridge}"
+        pid = self._pids[name]
+        self._do("switch", f"ip link add {port} type veth peer name {interface} netns {pid}")
+        self._do("switch", f"ip link set {port} master {bridge}")
+        self._do("switch", f"ip link set {port} up")
+        self._do(name, f"ip addr add {address}/24 dev {interface}")
+        self._do(name, f"ip link set {interface} up")
+
+    def _do(self, name: str, command: str) -> None:
+        argv = ["nsenter", "-t", str(self._pids[name]), "-n", *command.split()]
+        subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=30, check=True)
+
+    def inside(self, name: str, argv: Sequence[str], cwd: str = "/") -> list[str]:
+        """The command line that runs a command on a host."""
+        return ["nsenter", "-t", str(self._pids[name]), "-m", "-u", "-n", "-p", "-i", f"--wd={cwd}", "--", *argv]
+
+
+def _check_possible() -> None:
+    if os.geteuid() != 0:
+        raise NoHostsError("only root may make them")
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux"), ("sshfs", "sshfs")):
+        if shutil.which(program, path=program_path()) is None:
+            raise NoHostsError(f"no command `{program}` (Debian: {package})")
+    done = subprocess.run(["unshare", "-m", "-u", "-n", "-p", "-i", "--fork", "true"], capture_output=True, check=False)
+    if done.returncode:
+        raise NoHostsError(f"namespaces are not allowed: {done.stderr.decode().strip()}")
+    if not Path(SFTP_SERVER).exists():
+        raise NoHostsError(f"no {SFTP_SERVER} (Debian: openssh-sftp-server)")
+    if not Path("/dev/fuse").exists():
+        raise NoHostsError("the kernel has no FUSE (/dev/fuse)")
+
+
+def program_path() -> str:
+    """PATH with the folders of administrators' commands and of this interpreter."""
+    return f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+
+
+def _visible() -> list[str]:
+    """Where the code and its interpreter are: they must be seen although /tmp is private."""
+    return [str(_CHECKOUT), sys.prefix, sys.base_prefix]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _own_network(pid: int) -> bool:
+    return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")

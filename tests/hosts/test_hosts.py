@@ -1,0 +1,140 @@
+"""A run over several hosts with networks, /tmp and clocks of their own: what one machine cannot show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from namespaces import MGMT, NoHostsError
+from site_rig import LOGIN, Head, Site, Training
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+CUT_S = 20.0
+HANG_S = 30.0
+ALARMS = ("eject", "bar", "suspend", "orphan", "abort", "lost")
+"""Kinds of events that must not come of a head's absence."""
+
+
+@pytest.fixture(scope="module")
+def site(slurm_installed: None) -> Iterator[Site]:
+    try:
+        made = Site(nodes=3)
+    except NoHostsError as error:
+        pytest.skip(f"no hosts can be made here: {error}")
+    with made:
+        yield made
+
+
+@pytest.fixture
+def head(site: Site) -> Iterator[Head]:
+    with site.head() as head:
+        yield head
+
+
+def test_a_run_spans_hosts_that_share_only_their_home(head: Head) -> None:
+    training = head.submit("--nodes=1:3")
+    assert sorted(training.wait_members(3)) == ["n1", "n2", "n3"]
+    training.wait_steps()
+    report = training.finish()
+    assert report["generations"][0]["kind"] == "start"
+    assert (training.folder / "after").read_text().split() == [training.job]
+
+
+def test_the_data_goes_over_the_network_that_is_named_for_it(head: Head, site: Site) -> None:
+    training = head.submit("--nodes=1:3", exports="GLOO_SOCKET_IFNAME=eth1")
+    training.wait_members(3)
+    before = {interface: site.hosts.received_bytes("n1", interface) for interface in ("eth0", "eth1")}
+    training.wait_steps(100)
+    fast, mgmt = (site.hosts.received_bytes("n1", name) - before[name] for name in ("eth1", "eth0"))
+    training.finish()
+    # Beats and Slurm's own messages stay on eth0.
+    assert fast > mgmt > 0
+
+
+def test_the_head_is_found_though_its_host_name_means_loopback(site: Site) -> None:
+    with site.name_means_loopback(LOGIN), site.head() as head:
+        training = head.submit("--nodes=1:2")
+        training.wait_members(2)
+        training.finish()
+
+
+def test_a_head_whose_host_was_cut_off_ejects_nobody(head: Head, site: Site) -> None:
+    training = train_on_three_nodes(head)
+    before = training.view()["generation"]
+    site.hosts.unplug(LOGIN, MGMT)
+    training.wait_paced(CUT_S)
+    site.hosts.plug(LOGIN, MGMT)
+    check_nothing_happened(training, before)
+
+
+def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site) -> None:
+    training = train_on_three_nodes(head)
+    before = training.view()["generation"]
+    site.file_server_hangs()
+    training.wait_paced(HANG_S)
+    site.file_server_goes_on()
+    check_nothing_happened(training, before)
+
+
+def test_a_node_that_is_killed_whole_costs_one_step(head: Head, site: Site) -> None:
+    training = head.submit("--nodes=1:3", steps=2000)
+    nodes = training.wait_members(3)
+    training.wait_steps()
+    lost = nodes[-1]
+    site.hosts.kill(lost)
+    try:
+        training.wait_for("the node was ejected", lambda: len(training.member_nodes()) == 2)
+        training.wait_steps()
+    finally:
+        boot(site, lost)
+    report = training.finish()
+    assert report["steps_discarded"] <= 1
+    assert lost in " ".join(event["text"] for event in training.events("eject"))
+
+
+def test_a_blocked_head_is_named(head: Head, site: Site) -> None:
+    port = head.port()
+    site.hosts.block(LOGIN, port)
+    try:
+        training = head.submit("--nodes=1:1")
+
+        def told() -> bool:
+            words = site.hosts.run(LOGIN, "fallow", "status", training.run)
+            return "no agent has come" in words and str(port) in words
+
+        training.wait_for("status names the head's address", told)
+    finally:
+        site.hosts.unblock(LOGIN, port)
+    training.wait_members(1)
+    training.finish()
+
+
+def train_on_three_nodes(head: Head) -> Training:
+    training = head.submit("--nodes=1:3", steps=2000)
+    training.wait_members(3)
+    training.wait_steps()
+    return training
+
+
+def check_nothing_happened(training: Training, generation: int) -> None:
+    """The head has come back, and the same generation has trained on without a loss."""
+    step = training.step()
+    training.wait_for("the head hears of new steps", lambda: training.view()["step"] > step)
+    training.wait_paced(5.0)
+    assert training.view()["generation"] == generation
+    report = training.finish()
+    assert not training.events(*ALARMS)
+    assert report["steps_discarded"] == 0
+
+
+def boot(site: Site, node: str) -> None:
+    """Boot a node that was killed, and wait until Slurm has it back."""
+    site.boot(node)
+    site.wait_for(f"{node} is back", lambda: "idle" in site.slurm("sinfo", "-h", "-n", node, "-o", "%T"), 60.0)
