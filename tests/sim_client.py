@@ -103,6 +103,8 @@ class Puppet:
                 roster.workers[event.worker].phase = WorkerPhase.GONE
         return []
 
+    def hear_agent(self, worker: str, at: float) -> None: ...
+
     def forget(self, worker: str) -> None:
         del self._run.roster.workers[worker]
 

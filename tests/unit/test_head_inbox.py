@@ -32,6 +32,26 @@ def test_messages_that_wait_are_taken_together_and_nothing_changes_its_place() -
     assert inbox.empty(), "the second beat of the first peer has taken the place of its first"
 
 
+def test_a_tick_comes_after_all_that_waits_at_its_turn_and_before_all_that_comes_later() -> None:
+    """It judges who is silent. However much comes, it is put off once only: deadlines count most in a full inbox."""
+    inbox = Inbox()
+    waiting = [Heard(f"peer {number}", AgentBeat(alive=[])) for number in range(2 * TOGETHER)]
+    inbox.put_nowait(Tick())
+    for message in waiting:
+        inbox.put_nowait(message)
+
+    async def with_more_after_each() -> list[list[Item]]:
+        taken = []
+        for number in range(4):
+            taken.append(await inbox.take())
+            inbox.put_nowait(Heard(f"later {number}", AgentBeat(alive=[])))
+        return taken
+
+    taken = asyncio.run(with_more_after_each())
+    assert taken[:3] == [waiting[:TOGETHER], waiting[TOGETHER:], [Tick()]]
+    assert taken[3] == [Heard(f"later {number}", AgentBeat(alive=[])) for number in range(3)]
+
+
 async def test_an_item_is_taken_as_soon_as_it_comes() -> None:
     inbox = Inbox()
     waiting = asyncio.create_task(inbox.take())

@@ -357,7 +357,10 @@ def test_newcomer_that_differs_is_refused_with_the_difference(event: ev.Said, wo
 
 def test_silent_member_is_ejected_after_its_lease() -> None:
     m = started("w0", "w1")
-    m.handle(ev.Said(at=9, message=Beat(worker="w0", generation=1, prepared=1, step=3, held=False)))
+    waits = Beat(
+        worker="w0", generation=1, prepared=1, step=3, held=False, doing=Doing.WAITING, stalled_s=TIMING.probe_s
+    )
+    m.handle(ev.Said(at=9, message=waits))
     out = m.handle(ev.Ticked(at=11))
     assert [i.worker for i in out if isinstance(i, ev.Kill)] == ["w1"]
     assert tells(out, Interrupt) == ["w0"]

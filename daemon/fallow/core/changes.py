@@ -122,10 +122,17 @@ class Changes:
             self._free_those_who_wait(at)
         elif r.change is None and at >= self.retry_at and not self._content:
             proposal = wanted(r)
-            self._content = proposal is None or wait_s(r, proposal.kind, self._watch.lasted_s(at)) > 0
+            self._content = proposal is None or self._has_to_wait(proposal, at)
             if proposal is not None and not self._content:
                 self.begin(at, proposal)
         self._look_at_links(at, news)
+
+    def _has_to_wait(self, proposal: Proposal, at: float) -> bool:
+        """A planned change needs every vote, so none is begun while one of its participants does not hear of it."""
+        if wait_s(self._roster, proposal.kind, self._watch.lasted_s(at)) > 0:
+            return True
+        lease_s = self._timing.lease_s
+        return any(self._watch.unheard_s(w, at) > lease_s for w in [*proposal.members, *proposal.leavers])
 
     def _advance(self, at: float) -> None:
         r, change = self._roster, self._roster.change

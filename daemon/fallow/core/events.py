@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fallow.core.lease_clock import Hearing
 from fallow.model import (
     Active,
     Aligned,
@@ -135,7 +136,10 @@ class Cancelled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked(Event):
-    """Time passed; deadlines are looked at."""
+    """Time passed; deadlines are looked at. All that had been received before has been handled."""
+
+    hearing: Hearing | None = None
+    "what the head could hear; None: everybody, until now"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from fallow.core.checkpoints import Checkpoints
 from fallow.core.effects import Effects
 from fallow.core.invariants import check
 from fallow.core.joining import difference
+from fallow.core.lease_clock import Hearing
 from fallow.core.losses import Losses
 from fallow.core.proposals import is_involved
 from fallow.core.restarts import waiting
@@ -129,6 +130,10 @@ class Membership:
     def seems_stopped(self, worker: str) -> bool:
         """Its agent has seen it stopped, and nothing has been heard since that says otherwise."""
         return self._watch.seems_stopped(worker)
+
+    def hear_agent(self, worker: str, at: float) -> None:
+        """The worker's agent was heard: the network to its node works."""
+        self._watch.hear_agent(worker, at)
 
     def put_off(self, at: float) -> str:
         """Which newcomers wait though there is room for them, and why; empty: none."""
@@ -388,6 +393,7 @@ class Membership:
         self._changes.end(event.status, event.reason)
 
     def _tick(self, event: ev.Ticked) -> None:
+        self._watch.listen(event.hearing or Hearing(event.at))
         for node in failures.expire(self.roster, event.at):
             self._effects.record("bar", f"node {node} is barred no longer: it may be tried again", node=node)
         self._losses.eject(event.at, self._watch.overdue(event.at))
@@ -395,12 +401,28 @@ class Membership:
         if change is None or change.committed or event.at < change.deadline_at:
             return
         late = [w for w in change.participants if w not in change.votes and w not in change.unreachable]
+        if self._is_nobody_to_ask(change, late, event.at):
+            return
         self._effects.record("abort", f"generation {change.generation}: no vote from {', '.join(late)}")
         waited_for = change.interrupt or change.probe
         out = [self.roster.workers[w] for w in late if waited_for or w not in self.roster.members]
         self._losses.eject(event.at, [Overdue(worker, "did not vote in time", None) for worker in out])
         if self.roster.change is change:
             self._changes.burn(event.at, "votes missing")
+
+
+    def _is_nobody_to_ask(self, change: Change, late: list[str], at: float) -> bool:
+        """Those whose votes are missing may not have heard of the change, and it is not safe to do without them.
+
+        A step needs all members. So a generation is over when one of its members has given it up, by a vote for the
+        group that takes its place. As long as all of them are silent, they may train on, and nobody may begin without
+        them.
+        """
+        if any(self._watch.may_reconnect(worker, at) for worker in late):
+            return True
+        members = [w for w in change.participants if w in self.roster.members and self.roster.alive(w)]
+        since_s = at - change.began_at
+        return bool(members) and all(w in late and self._watch.unheard_s(w, at) > since_s for w in members)
 
 
 def _is_news(event: ev.Event) -> bool:

@@ -1,16 +1,29 @@
 """What the head knows of its workers from moment to moment: who is heard of, who gets on, whose group seems broken.
 
 None of it is durable. A head that comes back starts with fresh leases and learns the rest from the next beats.
+
+Silence alone proves nothing: the network between the head and a node may be down while the node trains on. So
+
+- a node is silent only in comparison with somebody who is heard, and has longer after an absence of the head;
+- a step that others finish is a sign of life of every member of their generation, since a step needs all of them;
+- a silent member is ejected only when a member that is heard waits for it, or when its own agent is heard.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fallow.core.lease_clock import DEAF_S, RECONNECT_S, Hearing
+from fallow.core.proposals import involved, is_involved
 from fallow.core.roster import FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.model import Beat, Doing, WorkerPhase
+
+
+_GENERATIONS = 4
+"""Generations of which the newest step is remembered: those that may still step, and a few burned in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,11 @@ class Watch:
         self._beats: dict[str, tuple[float, Beat]] = {}
         "when the last one came, and what it said"
         self._stopped: dict[str, float] = {}
+        self._agent_heard: dict[str, float] = {}
+        "by worker: when its agent was heard last"
+        self._steps: dict[int, tuple[int, float]] = {}
+        "generation -> (its newest finished step, when this was seen to grow)"
+        self._hearing = Hearing(at)
         self._committed_at = at
 
     def hear(self, worker: str, at: float) -> None:
@@ -60,6 +78,24 @@ class Watch:
         self._heard[beat.worker] = at
         self._beats[beat.worker] = at, beat
         self._stopped.pop(beat.worker, None)
+        if beat.generation:
+            self._note_step(beat, at)
+
+    def _note_step(self, beat: Beat, at: float) -> None:
+        step, _ = self._steps.get(beat.generation, (-1, 0.0))
+        if beat.step > step:
+            # Of the first report nobody knows how old its step is.
+            self._steps[beat.generation] = beat.step, -math.inf if step < 0 else at
+            for old in sorted(self._steps)[:-_GENERATIONS]:
+                del self._steps[old]
+
+    def hear_agent(self, worker: str, at: float) -> None:
+        """The worker's agent was heard: the network to its node works."""
+        self._agent_heard[worker] = at
+
+    def listen(self, hearing: Hearing) -> None:
+        """A tick: this is what the head could hear until now."""
+        self._hearing = hearing
 
     def stopped(self, worker: str, at: float) -> None:
         """Its agent sees it stopped; a beat of its own proves the contrary."""
@@ -87,6 +123,7 @@ class Watch:
         self._heard.pop(worker, None)
         self._beats.pop(worker, None)
         self._stopped.pop(worker, None)
+        self._agent_heard.pop(worker, None)
 
     def overdue(self, at: float) -> list[Overdue]:
         """Workers that have to be ejected now."""
@@ -102,13 +139,12 @@ class Watch:
         stopped = at - self._stopped.get(name, at)
         if stopped >= timing.stopped_s:
             return Overdue(worker, f"its process is stopped (for {stopped:.1f} s)", None)
-        silent = at - self._heard.setdefault(name, at)
         if worker.phase is WorkerPhase.STARTING:
-            if silent > timing.start_s:
+            if self.unheard_s(name, at) > timing.start_s:
                 return Overdue(worker, f"did not reach run.steps() within {timing.start_s:.0f} s", FailureKind.HANG)
             return None
-        if silent > timing.lease_s:
-            return Overdue(worker, f"silent for {silent:.1f} s", FailureKind.HANG)
+        if self._is_lost(name, at):
+            return Overdue(worker, f"silent for {self._silent_s(name, at):.1f} s", FailureKind.HANG)
         stalled = 0.0 if finishing else self._stalled_s(name, at, others_wait)
         if stalled > timing.progress_s:
             return Overdue(worker, f"no progress for {stalled:.1f} s, alive", FailureKind.HANG)
@@ -122,11 +158,57 @@ class Watch:
         if beat.doing is Doing.OUTSIDE and not others_wait:
             # After the loop, or between two: nobody knows whether it will come to another one.
             return 0.0
-        return beat.stalled_s + at - came
+        # What a worker did while it was not heard nobody knows: it is silent, not without progress.
+        return self._since(beat, came, min(at, came + self._timing.lease_s))
+
+    def _since(self, beat: Beat, came: float, at: float) -> float:
+        """For how long a worker has done the same thing. A step that was finished since is another one."""
+        _, step_at = self._steps.get(beat.generation, (0, -math.inf))
+        return min(beat.stalled_s + at - came, max(at - step_at, 0.0))
 
     def silent(self, worker: str, at: float) -> bool:
-        """It was not heard of for as long as its lease."""
-        return at - self._heard.setdefault(worker, at) > self._timing.lease_s
+        """It gave no sign of life for as long as its lease, while others were heard."""
+        return self._silent_s(worker, at) > self._timing.lease_s and not self.may_reconnect(worker, at)
+
+    def unheard_s(self, worker: str, at: float) -> float:
+        """For how long nothing came from the worker itself, whatever others tell of it."""
+        return at - self._heard.setdefault(worker, at)
+
+    def may_reconnect(self, worker: str, at: float) -> bool:
+        """It was not heard since the head's last absence, and its connection may still come back."""
+        returned_at = self._hearing.returned_at
+        return self._heard.get(worker, math.inf) < returned_at and at < returned_at + RECONNECT_S
+
+    def _silent_s(self, worker: str, at: float) -> float:
+        r = self._roster
+        signs = [self._heard.setdefault(worker, at)]
+        if is_involved(r, worker):
+            generations = {r.generation} if r.change is None else {r.generation, r.change.replaces}
+            signs += [self._steps[g][1] for g in generations if g in self._steps]
+        return max(0.0, min(at, self._hearing.newest_at) - max(signs))
+
+    def _is_lost(self, worker: str, at: float) -> bool:
+        """It is silent, and this is not known to be its connection to the head alone."""
+        timing = self._timing
+        if self._silent_s(worker, at) <= timing.lease_s:
+            return False
+        late = self.may_reconnect(worker, at)
+        agent_heard = self._agent_heard.get(worker, -math.inf) >= self._hearing.newest_at - DEAF_S
+        if self._roster.finishing or not is_involved(self._roster, worker) or (agent_heard and not late):
+            return not late
+        # After an absence the others may have reason to wait for one whose connection is the last to come back.
+        needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
+        others = (name for name in involved(self._roster) if name != worker and self._roster.alive(name))
+        return any(self._waits_s(name, at) >= needed_s for name in others)
+
+    def _waits_s(self, worker: str, at: float) -> float:
+        """For how long a member that is heard has waited for others; 0: it does not, or is not heard."""
+        came, beat = self._beats.get(worker, (at, None))
+        if beat is None or at - came > DEAF_S:
+            return 0.0
+        if beat.held:
+            return math.inf
+        return self._since(beat, came, at) if beat.doing is Doing.WAITING else 0.0
 
     def waits_in_vain(self, worker: str, at: float) -> bool:
         """Others have finished, and it waits for them: for longer than what is on its way already can take."""
@@ -145,7 +227,7 @@ class Watch:
         came, beat = self._beats.get(worker, (at, None))
         if beat is None or beat.held or beat.doing is not Doing.WAITING:
             return 0.0
-        return min(beat.stalled_s + at - came, at - self._committed_at)
+        return min(self._since(beat, came, at), at - self._committed_at)
 
     def suspect(self, at: float, generation: int, reason: str) -> None:
         """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.

@@ -16,6 +16,7 @@ from fallow.core.cancelled import Cancels
 from fallow.core.duds import Duds
 from fallow.core.fairshare import PastUse
 from fallow.core.gain import Curve
+from fallow.core.lease_clock import LeaseClock
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.saving import Saving
@@ -111,13 +112,21 @@ class Run:
     """A run in memory: durable record, machine, and what beats say."""
 
     def __init__(
-        self, spec: RunSpec, record: RunRecord, machine: Membership, revision: int, ordered: Asker | None = None
+        self,
+        spec: RunSpec,
+        record: RunRecord,
+        machine: Membership,
+        revision: int,
+        clock: LeaseClock,
+        ordered: Asker | None = None,
     ) -> None:
         self.spec = spec
         self.asker = Asker.of(spec, ordered)
         "in whose name its harvest jobs are asked for"
         self.record = record
         self.machine = machine
+        self.clock = clock
+        "on which the machine's events and `agent_seen` are dated"
         self.revision = revision
         self.rendezvous = Rendezvous()
         self.past: list[bytes] = []
@@ -234,7 +243,7 @@ class Book:
         machine = Membership(
             record.roster, term=self.term, timing=self._timing, at=at, validate=self._validate or spec.local
         )
-        run = Run(spec, record, machine, revision, self._ordered)
+        run = Run(spec, record, machine, revision, LeaseClock(at), self._ordered)
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in record.allocations.values():
             if allocation.live:

@@ -86,6 +86,8 @@ class Inbox:
         self._beats: dict[str, list[Item]] = {}
         "by peer: the cell of the last that came from it, where that is a beat"
         self._arrived = asyncio.Event()
+        self._is_tick_last = False
+        "the tick that waits has been put behind all that was there when its turn came"
 
     def put_nowait(self, item: Item) -> None:
         """Never waits: besides beats, what peers send is limited by what they are told."""
@@ -124,10 +126,21 @@ class Inbox:
         """One item, or several messages of peers: those that wait together are one turn.
 
         So what follows from them is written down once: all members of a large run vote at the same moment, and a
-        thousand agents may come at the same moment.
+        thousand agents may come at the same moment. A tick judges who is silent, so it comes after all that waits when
+        its turn comes, and after nothing that comes later: it is put off once.
         """
         items = [await self.get()]
+        if isinstance(items[0], Tick):
+            items = [self._after_what_waits(items[0])]
         if isinstance(items[0], Heard):
             while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], Heard):
                 items.append(self.get_nowait())
         return items
+
+    def _after_what_waits(self, tick: Tick) -> Item:
+        if self._is_tick_last or not self._cells:
+            self._is_tick_last = False
+            return tick
+        self._is_tick_last = True
+        self._cells.append([tick])
+        return self.get_nowait()

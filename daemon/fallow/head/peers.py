@@ -12,6 +12,7 @@ from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.duds import came
+from fallow.core.lease_clock import RECONNECT_S
 from fallow.head import again, gauge, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.forgetting import forget
@@ -56,6 +57,8 @@ from fallow.model import (
 from fallow.text import clean_block
 from fallow.wire.router import agent_of, key_of
 
+_JUDGED = frozenset((WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.LEAVING))
+
 TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
@@ -73,6 +76,7 @@ class Peers:
         if principal is None:
             return
         run = turn.book.runs[principal.run]
+        run.clock.hear(turn.at)
         if principal.worker is None:
             self._hear_agent(turn, run, principal, peer, message)
         elif getattr(message, "worker", principal.worker) == principal.worker:
@@ -168,7 +172,7 @@ class Peers:
         node = agent_of(peer)
         if node not in allocation.agents:
             return
-        run.agent_seen[allocation.token, node] = turn.at
+        self._agent_seen(turn, run, allocation, node)
         match message:
             case WorkerKey():
                 if message.worker in allocation.agents[node]:
@@ -198,6 +202,13 @@ class Peers:
             case AgentLeft():
                 self.agent_gone(turn, run, allocation, node, _ended(message.code))
 
+    @staticmethod
+    def _agent_seen(turn: Turn, run: Run, allocation: Allocation, node: str) -> None:
+        at = run.clock.read(turn.at)
+        run.agent_seen[allocation.token, node] = at
+        for worker in allocation.agents.get(node, ()):
+            run.machine.hear_agent(worker, at)
+
     def _agent_hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: AgentHello) -> None:
         problem = self._agent_problem(run, allocation, hello)
         if problem is not None:
@@ -205,7 +216,7 @@ class Peers:
             turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
             return
         first = hello.agent not in allocation.agents
-        run.agent_seen[allocation.token, hello.agent] = turn.at
+        self._agent_seen(turn, run, allocation, hello.agent)
         allocation.job_id = allocation.job_id or hello.job_id
         if run.record.slots is None:
             run.record.slots = hello.slots
@@ -312,12 +323,13 @@ class Peers:
     def tick(self, turn: Turn) -> None:
         """Deadlines of everybody: leases, votes, rendezvous, walltimes."""
         for run in list(turn.book.current.values()):
+            hearing = run.clock.tick(turn.at, expects_somebody=_expects_somebody(run))
             if run.roster.status.ended:
                 self._end_stragglers(turn, run)
                 continue
             run.look_how_far()
             turn.reply(run, run.rendezvous.tick(turn.at))
-            turn.apply(run, ev.Ticked(at=turn.at))
+            turn.apply(run, ev.Ticked(at=turn.at, hearing=hearing))
             margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
             for allocation in run.live_allocations():
                 self._watch(turn, run, allocation, margin_s)
@@ -334,18 +346,34 @@ class Peers:
             turn.release_allocation(run, allocation, allocation.ends_because)
         neighbours.hurry(turn, run, allocation)
         for node in set(allocation.agents) - set(allocation.agents_gone):
-            silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
-            if silent > self._config.lease_s:
+            silent = self._silent_s(turn, run, allocation, node)
+            workers = [run.roster.workers.get(name) for name in allocation.agents[node]]
+            # Whether a worker that has a state is lost with its agent is for the membership machine to judge.
+            kept = any(worker is not None and worker.phase in _JUDGED for worker in workers)
+            if silent > self._config.lease_s and not kept:
                 self.agent_gone(turn, run, allocation, node, f"agent on {node} silent for {silent:.0f} s")
+
+    @staticmethod
+    def _silent_s(turn: Turn, run: Run, allocation: Allocation, node: str) -> float:
+        """For how long an agent was silent while somebody else was heard; 0: its connection may still come back."""
+        hearing, at = run.clock.hearing, run.clock.read(turn.at)
+        seen_at = run.agent_seen.setdefault((allocation.token, node), at)
+        if seen_at < hearing.returned_at and at < hearing.returned_at + RECONNECT_S:
+            return 0.0
+        return max(0.0, hearing.newest_at - seen_at)
 
     def _end_stragglers(self, turn: Turn, run: Run) -> None:
         """Forget the agents of an ended run that fell silent."""
         for allocation in run.live_allocations():
             neighbours.hurry(turn, run, allocation)
             for node in set(allocation.agents) - set(allocation.agents_gone):
-                silent = turn.at - run.agent_seen.setdefault((allocation.token, node), turn.at)
-                if silent > self._config.lease_s:
+                if self._silent_s(turn, run, allocation, node) > self._config.lease_s:
                     self.agent_gone(turn, run, allocation, node, "the run is over")
+
+
+def _expects_somebody(run: Run) -> bool:
+    """Agents of the run should be heard."""
+    return any(set(a.agents) - set(a.agents_gone) for a in run.live_allocations())
 
 
 def _ended(code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +70,12 @@ class Turn:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
 
     def apply(self, run: Run, event: ev.Event) -> None:
-        """Put an event into a run's machine and take its instructions as effects."""
-        instructions = run.machine.handle(event)
+        """Put an event into a run's machine and take its instructions as effects.
+
+        The event is dated on the head's clock. The machine sees it on the run's own, which does not count the time for
+        which the head was away.
+        """
+        instructions = run.machine.handle(dataclasses.replace(event, at=run.clock.read(event.at)))
         self._date_newest(run)
         if instructions or self._to_be_written(run, event):
             self.dirty.add(run.id)

@@ -167,6 +167,7 @@ def _member_views(run: Run, at: float, now: float) -> list[MemberView]:
 def _member_view(run: Run, worker: str, rank: int | None, at: float, now: float) -> MemberView:
     known = run.roster.workers[worker]
     allocation = run.allocation_of(worker)
+    shows = run.clock.read(at)
     beat = None if rank is None else run.beats.get(worker)
     return MemberView(
         worker=worker,
@@ -177,7 +178,7 @@ def _member_view(run: Run, worker: str, rank: int | None, at: float, now: float)
         rank=rank,
         step=known.step,
         ends_in_s=None if allocation.end_at is None else allocation.end_at - now,
-        last_seen_s=max(0.0, at - (run.machine.seen(worker) or at)),
+        last_seen_s=max(0.0, shows - (run.machine.seen(worker) or shows)),
         pid=known.pid,
         shards=0 if beat is None else beat.shards,
         pace_s=0.0 if beat is None else beat.pace_s,

@@ -32,6 +32,7 @@ SILENCE_S = 3.0
 "After this long without a word from the head its file is read again."
 QUEUE = 256
 _HANDSHAKE_MS = 5000
+_CONNECT_MS = 4000
 _HEARTBEAT_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
 _RECONNECT_MS = (50, 1000)
@@ -161,6 +162,8 @@ class Link(Generic[T]):
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, QUEUE)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        # The kernel doubles the time from one SYN to the next: after a cut of a minute it tries again half a minute later.
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
