@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fallow.config import Checkpoint, Membership
+from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.lease_clock import RECONNECT_S
 from fallow.core.timing import Timing
@@ -30,6 +31,7 @@ from fallow.model import (
     RunSpec,
     RunStatus,
     Vote,
+    WorkerExit,
     WorkerHello,
     WorkerPhase,
     WorkerReady,
@@ -111,11 +113,6 @@ class World:
     def say(self, number: int, message: FromPeer) -> None:
         self.put(f"{number}" * 40, message)
         self.loop()
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the members began to wait for one that is dead."""
-        return self.died_at
 
     def beat(self, numbers: Sequence[int] | None = None) -> None:
         """All nodes that can be heard say how things stand."""
@@ -319,3 +316,61 @@ def test_votes_that_lie_in_the_inbox_count_however_late_the_head_reads_them(tmp_
     assert world.told("abort") == []
     assert world.roster.members == ["w0", "w1", "w2"]
     assert world.roster.generation == generation
+
+
+def test_the_last_member_is_not_taken_for_gone_by_silence_and_a_standby_begins_when_its_end_is_proved(
+    tmp_path: Path,
+) -> None:
+    """One member died, as its agent says, while the other is cut off from the head: that one holds the state."""
+    world = World(tmp_path, members=2, standbys=1)
+    world.live(10.0)
+    world.cut = {1}
+    world.put(f"{world.allocations[0].public_key} a", WorkerExit(worker="w0", code=None, signal=9))
+    world.live(600.0)
+    assert world.roster.alive("w1")
+    assert world.told("lost") == []
+    assert (world.roster.generation, world.roster.members) == (1, ["w0", "w1"])
+    assert world.roster.change is not None
+    assert world.roster.change.members == ["w1"]
+    turn = Turn(world.book, world.at, UNIX + world.at)
+    world.peers.agent_gone(turn, world.run, world.allocations[1], "a", "its job ended")
+    assert world.roster.change.members == ["w2"]
+
+
+def test_a_leaver_whose_node_went_with_it_holds_up_nobody(tmp_path: Path) -> None:
+    """It passed the boundary, as the new generation's being active shows, and nobody waits for it any more."""
+    world = World(tmp_path, members=2)
+    world.live(10.0)
+    turn = Turn(world.book, world.at, UNIX + world.at)
+    turn.apply(world.run, ev.ReleaseWanted(at=world.at, workers=["w1"], reason="walltime"))
+    for number in range(2):
+        world.say(number, Vote(worker=f"w{number}", generation=2, ok=True))
+    world.say(0, Active(worker="w0", generation=2, first_step=9, pause_s=0.1, parts=Parts()))
+    world.cut = {1}
+    assert world.roster.change is not None
+    took_s = world.live(60.0, until=lambda: world.roster.change is None)
+    assert LEASE_S <= took_s <= LEASE_S + 1.0
+    assert world.roster.members == ["w0"]
+    assert [report.kind for report in world.roster.history] == ["start", "release"]
+
+
+def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_again(tmp_path: Path) -> None:
+    """The change is given up, for the members need not wait, but not the newcomer."""
+    world = World(tmp_path, members=2)
+    world.live(5.0)
+    world.run.roster.max_members = world.run.roster.limit = 3
+    world.join(2)
+    for number in range(2):
+        world.say(number, Vote(worker=f"w{number}", generation=2, ok=True))
+    world.live(20.0)
+    world.cut = {0, 1, 2}
+    world.live(20.0)
+    world.cut = {2}
+    world.live(20.0)
+    assert len(world.told("abort")) == 1
+    assert world.roster.change is None, "it cannot hear of another one"
+    world.cut = set()
+    world.live(2.0)
+    assert world.told("eject") == []
+    assert world.roster.change is not None
+    assert world.roster.change.members == ["w0", "w1", "w2"]

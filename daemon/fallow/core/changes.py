@@ -131,8 +131,9 @@ class Changes:
         """A planned change needs every vote, so none is begun while one of its participants does not hear of it."""
         if wait_s(self._roster, proposal.kind, self._watch.lasted_s(at)) > 0:
             return True
-        lease_s = self._timing.lease_s
-        return any(self._watch.unheard_s(w, at) > lease_s for w in [*proposal.members, *proposal.leavers])
+        watch, lease_s = self._watch, self._timing.lease_s
+        asked = [*proposal.members, *proposal.leavers]
+        return any(watch.unheard_s(w, at) > lease_s or watch.may_reconnect(w, at) for w in asked)
 
     def _advance(self, at: float) -> None:
         r, change = self._roster, self._roster.change
@@ -229,6 +230,10 @@ class Changes:
         for name in r.change.participants:
             self._effects.note_sent(name, r.high, Prepare, at)
             self._effects.tell(name, message)
+
+    def extend(self, change: Change, at: float) -> None:
+        """Wait for votes as long again: those that are missing may be on their way, or their voters know of nothing."""
+        change.deadline_at = at + self._patience_s(change.interrupt or change.probe)
 
     def _patience_s(self, waited_for: bool) -> float:
         timing = self._timing

@@ -401,25 +401,25 @@ class Membership:
         if change is None or change.committed or event.at < change.deadline_at:
             return
         late = [w for w in change.participants if w not in change.votes and w not in change.unreachable]
-        if self._is_nobody_to_ask(change, late, event.at):
+        waited_for = change.interrupt or change.probe
+        absent = [w for w in late if self._watch.may_reconnect(w, event.at)]
+        if waited_for and (absent or self._all_members_are_silent(change, late, event.at)):
+            self._changes.extend(change, event.at)
             return
         self._effects.record("abort", f"generation {change.generation}: no vote from {', '.join(late)}")
-        waited_for = change.interrupt or change.probe
-        out = [self.roster.workers[w] for w in late if waited_for or w not in self.roster.members]
+        blamed = [w for w in late if w not in absent and (waited_for or w not in self.roster.members)]
+        out = [self.roster.workers[w] for w in blamed]
         self._losses.eject(event.at, [Overdue(worker, "did not vote in time", None) for worker in out])
         if self.roster.change is change:
             self._changes.burn(event.at, "votes missing")
 
-
-    def _is_nobody_to_ask(self, change: Change, late: list[str], at: float) -> bool:
-        """Those whose votes are missing may not have heard of the change, and it is not safe to do without them.
+    def _all_members_are_silent(self, change: Change, late: list[str], at: float) -> bool:
+        """No member of the current generation has been heard since the change began.
 
         A step needs all members. So a generation is over when one of its members has given it up, by a vote for the
-        group that takes its place. As long as all of them are silent, they may train on, and nobody may begin without
+        group that takes its place. As long as all of them are silent they may train on, and nobody may begin without
         them.
         """
-        if any(self._watch.may_reconnect(worker, at) for worker in late):
-            return True
         members = [w for w in change.participants if w in self.roster.members and self.roster.alive(w)]
         since_s = at - change.began_at
         return bool(members) and all(w in late and self._watch.unheard_s(w, at) > since_s for w in members)

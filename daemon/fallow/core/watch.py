@@ -21,7 +21,6 @@ from fallow.core.roster import FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.model import Beat, Doing, WorkerPhase
 
-
 _GENERATIONS = 4
 """Generations of which the newest step is remembered: those that may still step, and a few burned in between."""
 
@@ -182,9 +181,10 @@ class Watch:
     def _silent_s(self, worker: str, at: float) -> float:
         r = self._roster
         signs = [self._heard.setdefault(worker, at)]
-        if is_involved(r, worker):
-            generations = {r.generation} if r.change is None else {r.generation, r.change.replaces}
-            signs += [self._steps[g][1] for g in generations if g in self._steps]
+        if worker in r.members and r.generation in self._steps:
+            signs.append(self._steps[r.generation][1])
+        if r.change is not None and r.change.concerns(worker) and r.change.replaces in self._steps:
+            signs.append(self._steps[r.change.replaces][1])
         return max(0.0, min(at, self._hearing.newest_at) - max(signs))
 
     def _is_lost(self, worker: str, at: float) -> bool:
@@ -194,12 +194,18 @@ class Watch:
             return False
         late = self.may_reconnect(worker, at)
         agent_heard = self._agent_heard.get(worker, -math.inf) >= self._hearing.newest_at - DEAF_S
-        if self._roster.finishing or not is_involved(self._roster, worker) or (agent_heard and not late):
+        if not self._is_needed(worker) or (agent_heard and not late):
             return not late
         # After an absence the others may have reason to wait for one whose connection is the last to come back.
         needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
         others = (name for name in involved(self._roster) if name != worker and self._roster.alive(name))
         return any(self._waits_s(name, at) >= needed_s for name in others)
+
+    def _is_needed(self, worker: str) -> bool:
+        """Others come to wait for it sooner or later."""
+        r = self._roster
+        has_left = r.change is not None and worker in r.change.leavers and bool(r.change.active)
+        return is_involved(r, worker) and not r.finishing and not has_left
 
     def _waits_s(self, worker: str, at: float) -> float:
         """For how long a member that is heard has waited for others; 0: it does not, or is not heard."""

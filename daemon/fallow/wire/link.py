@@ -162,7 +162,7 @@ class Link(Generic[T]):
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, QUEUE)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        # The kernel doubles the time from one SYN to the next: after a cut of a minute it tries again half a minute later.
+        # The kernel doubles the time between two SYNs: after a cut of a minute the next one is half a minute away.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
