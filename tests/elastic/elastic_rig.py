@@ -175,6 +175,12 @@ class Rig:
         self.head.kill()
         await until(lambda: not self.head.running, "the head is still there")
 
+    async def listen(self) -> None:
+        """Talk to whichever head there is now."""
+        control = await ControlClient.connect(self.paths.head_file)
+        await control.call("status")
+        self._control = control
+
     async def start_head(self) -> None:
         """Have it come back."""
         self._control = await self.head.start()
@@ -256,7 +262,15 @@ class Elastic:
         if self._scripted:
             place = await self.rig.call("local_allocation", run=self.id, slots=1)
             self._key_file = msgspec.convert(place, LocalAllocation).key_file
-        node = {} if self._scripted else {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": f"n{len(self.agent_of)}"}
+        node = (
+            {}
+            if self._scripted
+            else {
+                "SLURM_JOB_ID": "7",
+                "SLURMD_NODENAME": f"n{len(self.agent_of)}",
+                "SLURM_PROCID": str(len(self.agent_of)),
+            }
+        )
         pid = self.rig.nursery.start(
             ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
             {**self.rig.environ, **node, **environ},
