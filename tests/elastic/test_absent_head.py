@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 
 import pytest
 from elastic_rig import LOOK_S, Elastic, Rig, alive, judge, send, until

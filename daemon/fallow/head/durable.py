@@ -168,13 +168,18 @@ class Durable:
             except Unavailable as error:
                 away = away or _Away(STORE_PATIENCE_S)
                 self._note_away(away, error)
-                await self._revive(away)
+                while not await self._revive(away):
+                    pass
             else:
                 self._note_back(away)
                 return seqs
 
-    async def _revive(self, away: _Away) -> None:
-        """The private server died or was restarted: start it, and check that it did not go back in time."""
+    async def _revive(self, away: _Away) -> bool:
+        """The private server died or was restarted: start it, and check that it did not go back in time.
+
+        Returns:
+            False: the store is still away.
+        """
         await asyncio.sleep(away.next_pause_s())
         try:
             if self._redis is not None:
@@ -182,12 +187,13 @@ class Durable:
             same = await self.store.check()
         except FallowError as error:
             self._note_away(away, error)
-            return
+            return False
         if not same:
             raise FallowError(
                 f"the store of {self._paths.state} went back in time; the head starts again above its last term",
                 Exit.TEMPFAIL,
             )
+        return True
 
     def _note_away(self, away: _Away, error: FallowError) -> None:
         """Say why nothing can be written down.
