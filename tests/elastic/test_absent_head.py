@@ -12,6 +12,7 @@ from elastic_rig import LOOK_S, Elastic, Rig, alive, judge, send, until
 from conftest import MakeRig, Undisturbed
 from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, RunReport
+from fallow.worker.checkpoint.manifest import complete_ones
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,3 +111,41 @@ async def test_o2_a_stand_in_head_gives_way_to_one_that_is_started_by_hand(
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60), unheard=True)
     assert [generation.kind for generation in report.generations] == ["start"]
+
+
+def complete_checkpoints(run: Elastic) -> set[str]:
+    return {path.name for path in complete_ones(run.folder / "checkpoints")}
+
+
+async def test_o2_a_node_that_is_taken_while_no_head_is_there_is_left_behind_a_checkpoint(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """The member leaves in order; the other one waits for a head, and goes on from the same step."""
+    async with make_rig() as rig:
+        run = await begin_in_a_base_job(rig, "--steps", 200, members=2)
+        await run.goes_on(2)
+        before = complete_checkpoints(run)
+        await rig.kill_head()
+        send(run.agent_of["w1"], signal.SIGTERM)
+        assert await rig.agent_ends(run.agent_of["w1"]) == 93
+        assert not alive(run.pids["w1"])
+        assert len(complete_checkpoints(run) - before) == 1
+        assert alive(run.pids["w0"])
+        await rig.start_head()
+        await run.becomes(["w0"])
+        report = await run.ends()
+    judge(report, await undisturbed("--steps", 200), losses=1, unheard=True)
+
+
+async def test_o2_a_whole_run_that_is_taken_while_no_head_is_there_leaves_its_last_step(make_rig: MakeRig) -> None:
+    async with make_rig() as rig:
+        run = await begin_in_a_base_job(rig, "--steps", 200, members=2)
+        await run.goes_on(2)
+        await rig.kill_head()
+        steps = run.steps_seen()
+        for worker in ("w0", "w1"):
+            send(run.agent_of[worker], signal.SIGTERM)
+        assert [await rig.agent_ends(run.agent_of[worker]) for worker in ("w0", "w1")] == [93, 93]
+        await rig.start_head()
+        view = await run.until(lambda view: bool(view.checkpoints), "the head does not find the checkpoint")
+        assert view.checkpoints[-1].step >= steps

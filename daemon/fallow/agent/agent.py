@@ -51,6 +51,8 @@ log = logging.getLogger("fallow.agent")
 PATIENCE_S = 600.0
 BEAT_S = 1.0
 "Until the plan says another."
+_SILENT_S = 5.0
+"A head that has said nothing for so long, though it answers each beat, does not hear of Slurm's warning in time."
 _TAIL_S = 0.3
 _NOTED_S = 2.0
 _FLUSH_S = 1.0
@@ -102,6 +104,7 @@ class Agent:
         self._planned = False
         self._told_stopped: list[str] = []
         self._notice: Notice | None = None
+        self._workers_warned = False
         self._term = 0
         self._end: AgentEnd | None = None
         self._end_at = 0.0
@@ -208,9 +211,22 @@ class Agent:
         if self._end is not None:
             if not self._alive() or now >= self._end_at:
                 self._finish(self._end.code)
+        elif self._notice is not None and silent_s > _SILENT_S:
+            self._leave_without_head()
         elif not self._alive() and silent_s > self._patience_s:
             log.error("the head was silent for %.0f s and no worker runs here; giving up", self._patience_s)
             self._finish(Exit.TEMPFAIL)
+
+    def _leave_without_head(self) -> None:
+        """Slurm takes this node: the workers leave behind a checkpoint, and then so does the agent."""
+        if not self._alive():
+            log.error("Slurm takes this node, no head is there, and no worker runs here any more; this agent ends")
+            self._finish(Exit.NO_RESTART)
+        elif not self._workers_warned:
+            self._workers_warned = True
+            for worker in self._workers.values():
+                if worker.process is not None:
+                    worker.process.warn()
 
     def _repeat(self) -> None:
         if not self._planned:
