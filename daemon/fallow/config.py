@@ -96,6 +96,7 @@ class Membership(_Section, frozen=True):
     progress_s: Seconds = 300.0
     "a member that keeps the others waiting for longer is ejected; longer than any evaluation on one member"
     head_patience_s: Seconds = 600.0
+    "a base job's agent that has heard no head for so long starts a stand-in head"
     bar_after: Annotated[int, Meta(ge=1)] = 3
     "failures (exception, crash, hang) on one node after which a run does without it"
     release_margin_s: Annotated[float, Meta(ge=0)] = 20.0

@@ -8,12 +8,13 @@ links, and writes are atomic and durable (temporary file, fsync, rename, fsync o
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -28,6 +29,15 @@ T = TypeVar("T")
 SOCKET_PATH_LIMIT = 108
 "Linux: sizeof(sockaddr_un.sun_path), with the closing NUL."
 READ_LIMIT = 64 * 1024 * 1024
+_PROBE = 16 * 1024
+"Bytes of the file that tests whether a folder can be written to."
+_REMEDIES = {
+    errno.ENOSPC: "make room on its file system",
+    errno.EDQUOT: "make room within your quota",
+    errno.EROFS: "its file system must be mounted for writing",
+    errno.ENOENT: "put the folder back",
+    errno.EACCES: "give yourself access to it",
+}
 
 _ID = re.compile(ID_PATTERN)
 _NETWORK_TYPES = {
@@ -100,6 +110,11 @@ class RunPaths:
     def report(self) -> Path:
         return self.root / "report.json"
 
+    @property
+    def stand_in_log(self) -> Path:
+        """Log of the heads that the run's agents have started."""
+        return self.root / "head.log"
+
     def create(self) -> RunPaths:
         """Make the run's folders (private) where they are missing."""
         for folder in (self.root, self.keys, self.logs, self.checkpoints, self.ledger):
@@ -133,6 +148,16 @@ class Paths:
     @property
     def head_lock(self) -> Path:
         return self.state / "head.lock"
+
+    @property
+    def head_wanted(self) -> Path:
+        """A head that is starting leaves this file to ask a stand-in head to give way."""
+        return self.state / "head.wanted"
+
+    @property
+    def head_config(self) -> Path:
+        """The newest head's configuration, with which a stand-in head serves."""
+        return self.state / "head-config.json"
 
     @property
     def head_key(self) -> Path:
@@ -238,20 +263,50 @@ def _check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, atomically and durably, mode 0600. Its folder must exist."""
+    """Replace `path` by `data`, atomically and durably, mode 0600. Its folder must exist.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        sync_dir(path.parent)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
         raise
-    sync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def unwritable() -> Iterator[None]:
+    """Turn an error of the file system into one for the user, which names the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "see to its file system")
+        raise FallowError(f"{error.filename}: cannot be written ({error.strerror}); {remedy}", Exit.IOERR) from error
+
+
+def write_problem(folder: Path) -> str:
+    """Why nothing can be written into `folder`, with its name and what to do; empty: a test file could be written."""
+    path = folder / f".probe.{os.getpid()}"
+    try:
+        write_private(path, bytes(_PROBE))
+        path.unlink()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        return f"{folder}: {reason}; {_REMEDIES.get(error.errno or 0, 'make the folder writable again')}"
+    return ""
 
 
 def sync_dir(path: Path) -> None:

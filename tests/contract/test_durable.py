@@ -18,13 +18,15 @@ from fallow.core.backoff import Asker
 from fallow.core.survival import Spell
 from fallow.core.timing import Timing
 from fallow.files import Paths
+from fallow.head import durable as durable_module
 from fallow.head.app import Head
 from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.forgetting import KEPT_REPORTS, reports
 from fallow.head.turn import Turn
 from fallow.local.driver import store_pid
-from fallow.model import ChangeKind, GenerationReport, Parts, RunSpec
+from fallow.model import ChangeKind, Exit, FallowError, GenerationReport, Parts, RunSpec
+from fallow.store import server as server_module
 from fallow.store.server import find_server
 
 
@@ -156,3 +158,44 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
     # Nor does the count begin anew.
     known.backoff.strike("QOSMaxJobsPerUserLimit", asker, "gpu", 60, now + 61.0)
     assert known.backoff.until(asker, "gpu") == now + 61.0 + 120.0
+
+
+async def test_a_folder_that_stays_unwritable_ends_the_head_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a code that has its supervisor start it again, and one line that names the folder."""
+    monkeypatch.setattr(durable_module, "STORE_PATIENCE_S", 1.0)
+    async with begun(tmp_path) as (durable, book, paths):
+        full = "No space left on device; make room"
+        monkeypatch.setattr(server_module, "write_problem", lambda folder: f"{folder}: {full}")
+        os.kill(store_pid(paths), signal.SIGKILL)
+        turn = Turn(book, 0.0, 0.0)
+        turn.notes["experience"] = b"one"
+        with pytest.raises(FallowError) as caught:
+            await durable.write(turn)
+    assert caught.value.code is Exit.TEMPFAIL
+    assert caught.value.message == (
+        f"nothing could be written down for 1 s: {paths.redis_dir}: No space left on device; make room. This head "
+        "ends; training goes on, start the head again"
+    )
+
+
+async def test_the_store_comes_back_when_its_folder_can_be_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, waits = ["full: make room", "full: make room", ""], []
+    monkeypatch.setattr(server_module, "write_problem", lambda folder: problems.pop(0) if problems else "")
+    paths = Paths(tmp_path / "state", tmp_path / "run").create()
+    durable = Durable(paths, None, waits.append)
+    await durable.open()
+    assert (waits, durable.problem) == (["full: make room"] * 2, "")
+    await durable.begin_term()
+    problems += ["full: make room", ""]
+    os.kill(store_pid(paths), signal.SIGKILL)
+    book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+    turn = Turn(book, 0.0, 0.0)
+    turn.notes["experience"] = b"one"
+    await durable.write(turn)
+    assert "full: make room" in waits[2:]
+    assert durable.problem == ""
+    await durable.close()

@@ -180,10 +180,10 @@ class Training:
 
         return self.wait_for(f"{count} members", settled, seconds)
 
-    def wait_steps(self, count: int = 5) -> None:
+    def wait_steps(self, count: int = 5, seconds: float = REACT_S) -> None:
         """Wait until the training has gone on by so many steps."""
         start = self.step()
-        self.wait_for(f"{count} steps after step {start}", lambda: self.step() >= start + count)
+        self.wait_for(f"{count} steps after step {start}", lambda: self.step() >= start + count, seconds)
 
     def finish(self) -> RunReport:
         """Let the training run to its end, and check what must hold at the end of every one of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -374,6 +375,41 @@ def test_training_goes_on_while_the_head_is_away(rig: Rig) -> None:
     assert not training.events("eject", "failed", "lost", "orphan")
     trace = training.trace("w0")
     assert [step for _, step, _ in trace.steps] == list(range(training.steps))
+    assert training.lines_after() == [training.job]
+
+
+@pytest.fixture(scope="module")
+def headless(slurm_installed: None) -> Iterator[Rig]:
+    """Where nobody starts a head again, and harvest jobs last longer than a test."""
+    settings = {"FALLOW_MEMBERSHIP__HEAD_PATIENCE_S": "4", "FALLOW_HARVEST__MAX_MINUTES": "30"}
+    with Rig("preempt", nodes=3, **settings) as rig, telling(rig):
+        yield rig
+
+
+def test_a_base_job_that_loses_its_head_and_a_harvest_node_finishes_the_training(headless: Rig) -> None:
+    rig = headless
+    training = rig.submit("--nodes=1:2", pace_s=0.1)
+    base, harvested = training.wait_members(2)
+    (job,) = (job for job, token in training.jobs().items() if token == harvested.token)
+    rig.kill_head()
+    rig.scancel(job)
+    # Slurm gives it no time, as where a node dies: nobody may wait for its last words.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(harvested.pid, signal.SIGKILL)
+    training.wait_steps(5, START_S)
+    assert training.trace(base.worker).pid == base.pid
+    (training.folder / "hurry").touch()
+    rig.wait_job(training.job, "COMPLETED", 2 * START_S)
+    rig.start_head()
+    training.wait_for("the run is over", lambda: training.view().status.ended)
+    report = rig.ask("report", RunReport, run=training.run)
+    assert (report.status, report.steps) == (RunStatus.FINISHED, training.steps)
+    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
+    steps = [step for _, step, _ in training.trace(base.worker).steps]
+    # The step that the loss interrupted may have been begun again.
+    assert sorted(set(steps)) == list(range(training.steps))
+    assert len(steps) <= training.steps + 1
+    training.wait_jobs_gone()
     assert training.lines_after() == [training.job]
 
 

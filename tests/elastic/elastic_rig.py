@@ -148,6 +148,11 @@ class Rig:
         """One request to the head."""
         return await self._control.call(method, **params)
 
+    async def ask_beside(self, method: str, **params: Any) -> Any:
+        """One request on a connection of its own, while another one waits for its answer."""
+        async with await ControlClient.connect(self.paths.head_file) as control:
+            return await control.call(method, **params)
+
     async def run(
         self, *options: object, members: int = 1, most: int = 4, scripted: bool = True, **spec: Any
     ) -> Elastic:
@@ -174,6 +179,12 @@ class Rig:
         await self._control.aclose()
         self.head.kill()
         await until(lambda: not self.head.running, "the head is still there")
+
+    async def listen(self) -> None:
+        """Talk to whichever head there is now."""
+        control = await ControlClient.connect(self.paths.head_file)
+        await control.call("status")
+        self._control = control
 
     async def start_head(self) -> None:
         """Have it come back."""
@@ -256,7 +267,15 @@ class Elastic:
         if self._scripted:
             place = await self.rig.call("local_allocation", run=self.id, slots=1)
             self._key_file = msgspec.convert(place, LocalAllocation).key_file
-        node = {} if self._scripted else {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": f"n{len(self.agent_of)}"}
+        node = (
+            {}
+            if self._scripted
+            else {
+                "SLURM_JOB_ID": "7",
+                "SLURMD_NODENAME": f"n{len(self.agent_of)}",
+                "SLURM_PROCID": str(len(self.agent_of)),
+            }
+        )
         pid = self.rig.nursery.start(
             ["--key-file", self._key_file, "--patience", str(self.rig.agent_patience_s), "--", *self.command],
             {**self.rig.environ, **node, **environ},
@@ -389,6 +408,10 @@ class Elastic:
     async def goes_on(self, steps: int = 3) -> RunView:
         """Wait until so many further steps are finished."""
         return await self.reaches((await self.view()).step + steps)
+
+    def steps_seen(self) -> int:
+        """Finished steps as the members have noted them, without asking the head."""
+        return len((self.gates / "times").read_text().split())
 
     def longest_gap(self) -> float:
         """The longest time between two steps (seconds), whoever finished them."""

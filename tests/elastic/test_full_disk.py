@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_rig import send, until
+from elastic_rig import LOOK_S, send, until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus
@@ -91,6 +93,47 @@ async def test_s14_a_run_that_is_suspended_on_a_full_disk_keeps_what_was_saved_b
     assert (report.steps, report.final_digest, report.samples) == (whole.steps, whole.final_digest, whole.samples)
     # One may have been warned a step before the other.
     assert [g.first_step for g in report.generations if g.kind == "start"] == [0, saved.step]
+
+
+async def test_d8_a_full_state_folder_costs_no_training_and_not_the_head(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """The head says which folder is full, waits for room, and then carries out what it was asked for."""
+    rig = make_rig(membership__lease_s=60)
+    with small_disk(rig.paths.state):
+        async with rig:
+            run = await (await rig.run(most=3)).begin(2)
+            await run.arrive()
+            await run.goes_on(3)
+            filler = fill(rig.paths.state)
+            asked = asyncio.create_task(run.grow())
+
+            async def problem() -> str:
+                return str((await rig.ask_beside("status"))["head"]["store_problem"])
+
+            deadline = time.monotonic() + 30.0
+            full = f"{rig.paths.redis_dir}: No space left on device; make room on its file system"
+            while await problem() != full:
+                assert time.monotonic() < deadline, "the head misses no room"
+                await asyncio.sleep(LOOK_S)
+            steps = run.steps_seen()
+            await until(lambda: run.steps_seen() >= steps + 10, "the training stands still")
+            assert rig.head.running
+            assert not asked.done()
+            filler.unlink()
+            await asked
+            await run.becomes(["w0", "w1", "w2"])
+            assert await problem() == ""
+            report = await run.ends()
+            log = rig.head.log.read_text()
+    whole = await undisturbed()
+    assert (report.status, report.message) == (RunStatus.FINISHED, "")
+    assert (report.steps, report.final_digest) == (whole.steps, whole.final_digest)
+    assert (report.samples.lost, report.samples.duplicated) == (0, 0)
+    assert [generation.kind for generation in report.generations] == ["start", "absorb"]
+    assert "store.away" in log
+    assert "store.back" in log
+    assert "Traceback" not in log
 
 
 async def test_s14_a_full_disk_costs_records_and_checkpoints_and_no_training(

@@ -32,9 +32,14 @@ class Session:
         self.checkpoint_due_at: float | None = None
         self.checkpoint_given_up = 0, 0
         self.deadline_in_s: float | None = None
+        self.leaves_within_s: float | None = None
+        "this node goes away in so long, and no head is there"
         self.progress = Progress()
         self.written: list[Checkpointed] = []
         self.sent: list[Any] = []
+
+    def leaves_alone(self, margin_s: float) -> bool:
+        return self.leaves_within_s is not None and self.leaves_within_s < margin_s
 
     def checkpoint_done(self) -> None:
         self.checkpoint_wanted = False
@@ -99,6 +104,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(writing, "_write_part", held_up)
     return opened
+
+
+def test_a_member_that_leaves_without_a_head_wishes_a_checkpoint_and_then_has_nothing_to_lose(tmp_path: Path) -> None:
+    member = Member(tmp_path, 0, 1, every_s=0.0)
+    member.session.leaves_within_s = 60.0
+    assert member.saver.wish(2) == 0.0, "there is time"
+    member.session.leaves_within_s = 20.0
+    assert member.saver.wish(2) == 1.0
+    assert not member.saver.has_nothing_to_lose(member.group, Position(step=4))
+    member.save(4)
+    member.saver.finish()
+    assert member.saver.has_nothing_to_lose(member.group, Position(step=4))
+    assert not member.saver.has_nothing_to_lose(member.group, Position(step=5))
+    member.session.leaves_within_s = None
+    assert not member.saver.has_nothing_to_lose(member.group, Position(step=4)), "the head is back"
 
 
 def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from fallow.core.roster import Worker
 from fallow.core.spans import Span
 from fallow.core.timing import Timing
 from fallow.files import Paths
-from fallow.head import accounts
+from fallow.head import accounts, book
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.demands import demand
 from fallow.head.harvest import Harvest
@@ -381,6 +382,29 @@ def test_careless_use(desk: Desk, before: tuple[str, ...], method: str, run: str
         desk.do(method, run=run)
     assert refused.value.code == code
     assert words in refused.value.message
+
+
+def test_what_cannot_be_written_is_refused_and_leaves_nothing_behind(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    desk.hold()
+    monkeypatch.setattr(book, "write_struct", full)
+    spec = RunSpec(run="", name="late", min_nodes=1, max_nodes=2)
+    before, allocations = set(desk.book.runs), set(desk.run.record.allocations)
+    turn = desk.turn()
+    with pytest.raises(FallowError) as caught:
+        desk.operations.handle(turn, "create_run", {"spec": msgspec.to_builtins(spec)})
+    assert caught.value.code is Exit.IOERR
+    assert "cannot be written (No space left on device); make room on its file system" in caught.value.message
+    assert (set(desk.book.runs), set(desk.book.current), turn.dirty) == (before, before, set())
+    # Nor does the planner ask for a node without keys.
+    assert desk.poll(desk.job(next(iter(desk.run.record.allocations.values())))).submissions == []
+    assert set(desk.run.record.allocations) == allocations
+    monkeypatch.undo()
+    assert desk.poll(desk.job(next(iter(desk.run.record.allocations.values())))).submissions
 
 
 def test_no_more_is_asked_for_than_the_budget_has(tmp_path: Path) -> None:

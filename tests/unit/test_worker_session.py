@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -13,6 +15,7 @@ pytest.importorskip("torch")
 from fallow.model import (
     Abort,
     Beat,
+    BeatAck,
     Commit,
     Doing,
     FromWorker,
@@ -27,7 +30,7 @@ from fallow.model import (
     Welcome,
 )
 from fallow.worker.progress import Progress
-from fallow.worker.session import Session
+from fallow.worker.session import HEAD_SILENT_S, Session
 
 
 class Wire:
@@ -110,3 +113,38 @@ def test_where_there_are_no_groups_the_current_generation_outlives_one_that_is_g
     assert wire.session.ask(1, KvOp.GET, ["key"], b"", 1.0).ok
     wire.say(Interrupt(term=1, generation=1, reason="w1 is gone"))
     assert wire.session.superseded
+
+
+def test_a_member_leaves_without_the_head_only_where_its_node_goes_away_and_the_head_is_silent() -> None:
+    wire = Wire()
+    silent, heard = time.monotonic() - HEAD_SILENT_S - 1.0, float("inf")
+    wire.last_heard = silent
+    assert not wire.session.leaves_alone(30.0), "its node stays"
+    wire.say(BeatAck(term=1, ready=True, deadline_in_s=25.0))
+    assert wire.session.leaves_alone(30.0)
+    assert not wire.session.leaves_alone(10.0), "there is time"
+    wire.session.warn()
+    assert wire.session.leaves_alone(10.0)
+    wire.last_heard = heard
+    assert not wire.session.leaves_alone(30.0), "the head releases it"
+
+
+def test_a_worker_with_infinite_patience_waits_for_a_silent_head() -> None:
+    """Those of a base job: what ends the wait is a head, or Slurm."""
+    wire = Wire()
+    wire.last_heard = time.monotonic() - 1e6
+    patient = Welcome(
+        term=1, run="r", seed=0, max_workers=1, beat_s=1, lease_s=9, head_patience_s=float("inf"), folder=""
+    )
+    wire.say(msgspec.msgpack.decode(msgspec.msgpack.encode(patient), type=Welcome))
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            members = [Peer(worker="w0", address="127.0.0.1")]
+            wire.say(Prepare(term=1, generation=2, replaces=1, members=members, interrupt=True, timeout_s=9))
+        return looks < 3
+
+    assert wire.session.await_commit(look).prepare.generation == 2

@@ -17,6 +17,7 @@ from pathlib import Path
 from fallow import __version__
 from fallow.agent.place import Place
 from fallow.agent.process import WorkerProcess
+from fallow.agent.stand_in import StandIn
 from fallow.files import RunPaths, check_id
 from fallow.model import (
     PROTOCOL,
@@ -50,6 +51,8 @@ log = logging.getLogger("fallow.agent")
 PATIENCE_S = 600.0
 BEAT_S = 1.0
 "Until the plan says another."
+_SILENT_S = 5.0
+"A head that has said nothing for so long, though it answers each beat, does not hear of Slurm's warning in time."
 _TAIL_S = 0.3
 _NOTED_S = 2.0
 _FLUSH_S = 1.0
@@ -96,14 +99,20 @@ class Agent:
         self._parent = os.getppid()
         self._workers: dict[str, Worker] = {}
         self._shown: str | None = None
-        self._folder = RunPaths(Path())
+        self._folder = RunPaths(Path(keys.head_file).parent / "runs" / check_id(keys.run))
         self._beat_s = BEAT_S
         self._planned = False
         self._told_stopped: list[str] = []
         self._notice: Notice | None = None
+        self._workers_warned = False
         self._term = 0
         self._end: AgentEnd | None = None
         self._end_at = 0.0
+        self._stand_in: StandIn | None = None
+        if keys.stand_in_after_s is not None:
+            self._stand_in = StandIn(Path(keys.head_file).parent, place.address, keys.stand_in_after_s, environ)
+            # The stand-in heads of this job have their turns first.
+            self._patience_s = max(patience_s, 2 * keys.stand_in_after_s + PATIENCE_S)
         self._stop = asyncio.Event()
         self._code: int = Exit.SOFTWARE
         self._loop: asyncio.AbstractEventLoop
@@ -137,6 +146,9 @@ class Agent:
                 if worker.process is not None:
                     worker.process.kill()
             self._link.close(_FLUSH_S)
+            if self._stand_in is not None:
+                # Last of all: it may have other agents to tell what this one has heard.
+                self._stand_in.stop()
         return self._code
 
     def _take_signals(self) -> None:
@@ -193,12 +205,28 @@ class Agent:
         if self._link.connected:
             self._repeat()
         now = time.monotonic()
+        silent_s = now - self._link.last_heard
+        if self._stand_in is not None and self._end is None:
+            self._stand_in.tend(now, silent_s, lambda: self._folder.stand_in_log)
         if self._end is not None:
             if not self._alive() or now >= self._end_at:
                 self._finish(self._end.code)
-        elif not self._alive() and now - self._link.last_heard > self._patience_s:
+        elif self._notice is not None and silent_s > _SILENT_S:
+            self._leave_without_head()
+        elif not self._alive() and silent_s > self._patience_s:
             log.error("the head was silent for %.0f s and no worker runs here; giving up", self._patience_s)
             self._finish(Exit.TEMPFAIL)
+
+    def _leave_without_head(self) -> None:
+        """Slurm takes this node: the workers leave behind a checkpoint, and then so does the agent."""
+        if not self._alive():
+            log.error("Slurm takes this node, no head is there, and no worker runs here any more; this agent ends")
+            self._finish(Exit.NO_RESTART)
+        elif not self._workers_warned:
+            self._workers_warned = True
+            for worker in self._workers.values():
+                if worker.process is not None:
+                    worker.process.warn()
 
     def _repeat(self) -> None:
         if not self._planned:

@@ -99,6 +99,12 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process.pid, STACK_SIGNAL)
 
+    def warn(self) -> None:
+        """SIGTERM: Slurm takes this node, and no head is there to release the worker."""
+        if self._process is not None and not self.ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started in its group."""
         if self._process is not None and not self.ended:

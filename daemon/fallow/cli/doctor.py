@@ -272,6 +272,8 @@ def _head() -> Check:
     head = call(head_file, "status", Snapshot, timeout_s=10.0).head
     if head.slurm_error:
         return Check("head", Level.WARN, f"running (pid {head.pid}), but: {head.slurm_error}", "see the checks above")
+    if head.store_problem:
+        return Check("head", Level.FAIL, f"running (pid {head.pid}), waits: {head.store_problem}", "see the reason")
     if head.stopped:
         return Check("head", Level.WARN, f"running (pid {head.pid}), harvests nothing: {head.stopped}", "ask the site")
     if head.not_harvested:

@@ -161,6 +161,10 @@ def show_runs(snapshot: Snapshot) -> None:
     )
     if head.slurm_error:
         click.echo(clean(f"Slurm does not answer: {head.slurm_error}"))
+    if head.store_problem:
+        click.echo(clean(f"the head can write nothing down and waits: {head.store_problem}"))
+    if head.stand_in:
+        click.echo(clean(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place"))
     if head.stopped:
         click.echo(clean(f"nothing is harvested: {head.stopped}"))
     for partition, why in head.not_harvested.items():

@@ -33,7 +33,8 @@ def find_head(head_file: Path) -> HeadFile:
     if head.host != here:
         raise FallowError(
             f"the head of {head_file.parent} runs on {head.host} (pid {head.pid}), this is {here}; "
-            f"ask it there: ssh {head.host} fallow …",
+            f"ask it there: ssh {head.host} fallow …"
+            + (f", or have one here take its place: {START_ADVICE.partition(': ')[2]}" if head.stand_in else ""),
             Exit.UNAVAILABLE,
         )
     return head

@@ -1,15 +1,30 @@
-"""`python -m fallow.head`: the head without the command line, as `fallow local` and the testbed start it."""
+"""`python -m fallow.head [--stand-in ADDRESS]`: the head without the command line.
+
+`fallow local` and the testbed start it so, and agents, with the address of their node, when they hear no other head.
+"""
 
 from __future__ import annotations
 
 import sys
 
 from fallow.head.main import main
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError
+
+
+def run(words: list[str]) -> int:
+    """The head's exit code."""
+    match words:
+        case []:
+            return main()
+        case ["--stand-in", address]:
+            return main(stand_in=address)
+        case _:
+            raise FallowError("usage: python -m fallow.head [--stand-in ADDRESS]", Exit.USAGE)
+
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(run(sys.argv[1:]))
     except FallowError as error:
         sys.stderr.write(f"fallow daemon: {error.message}\n")
         sys.exit(int(error.code))

@@ -58,17 +58,19 @@ class Head:
         paths: where its files are.
         config: what its owner set.
         slurm: the client, or None under `fallow local`.
+        stand_in: an agent has started it (`head.stand_in`).
     """
 
-    def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None) -> None:
+    def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None, *, stand_in: bool = False) -> None:
         self.paths = paths
         self.config = config
+        self._stand_in = stand_in
         self._inbox = Inbox()
         self._stop = asyncio.Event()
         self._notifier = Notifier()
         self._metrics = Metrics(config.head.prometheus_port)
         self._tick_queued = False
-        self._durable = Durable(paths, config.head.redis_url)
+        self._durable = Durable(paths, config.head.redis_url, self._waits_for_store)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
         paced: PacedClient | None = None
@@ -106,6 +108,18 @@ class Head:
         """End after the current turn. Runs go on without a head until one comes back."""
         self._stop.set()
 
+    def _waits_for_store(self, reason: str) -> None:
+        # It does not hang: the supervisor is told what it waits for.
+        self._notifier.alive(f"waits for its store: {reason}")
+
+    @property
+    def agents_leave(self) -> bool:
+        """Agents that were told to end have not all done so."""
+        runs = self._book.current.values() if hasattr(self, "_book") else ()
+        return any(
+            a.end_code is not None and set(a.agents) - set(a.agents_gone) for r in runs for a in r.live_allocations()
+        )
+
     async def _open(self) -> None:
         paths, config = self.paths, self.config
         await self._durable.open()
@@ -116,10 +130,18 @@ class Head:
             public_key=keys.public,
             new_id=lambda: os.urandom(6).hex(),
             ordered=ordered(config),
+            stand_in_after_s=config.membership.head_patience_s,
         )
         self._operations = Operations(self._book, self._harvest)
         self._window = Window(
-            self._book, self._durable, self._harvest, self._calls, self._inbox, config.usage, self.stop
+            self._book,
+            self._durable,
+            self._harvest,
+            self._calls,
+            self._inbox,
+            config.usage,
+            self.stop,
+            stand_in=self._stand_in,
         )
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, time.monotonic())
@@ -128,6 +150,9 @@ class Head:
         give_up_queued(given_up, "the head ended before it was submitted")
         for words in config.cut:
             given_up.record(None, "config", words)
+        if self._stand_in:
+            host = os.uname().nodename
+            given_up.record(None, "stand-in", f"no head was heard: a stand-in head serves on {host}, in a base job")
         await self._persist(given_up)
         if why := await self._switch.look():
             # Before the first plan; the loop's first turn gives back what is held.
@@ -138,7 +163,9 @@ class Head:
         endpoint = await self._router.start(config.head.address or default_address(), port)
         self._control = ControlServer(paths.control, self._window)
         await self._control.start()
-        write_head_file(paths, endpoint, keys.public, self._book.term)
+        if not self._stand_in:
+            write_struct(paths.head_config, config)
+        write_head_file(paths, endpoint, keys.public, self._book.term, stand_in=self._stand_in)
         log.info("head.ready", endpoint=endpoint, term=self._book.term, runs=len(self._book.runs), pid=os.getpid())
         self._notifier.ready(f"term {self._book.term}, {len(self._book.runs)} runs")
 

@@ -237,10 +237,9 @@ def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
 
 
 def _submit(turn: Turn, run: Run, wish: Ask) -> None:
-    allocation = turn.book.new_allocation(
+    turn.new_allocation(
         run,
         AllocationKind.HARVEST,
-        turn.now,
         partition=wish.partition,
         minutes=wish.minutes,
         least_minutes=wish.least_minutes,
@@ -250,5 +249,3 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         replaces=wish.replaces,
         ahead=wish.ahead,
     )
-    turn.dirty.add(run.id)
-    turn.submissions.append((run.id, allocation.token))

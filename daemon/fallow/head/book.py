@@ -5,6 +5,7 @@ Plain memory; `Turn` says which runs changed and the app makes them durable.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from fallow.core.timing import Timing
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
-from fallow.files import Paths, write_private, write_struct
+from fallow.files import Paths, unwritable, write_private, write_struct
 from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
@@ -206,8 +207,14 @@ class Book:
         new_id: Callable[[], str],
         ordered: Asker | None = None,
         validate: bool = False,
+        stand_in_after_s: float | None = None,
     ) -> None:
-        """Args: ordered: account and QOS of harvest jobs, where the configuration says so."""
+        """Make an empty book.
+
+        Args:
+            ordered: account and QOS of harvest jobs, where the configuration says so.
+            stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
+        """
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.current: dict[str, Run] = {}
@@ -221,6 +228,7 @@ class Book:
         self._new_id = new_id
         self._ordered = ordered
         self._validate = validate
+        self._stand_in_after_s = stand_in_after_s
 
     def get(self, run: str) -> Run:
         """The run of that id, or of that name when only one has it, or only one that has not ended.
@@ -254,17 +262,26 @@ class Book:
         return run
 
     def create(self, spec: RunSpec, at: float, now: float) -> Run:
-        """Give a new run its id and folder."""
+        """Give a new run its id and folder.
+
+        Raises:
+            FallowError: the folder cannot be written; there is no new run.
+        """
         run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
         folder = self.paths.run(run_id).create()
         if spec.script:
-            write_private(folder.script, spec.script.encode())
+            with unwritable():
+                write_private(folder.script, spec.script.encode())
         roster = Roster(run=run_id, min_members=spec.min_nodes, max_members=spec.max_nodes, limit=spec.max_nodes)
         if spec.local:
             # Members are let in by the schedule alone.
             roster.limit, roster.scripted = 0, True
         return self.add(spec, RunRecord(roster=roster), 0, at)
+
+    def drop(self, run: Run) -> None:
+        """Take back a run that was created in this turn."""
+        del self.runs[run.id], self.current[run.id]
 
     def rest(self, run: Run) -> None:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
@@ -272,7 +289,11 @@ class Book:
         self.past.add(run)
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
-        """Reserve a token and leave its key file. Must be durable before anything is submitted with it."""
+        """Reserve a token and leave its key file. Must be durable before anything is submitted with it.
+
+        Raises:
+            FallowError: the key file cannot be written; there is no new allocation.
+        """
         number = run.record.next_allocation
         run.record.next_allocation += 1
         token = new_token(run.id, kind, number, self._new_id()[:6], hurried=bool(known.get("hurried")))
@@ -285,20 +306,22 @@ class Book:
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )
+        stands_in = kind is AllocationKind.BASE and not run.spec.local
+        key_file = KeyFile(
+            run=run.id,
+            token=token,
+            kind=kind,
+            public_key=keys.public,
+            secret_key=keys.secret,
+            head_file=str(self.paths.head_file),
+            workers_per_node=run.spec.workers_per_node,
+            stand_in_after_s=self._stand_in_after_s if stands_in else None,
+        )
+        with unwritable():
+            write_struct(self.paths.run(run.id).key(token), key_file)
+        # Only now: without its keys nobody can use it.
         run.record.allocations[token] = allocation
         self.principals[keys.public] = Principal(run.id, token, None)
-        write_struct(
-            self.paths.run(run.id).key(token),
-            KeyFile(
-                run=run.id,
-                token=token,
-                kind=kind,
-                public_key=keys.public,
-                secret_key=keys.secret,
-                head_file=str(self.paths.head_file),
-                workers_per_node=run.spec.workers_per_node,
-            ),
-        )
         return allocation
 
     def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
@@ -307,7 +330,8 @@ class Book:
             allocation.state = AllocationState.ENDED
         allocation.reason = allocation.reason or reason
         self.revoke(allocation.public_key)
-        self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file that stays opens nothing: its key is revoked
+            self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
 
     def revoke(self, key: str) -> None:
         if self.principals.pop(key, None) is not None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from collections.abc import Callable
+from math import inf
 
 import msgspec
 import structlog
@@ -20,8 +22,16 @@ from fallow.store.server import RedisServer
 
 log = structlog.get_logger("fallow.head")
 
-STORE_PATIENCE_S = 60.0
+STORE_PATIENCE_S = 300.0
 """A store that is away this long ends the head; whoever supervises it starts it again."""
+
+OPEN_PATIENCE_S = 60.0
+"""A head that starts waits so long for its store: so long that systemd's limit on starts is never reached."""
+
+_PAUSE_S = (0.2, 2.0)
+"""Before the first attempt to have the store back, and at most."""
+
+_SHOW_AGAIN_S = 30.0
 
 
 class Durable:
@@ -30,9 +40,14 @@ class Durable:
     Args:
         paths: where the head's files are.
         redis_url: the site's Redis, or None.
+        waits: called with the reason, again and again while the store is waited for.
     """
 
-    def __init__(self, paths: Paths, redis_url: str | None) -> None:
+    def __init__(self, paths: Paths, redis_url: str | None, waits: Callable[[str], None] = lambda reason: None) -> None:
+        self.problem = ""
+        "why nothing can be written down now; empty: it can"
+        self._waits = waits
+        self._idle_away: _Away | None = None
         self.last_event = 0
         "number of the newest line of the event log"
         self.notes: dict[str, bytes] = {}
@@ -47,11 +62,22 @@ class Durable:
         """Start the private server, if there is one, and connect."""
         namespace = None
         if self._redis is not None:
-            await self._redis.start()
+            await self._start(self._redis)
         else:
             # On a shared Redis each state folder is a world of its own.
             namespace = hashlib.sha256(bytes(self._paths.state)).hexdigest()[:16]
         self._store = await Store.open(self._redis_url or self._paths.redis_socket, namespace=namespace)
+
+    async def _start(self, redis: RedisServer) -> None:
+        away = _Away(OPEN_PATIENCE_S)
+        while True:
+            try:
+                await redis.start()
+            except Unavailable as error:
+                self._note_away(away, error)
+                await asyncio.sleep(away.next_pause_s())
+            else:
+                return self._note_back(None)
 
     async def close(self) -> None:
         if self._store is not None:
@@ -98,8 +124,13 @@ class Durable:
         if not turn.dirty and not turn.records and not turn.notes:
             if self._redis is not None and not self._redis.alive:
                 # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
-                log.warning("store.away", error="its server has ended")
-                await self._revive()
+                self._idle_away = self._idle_away or _Away(inf)
+                if self._idle_away.is_news("its server has ended"):
+                    log.warning("store.away", error="its server has ended")
+                await self._revive(self._idle_away)
+            elif self._idle_away is not None:
+                self._note_back(self._idle_away)
+                self._idle_away = None
             return []
         writes: list[Write] = []
         for run_id in sorted(turn.dirty):
@@ -126,28 +157,93 @@ class Durable:
         return lines
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
-        deadline = time.monotonic() + STORE_PATIENCE_S
+        away: _Away | None = None
         while True:
             try:
-                return await self.store.save(writes, new)
+                seqs = await self.store.save(writes, new)
             except Fenced:
                 raise FallowError(
                     f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
                 ) from None
             except Unavailable as error:
-                if time.monotonic() > deadline:
-                    raise
-                log.warning("store.away", error=error.message)
-                await self._revive()
+                away = away or _Away(STORE_PATIENCE_S)
+                self._note_away(away, error)
+                while not await self._revive(away):
+                    pass
+            else:
+                self._note_back(away)
+                return seqs
 
-    async def _revive(self) -> None:
-        """The private server died or was restarted: start it, and check that it did not go back in time."""
-        await asyncio.sleep(0.2)
-        with contextlib.suppress(Unavailable):
+    async def _revive(self, away: _Away) -> bool:
+        """The private server died or was restarted: start it, and check that it did not go back in time.
+
+        Returns:
+            False: the store is still away.
+        """
+        await asyncio.sleep(away.next_pause_s())
+        try:
             if self._redis is not None:
                 await self._redis.start()
-            if not await self.store.check():
-                raise FallowError(
-                    f"the store of {self._paths.state} went back in time; the head starts again above its last term",
-                    Exit.TEMPFAIL,
-                )
+            same = await self.store.check()
+        except FallowError as error:
+            self._note_away(away, error)
+            return False
+        if not same:
+            raise FallowError(
+                f"the store of {self._paths.state} went back in time; the head starts again above its last term",
+                Exit.TEMPFAIL,
+            )
+        return True
+
+    def _note_away(self, away: _Away, error: FallowError) -> None:
+        """Say why nothing can be written down.
+
+        Raises:
+            FallowError: that has lasted for too long.
+        """
+        self.problem = error.message
+        if away.is_over:
+            raise FallowError(
+                f"nothing could be written down for {away.patience_s:g} s: {error.message}. This head ends; training "
+                "goes on, start the head again",
+                Exit.TEMPFAIL,
+            ) from error
+        if away.is_news(error.message):
+            log.warning("store.away", error=error.message)
+        self._waits(error.message)
+
+    def _note_back(self, away: _Away | None) -> None:
+        self.problem = ""
+        if away is not None:
+            log.info("store.back", away_s=round(away.passed_s, 1))
+
+
+class _Away:
+    """One time for which the store cannot be used."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._since = time.monotonic()
+        self._pause_s = _PAUSE_S[0]
+        self._shown = ""
+        self._shown_at = 0.0
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self._since
+
+    @property
+    def is_over(self) -> bool:
+        return self.passed_s > self.patience_s
+
+    def next_pause_s(self) -> float:
+        """The wait before the next attempt; it grows."""
+        pause_s, self._pause_s = self._pause_s, min(_PAUSE_S[1], 2 * self._pause_s)
+        return pause_s
+
+    def is_news(self, text: str) -> bool:
+        """True if the text differs from the last one, or was not shown for a while."""
+        news = text != self._shown or time.monotonic() - self._shown_at > _SHOW_AGAIN_S
+        if news:
+            self._shown, self._shown_at = text, time.monotonic()
+        return news

@@ -98,11 +98,9 @@ def _ask(
     left = beside(rules, held_or_asked(every))
     if left.max_nodes == 0 or left.partition_nodes.get(partition) == 0:
         return 0
-    allocation = turn.book.new_allocation(
-        run, AllocationKind.HARVEST, turn.now, partition=partition, minutes=minutes, hurried=True
-    )
-    turn.dirty.add(run.id)
-    turn.submissions.append((run.id, allocation.token))
+    allocation = turn.new_allocation(run, AllocationKind.HARVEST, partition=partition, minutes=minutes, hurried=True)
+    if allocation is None:
+        return 0
     late = f"{-standing.ahead_s / 60:.0f} min behind the schedule of its deadline"
     if deadline <= cluster.at:
         late += ", which has passed; it is held to the speed that the schedule took"

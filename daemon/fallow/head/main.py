@@ -10,19 +10,30 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from typing import TextIO, TypeVar, cast
 
 import structlog
 
 from fallow.config import Config, load_config
-from fallow.files import Paths, read_struct
+from fallow.files import Paths, read_struct, write_problem
 from fallow.head.app import Head
+from fallow.head.stand_in import GIVE_WAY_S, former_config, watch
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.client import SlurmClient
 
+E = TypeVar("E", bound=BaseException)
 
-def main(config: Config | None = None) -> int:
+_LOOK_S = 0.5
+
+
+def main(config: Config | None = None, stand_in: str | None = None) -> int:
     """Run the head in the foreground until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        config: None: what the user and the site have set.
+        stand_in: an agent has started this head, to listen on that address (`head.stand_in`).
 
     Raises:
         FallowError: another head has the state folder, or it cannot start.
@@ -30,34 +41,51 @@ def main(config: Config | None = None) -> int:
     os.umask(0o077)
     set_up_logging()
     paths = Paths.default().create()
+    if stand_in is not None:
+        config = former_config(paths, stand_in)
     config = config or load_config()
-    with state_lock(paths):
-        return asyncio.run(_serve(paths, config))
+    with state_lock(paths, wait_s=0.0 if stand_in else GIVE_WAY_S):
+        return asyncio.run(_serve(paths, config, stand_in is not None))
 
 
-async def _serve(paths: Paths, config: Config) -> int:
+async def _serve(paths: Paths, config: Config, stand_in: bool) -> int:
     slurm = slurm_client(config)
-    head = Head(paths, config, slurm)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, head.stop)
+    head = Head(paths, config, slurm, stand_in=stand_in)
+    watching: asyncio.Task[None] | None = None
+    if stand_in:
+        watching = asyncio.create_task(watch(head, paths))
+    else:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, head.stop)
     try:
         await head.run()
     except* FallowError as group:
         raise first_error(group) from group
+    except* OSError as group:
+        raise _of_file_system(first_error(group), paths) from group
     finally:
+        if watching is not None:
+            watching.cancel()
         if slurm is not None:
             await slurm.close()
     return Exit.OK
 
 
-def first_error(group: BaseExceptionGroup[FallowError]) -> FallowError:
+def first_error(group: BaseExceptionGroup[E]) -> E:
     """The error to tell the user of: the first leaf of a task group's exception."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, FallowError)
-    return error
+    return cast(E, error)
+
+
+def _of_file_system(error: OSError, paths: Paths) -> BaseException:
+    """What to tell of a file that could not be used; another error of the operating system is a defect, as it is."""
+    if error.filename is None or not str(error.filename).startswith(str(paths.state)):
+        return error
+    problem = write_problem(paths.state) or f"{error.filename}: {error.strerror}"
+    return FallowError(f"{problem}. The head ends; training goes on, start the head again", Exit.TEMPFAIL)
 
 
 def slurm_client(config: Config) -> SlurmClient | None:
@@ -70,23 +98,50 @@ def slurm_client(config: Config) -> SlurmClient | None:
 
 
 @contextlib.contextmanager
-def state_lock(paths: Paths) -> Iterator[None]:
+def state_lock(paths: Paths, wait_s: float = 0.0) -> Iterator[None]:
     """One head per state folder, held by an flock for as long as the process lives.
+
+    Args:
+        paths: of the state folder.
+        wait_s: a stand-in head is asked to give way, and has so long to do it.
 
     Raises:
         FallowError: another head has it; the message says which.
     """
-    fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
-            raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
+        fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise FallowError(f"{paths.head_lock}: cannot be opened ({error.strerror})", Exit.CANTCREAT) from error
+    deadline = time.monotonic() + wait_s
+    try:
+        while not _locked(paths, fd):
+            if time.monotonic() >= deadline or not _stand_in_serves(paths):
+                raise FallowError(_who_has_it(paths), Exit.CANTCREAT)
+            with contextlib.suppress(OSError):
+                paths.head_wanted.touch(mode=0o600)
+            time.sleep(_LOOK_S)
+        if wait_s:
+            with contextlib.suppress(OSError):
+                paths.head_wanted.unlink(missing_ok=True)
         yield
     finally:
         os.close(fd)
+
+
+def _locked(paths: Paths, fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
+        return False
+    return True
+
+
+def _stand_in_serves(paths: Paths) -> bool:
+    with contextlib.suppress(FallowError, OSError):
+        return read_struct(paths.head_file, HeadFile).stand_in
+    return False
 
 
 def _who_has_it(paths: Paths) -> str:
@@ -97,8 +152,24 @@ def _who_has_it(paths: Paths) -> str:
     return f"another head{who} serves {paths.state}; stop it first, or set FALLOW_STATE_DIR to another folder"
 
 
+class _Lossy:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def set_up_logging() -> None:
-    """Structured lines on standard error: readable on a terminal, JSON elsewhere."""
+    """Structured lines on standard error: readable on a terminal, JSON elsewhere. A full disk costs lines only."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
@@ -110,5 +181,5 @@ def set_up_logging() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, _Lossy(sys.stderr))),
     )

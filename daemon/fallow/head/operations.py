@@ -56,12 +56,16 @@ class Operations:
         wanted = msgspec.convert(spec, RunSpec)
         check_limits(wanted.min_nodes, wanted.max_nodes)
         run = self._book.create(wanted, turn.at, turn.now)
+        try:
+            # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
+            allocation = self._book.new_allocation(
+                run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes, sent_by=turn.now + SUBMIT_S
+            )
+        except FallowError:
+            self._book.drop(run)
+            raise
         turn.dirty.add(run.id)
         turn.record(run, "run", f"run {run.id}: {wanted.min_nodes} to {wanted.max_nodes} nodes")
-        # Whoever asks calls sbatch itself now, and may not live to tell what came of it.
-        allocation = self._book.new_allocation(
-            run, AllocationKind.BASE, turn.now, nodes_wanted=wanted.min_nodes, sent_by=turn.now + SUBMIT_S
-        )
         folder = self._book.paths.run(run.id)
         return NewRun(
             run=run.id, token=allocation.token, folder=str(folder.root), key_file=str(folder.key(allocation.token))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import msgspec
@@ -58,6 +59,9 @@ from fallow.text import clean_block
 from fallow.wire.router import agent_of, key_of
 
 _JUDGED = frozenset((WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.LEAVING))
+
+STAND_IN_S = 120.0
+"""A stand-in head is there so long after the head was given up, at the latest."""
 
 TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
@@ -133,7 +137,7 @@ class Peers:
             max_workers=run.roster.max_members,
             beat_s=self._config.beat_s,
             lease_s=self._config.lease_s,
-            head_patience_s=self._config.head_patience_s,
+            head_patience_s=self._patience_s(run, run.allocation_of(worker)),
             folder=str(turn.book.paths.run(run.id).root),
             checkpoint_s=self._checkpoint.interval_s,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
@@ -141,6 +145,16 @@ class Peers:
             reached=run.reached,
         )
         turn.tell(run, worker, welcome)
+
+    def _patience_s(self, run: Run, allocation: Allocation) -> float:
+        """How long a worker that cannot go on by itself waits for a silent head.
+
+        A base job waits to its end. A harvested node is not kept idle for longer than a stand-in head needs to come.
+        """
+        patience_s = self._config.head_patience_s
+        if run.spec.local:
+            return patience_s
+        return inf if allocation.kind is AllocationKind.BASE else patience_s + max(patience_s, STAND_IN_S)
 
     def _beat(self, turn: Turn, run: Run, worker: str, beat: Beat) -> None:
         run.beats[worker] = beat

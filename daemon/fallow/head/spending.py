@@ -82,8 +82,4 @@ def renew_base(turn: Turn, run: Run, at: float) -> None:
         run.held_back = text
         return
     run.held_back = ""
-    allocation = turn.book.new_allocation(
-        run, AllocationKind.BASE, turn.now, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s
-    )
-    turn.dirty.add(run.id)
-    turn.submissions.append((run.id, allocation.token))
+    turn.new_allocation(run, AllocationKind.BASE, nodes_wanted=run.spec.min_nodes, renewed=True, limit_s=limit_s)

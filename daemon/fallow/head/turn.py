@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation, forgo
@@ -19,6 +20,7 @@ from fallow.model import (
     Beat,
     ChangeKind,
     Exit,
+    FallowError,
     Held,
     KvReply,
     RunStatus,
@@ -28,6 +30,8 @@ from fallow.model import (
     ToWorker,
     Vote,
 )
+
+log = structlog.get_logger("fallow.head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,17 @@ class Turn:
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
+
+    def new_allocation(self, run: Run, kind: AllocationKind, **known: object) -> Allocation | None:
+        """Reserve an allocation and have it submitted; None: its key file could not be written."""
+        try:
+            allocation = self.book.new_allocation(run, kind, self.now, **known)
+        except FallowError as error:
+            log.warning("allocation.unwritten", run=run.id, error=error.message)
+            return None
+        self.dirty.add(run.id)
+        self.submissions.append((run.id, allocation.token))
+        return allocation
 
     def apply(self, run: Run, event: ev.Event) -> None:
         """Put an event into a run's machine and take its instructions as effects.

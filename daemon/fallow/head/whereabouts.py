@@ -36,7 +36,7 @@ def former_port(paths: Paths) -> int | None:
     return None
 
 
-def write_head_file(paths: Paths, endpoint: str, public_key: str, term: int) -> None:
+def write_head_file(paths: Paths, endpoint: str, public_key: str, term: int, *, stand_in: bool = False) -> None:
     """Tell agents, workers and commands where this head is."""
     head = HeadFile(
         protocol=PROTOCOL,
@@ -48,6 +48,7 @@ def write_head_file(paths: Paths, endpoint: str, public_key: str, term: int) -> 
         public_key=public_key,
         control=str(paths.control),
         started_at=time.time(),
+        stand_in=stand_in,
     )
     write_struct(paths.head_file, head)
 

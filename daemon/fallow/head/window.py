@@ -37,6 +37,7 @@ class Window:
         inbox: of the head's loop.
         prices: of node and GPU hours.
         stop: ends the head.
+        stand_in: an agent has started the head.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Window:
         inbox: Inbox,
         prices: Usage,
         stop: Callable[[], None],
+        *,
+        stand_in: bool = False,
     ) -> None:
         self._book = book
         self._durable = durable
@@ -56,6 +59,7 @@ class Window:
         self._inbox = inbox
         self._prices = prices
         self._stop = stop
+        self._stand_in = stand_in
         self._broadcast = Broadcast()
         self._started = time.monotonic()
 
@@ -161,6 +165,8 @@ class Window:
             polls=calls.polls,
             others_delayed=self._harvest.neighbours.report(now),
             stopped=self._harvest.asking.stopped,
+            store_problem=self._durable.problem,
+            stand_in=self._stand_in,
             not_harvested=self._harvest.neighbours.refused,
             agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
             workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),

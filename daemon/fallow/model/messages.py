@@ -281,7 +281,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     lease_s: float
     "the worker is ejected when no beat came for this long"
     head_patience_s: float
-    "a held or ready worker gives up when the head was silent for this long"
+    "a held or ready worker gives up when the head was silent for this long; infinity: it never does"
     folder: str
     "the run's folder on the shared file system (0700)"
     checkpoint_s: float = 0.0

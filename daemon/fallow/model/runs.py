@@ -19,6 +19,8 @@ class HeadFile(Struct, frozen=True, kw_only=True):
     control: str
     "path of the control socket on `host`"
     started_at: float
+    stand_in: bool = False
+    "an agent has started this head; it gives way to one that is started by hand"
 
 
 class KeyFile(Struct, frozen=True, kw_only=True):
@@ -31,6 +33,8 @@ class KeyFile(Struct, frozen=True, kw_only=True):
     secret_key: str
     head_file: str
     "path of head.json, read again when the head does not answer"
+    stand_in_after_s: float | None = None
+    "the agent starts a head itself when it has heard none for so long; None: never"
     workers_per_node: int | None = None
     "None: one per visible GPU, else one"
 

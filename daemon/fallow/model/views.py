@@ -233,6 +233,10 @@ class HeadView(Struct, frozen=True, kw_only=True):
     others_delayed: DelayReport = DelayReport()
     stopped: str = ""
     "why nothing is harvested at all; empty: it is"
+    store_problem: str = ""
+    "why the head can write nothing down, so that nothing changes; empty: it can"
+    stand_in: bool = False
+    "an agent has started this head on a node of a base job"
     not_harvested: dict[str, str] = {}
     "partition -> why nodes are not asked for there, though the configuration would have it"
 

@@ -39,6 +39,13 @@ class Unavailable(FallowError):
         )
 
 
+class Unwritable(Unavailable):
+    """The store's folder cannot be written to, so its server is not started."""
+
+    def __init__(self, problem: str) -> None:
+        FallowError.__init__(self, problem, Exit.UNAVAILABLE)
+
+
 class Fenced(FallowError):
     """A newer head has taken over, or a key was changed behind the caller's back. Nothing was written."""
 

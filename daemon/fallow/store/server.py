@@ -17,9 +17,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from fallow.files import Paths, private_dir, write_private
+from fallow.files import Paths, private_dir, write_private, write_problem
 from fallow.model import Exit, FallowError
-from fallow.store.client import Unavailable
+from fallow.store.client import Unavailable, Unwritable
 
 START_S = 60.0
 "A long append-only file takes a while to read."
@@ -104,7 +104,7 @@ class RedisServer:
         """Have a server that answers. Does nothing when ours does; one left by an earlier head is ended first.
 
         Raises:
-            Unavailable: it was killed before it answered, which may go well the next time.
+            Unavailable: it was killed before it answered, or its folder cannot be written to; both may pass.
             FallowError: it cannot be started.
         """
         if self.alive:
@@ -112,8 +112,13 @@ class RedisServer:
         program = self.program
         private_dir(self._paths.redis_dir)
         private_dir(self._paths.runtime)
+        if problem := await asyncio.to_thread(write_problem, self._paths.redis_dir):
+            raise Unwritable(problem)
         await self._end_old()
-        self._prepare()
+        try:
+            self._prepare()
+        except OSError as error:
+            raise Unwritable(f"{error.filename}: {error.strerror}") from error
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ")}
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH),

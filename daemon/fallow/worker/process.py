@@ -73,14 +73,20 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os._exit(Exit.TEMPFAIL)
 
 
-def leave_sigterm_to_the_head() -> None:
-    """Ignore SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary."""
+def leave_sigterm_to_the_head(warned: Callable[[], None] = lambda: None) -> None:
+    """Survive SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary.
+
+    Args:
+        warned: called by the handler; this worker leaves by itself where no head is there.
+    """
     owner = os.getpid()
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked loader process: it ends as usual
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            warned()
 
     signal.signal(signal.SIGTERM, on_sigterm)
 

@@ -462,7 +462,9 @@ def init() -> Run:
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
-    return attach(Session(worker, secret.address, connection(secret)))
+    session = Session(worker, secret.address, connection(secret))
+    process.leave_sigterm_to_the_head(session.warn)
+    return attach(session)
 
 
 def attach(session: Session) -> Run:

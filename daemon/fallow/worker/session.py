@@ -48,6 +48,9 @@ from fallow.worker.upcoming import Built, Upcoming
 _HELLO_S = 1.0
 """Repeat the first message until the head answers."""
 
+HEAD_SILENT_S = 5.0
+"""A head that has said nothing for so long, though it answers each beat, will not release this worker in time."""
+
 _DELIVER_AGAIN_S = 1.0
 """Repeat the last message of a process until the head has heard of it."""
 
@@ -106,6 +109,7 @@ class Session:
         self._others: OthersFinished | None = None
         self._deadline: float | None = None
         self._checkpoint_wanted = False
+        self._warned = False
         self.checkpoint_due_at: float | None = None
         "when the next periodic one is due, on the monotonic clock, as the head has last told; None: it has not"
         self.checkpoint_given_up = 0, 0
@@ -171,6 +175,21 @@ class Session:
     def deadline_in_s(self) -> float | None:
         """Seconds until this node goes away, as the head last said; None: unknown."""
         return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def warn(self) -> None:
+        """Slurm says that this node goes away. Safe in a signal's handler."""
+        self._warned = True
+
+    def leaves_alone(self, margin_s: float) -> bool:
+        """True if this node goes away and no head is there to release this worker.
+
+        Args:
+            margin_s: without a warning by Slurm it leaves so long before the end that the head last told.
+        """
+        if time.monotonic() - self._link.last_heard < HEAD_SILENT_S:
+            return False
+        left_s = self.deadline_in_s
+        return self._warned or (left_s is not None and left_s < margin_s)
 
     def _beats(self) -> None:
         while not self._closed.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -55,6 +56,9 @@ class Turn:
         finished = self._finished()
         if finished and reducer.checkpoint and member.saver is not None:
             member.saver.save(member.group, member.prepared, member.place.position)
+            if member.saver.leaves_alone:
+                member.saver.finish()
+                self._depart()
         planned = self._planned()
         if planned or member.group.broken is not None:
             self._switch(planned)
@@ -166,7 +170,7 @@ class Turn:
             if member.saver is not None:
                 member.saver.lost()
         while True:
-            upcoming = session.await_commit(member.follow)
+            upcoming = session.await_commit(self._wait)
             taken = time.monotonic()
             if upcoming.group is None:
                 self._leave(upcoming)
@@ -177,6 +181,14 @@ class Turn:
                     return
                 except Interrupted as error:
                     session.hold(upcoming.prepare.generation, str(error))
+
+    def _wait(self) -> bool:
+        """What there is to do while no generation is committed; True: there is more."""
+        member = self._member
+        saver = member.saver if member.place.joined else None
+        if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position):
+            self._depart()
+        return member.follow()
 
     def _enter(self, group: Group, prepare: Prepare, parts: Parts) -> None:
         """First exchange of a generation, after which this worker computes in it."""
@@ -346,6 +358,11 @@ class Turn:
                 member.saver.finish()
             elif member.standing.holds:
                 member.saver.suspend(member.group, member.prepared, member.place.position)
+        self._depart()
+
+    def _depart(self) -> NoReturn:
+        member, session = self._member, self._member.session
+        assert session is not None
         member.ledger.flush(LEAVING_S)
         step = member.place.position.step
         session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)

@@ -19,6 +19,9 @@ from fallow.worker.switch import export_state
 _SIGN_S = 1.0
 """Signs of life while writing holds the training thread up: it does not hang."""
 
+_LEAVE_S = 30.0
+"""Before the end of its node a member leaves without the head, with twice the time that writing takes."""
+
 _RESERVE_S = 1.0
 """Kept of the time until a node goes away, for everything but writing."""
 
@@ -57,7 +60,12 @@ class Saver:
             writer.abandon()
         if writer.busy:
             return -float(size)
-        return float(self._due() or self.asked or self._session.checkpoint_wanted)
+        return float(self._due() or self.asked or self._session.checkpoint_wanted or self.leaves_alone)
+
+    @property
+    def leaves_alone(self) -> bool:
+        """This node goes away, and this member has to leave without the head, behind a checkpoint."""
+        return self._session.leaves_alone(_LEAVE_S + 2.0 * self._writer.took_s)
 
     def _due(self) -> bool:
         if not self._every_s:
@@ -69,6 +77,10 @@ class Saver:
         if due_at is None:
             due_at = self._came + self._every_s
         return self._clock() >= max(due_at, self._held_until)
+
+    def has_nothing_to_lose(self, group: Group, position: Position) -> bool:
+        """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""
+        return self.leaves_alone and self._writer.is_complete(group.generation, position.step)
 
     def save(self, group: Group, prepared: Prepared, position: Position) -> None:
         """Copy this member's part of the state now; it is written in the background."""

@@ -99,6 +99,10 @@ class Writer:
         """What was abandoned still waits for its file system: nothing else can be written."""
         return self._abandoned is not None and self._abandoned.is_alive()
 
+    def is_complete(self, generation: int, step: int) -> bool:
+        """A complete checkpoint of that step is on disk."""
+        return (self._folder / folder_name(generation, step)).exists()
+
     def abandon(self) -> None:
         """Give the snapshot that is being written up, and say so. Its thread cannot be ended: it ends by itself."""
         assert self.newest is not None

@@ -1,0 +1,139 @@
+"""A head that this agent starts on its node when no other head is heard.
+
+Without a head a run that loses a member cannot go on, and a run that ends is not told so. The stand-in head serves the
+same state folder as the head that fell silent, with that head's configuration. The lock of the state folder and the
+store's term keep it from serving beside another one: where the other head lives, the stand-in ends at once and is tried
+again later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fallow.text import clean
+
+log = logging.getLogger("fallow.agent")
+
+TURN_S = 60.0
+"""The first node of a job has so much time to start a head before the next node tries."""
+RETRY_S = (5.0, 60.0)
+"""Wait after the first start that failed, and at most."""
+STOP_S = 25.0
+"""From the moment at which it is asked to end until it is killed: it first tells all agents of the job to end."""
+_LAST_WORDS = 300
+_KEPT = ("SLURM_CONF",)
+_OTHERS = ("SLURM", "SBATCH_", "SRUN_", "FALLOW_", "CUDA_", "NOTIFY_SOCKET")
+
+
+class StandIn:
+    """Starts and ends the stand-in head of one agent.
+
+    Args:
+        state: the state folder.
+        address: of this node, on which the head listens.
+        after_s: it is started when no head was heard for so long.
+        environ: the agent's environment.
+        command: that starts a head, without the address.
+    """
+
+    def __init__(
+        self,
+        state: Path,
+        address: str,
+        after_s: float,
+        environ: Mapping[str, str] = os.environ,
+        command: tuple[str, ...] = (sys.executable, "-m", "fallow.head", "--stand-in"),
+    ) -> None:
+        self._after_s = after_s + TURN_S * _place_in_job(environ)
+        self._argv = (*command, address)
+        self._environ = {**head_environment(environ), "FALLOW_STATE_DIR": str(state)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._retry_s = RETRY_S[0]
+        self._not_before = 0.0
+        self._shown = ""
+
+    def tend(self, now: float, silent_s: float, log_file: Callable[[], Path]) -> None:
+        """Start the head when no head was heard for long enough, and note when it has ended.
+
+        Args:
+            now: monotonic time, seconds.
+            silent_s: since the last message from a head.
+            log_file: takes what the head writes; asked for when one is started.
+        """
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            self._ended(now, self._process, log_file())
+        if silent_s < self._after_s:
+            self._retry_s, self._not_before = RETRY_S[0], 0.0
+        elif now >= self._not_before:
+            log.warning("no head was heard for %.0f s; a stand-in head is started on this node", silent_s)
+            self._start(log_file())
+
+    def _start(self, log_file: Path) -> None:
+        with contextlib.ExitStack() as files:
+            try:
+                errors = files.enter_context(open(os.open(log_file, _LOG_FLAGS, 0o600), "ab"))
+            except OSError:
+                errors = files.enter_context(open(os.devnull, "ab"))
+            # It ends when its standard input does, so it ends with this agent, however the agent ends.
+            self._process = subprocess.Popen(
+                self._argv,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def _ended(self, now: float, process: subprocess.Popen[bytes], log_file: Path) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+        self._process = None
+        self._not_before = now + self._retry_s
+        self._retry_s = min(RETRY_S[1], 2 * self._retry_s)
+        words = f"the stand-in head has ended with {process.returncode}: {_last_line(log_file)}; its log: {log_file}"
+        if process.returncode and words != self._shown:
+            log.warning("%s", words)
+        self._shown = words
+
+    def stop(self) -> None:
+        """Have the head end in order: it leaves its runs to the next head."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def head_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a head that is started inside of a job: without what belongs to the job."""
+    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_OTHERS)}
+
+
+def _place_in_job(environ: Mapping[str, str]) -> int:
+    text = environ.get("SLURM_PROCID", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return clean(lines[-1][:_LAST_WORDS]) if lines else "it said nothing"
