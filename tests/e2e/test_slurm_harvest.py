@@ -34,7 +34,7 @@ def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) 
     whole, part = rig.others(1), _part(rig, gpus=3)
     for job in (whole, part):
         rig.wait_job(job, "RUNNING")
-    training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4)
+    training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4, exclusive=False)
     node = training.wait_members(2)[1].node
     assert node == rig.testbed.slurm("squeue", "-h", "-j", part, "-o", "%N").strip()
     wait_for("all its GPUs are used", lambda: "GresUsed=gpu:4" in _node(rig, node), REACT_S, rig.story)
@@ -56,6 +56,25 @@ def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) 
     assert rig.job_states()[first] == "CANCELLED", "it left before its walltime"
 
 
+def test_a_harvest_job_holds_as_many_gpus_as_its_script_asks_for(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3", "--gres=gpu:1", exclusive=False)
+    training.wait_members(3)
+    harvest = [job for job in training.harvest_jobs() if rig.job_states()[job] == "RUNNING"]
+    assert len(harvest) == 2
+    for job in harvest:
+        shown = rig.testbed.slurm("scontrol", "-d", "show", "job", job)
+        assert "JOB_GRES=gpu:1\n" in shown and "NumCPUs=1 " in shown, shown
+    # A stranger's job runs on the same node beside it.
+    node = rig.testbed.slurm("squeue", "-h", "-j", harvest[0], "-o", "%N").strip()
+    stranger = _part(rig, 1, f"--nodelist={node}")
+    rig.wait_job(stranger, "RUNNING")
+    training.wait_steps()
+    assert [rig.job_states()[job] for job in harvest] == ["RUNNING", "RUNNING"]
+    assert not training.events("eject", "failed", "release")
+    rig.scancel(stranger)
+    training.finish()
+
+
 def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     # Newer Slurms look at a partition's accounts only where there is accounting.
     rig.testbed.slurm("scontrol", "update", "PartitionName=scavenge", "MaxMemPerNode=1")
@@ -72,10 +91,10 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     training.finish()
 
 
-def _part(rig: Rig, gpus: int) -> str:
+def _part(rig: Rig, gpus: int, *options: str) -> str:
     """Somebody's job on some GPUs of one node; returns its id."""
     argv = ["sbatch", "--parsable", "--partition=normal", "--time=10", "--output=/dev/null", "--job-name=part"]
-    return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", "--wrap=sleep 600").strip()
+    return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", *options, "--wrap=sleep 600").strip()
 
 
 def _node(rig: Rig, name: str) -> str:

@@ -345,7 +345,7 @@ def _declined(
             patience_s = rules.pending_patience_s if hole.node in contested else least_s
             if min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) <= patience_s:
                 continue
-            same = hole.part is None if allocation.part is None else hole.part == allocation.part
+            same = _takes_part(allocation.part, hole.part)
             short = may_take(allocation, hole.length_s, cluster.at, rules)
             if same and short and reach.takes(sort, hole.node, name, hole.part):
                 nodes.append(hole.node)
@@ -357,6 +357,13 @@ def _declined(
     for sort, node, name in found:
         reach.decline(sort, node, name)
     return out
+
+
+def _takes_part(wanted: Part | None, idle: Part | None) -> bool:
+    """Does a hole have what a request asks for: both a whole node, or enough GPUs of one type on one node?"""
+    if wanted is None or idle is None:
+        return wanted is None and idle is None
+    return (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type) and wanted.gpus <= idle.gpus
 
 
 def _idle(there: Mapping[str, Mapping[str, int]], part: Part) -> int:

@@ -224,7 +224,8 @@ class Requests:
             self._count(demand, hole.partition, limit.minutes)
             self._held[hole.partition] += 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
-            return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", hole.part, exclude, replaces)
+            part = None if hole.part is None else demand.kind.share(hole.part)
+            return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", part, exclude, replaces)
         return None
 
     def ahead(self, demand: Demand, budget_node_s: float | None, coming: Iterable[Hole]) -> Ask | None:
