@@ -59,6 +59,8 @@ class Harvest(_Section, frozen=True):
     account: Name | None = None
     "of harvest jobs; None: as the base job"
     allow_without_preemption: bool = False
+    wake_up_to_price: Price | None = None
+    "nodes that power saving has put to sleep are woken if an hour of them costs no more, by [usage]; None: never"
 
 
 class Site(_Section, frozen=True):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
 from fallow.core.parameters import numbers
+from fallow.core.prices import WakePrice
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
 from fallow.core.waiting import LOOKED_AT
@@ -45,6 +46,8 @@ class Limits:
     poll_interval_s: float = 30.0
     submits_per_min: float = 120.0
     release_margin_s: float = 20.0
+    wake: WakePrice | None = None
+    "which sleeping nodes may be woken; None: none"
 
 
 def rules(
@@ -90,6 +93,7 @@ def rules(
         whole_nodes=whole_nodes(site),
         ahead=ahead,
         apart=min(ahead, most - at_once),
+        wake=limits.wake,
     )
 
 

@@ -95,7 +95,7 @@ def plan(
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
-    pending = [a for a in harvest if a.state in WAITING]
+    pending = [a for a in harvest if a.state in WAITING and not a.is_booting]
     out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -14,10 +15,12 @@ from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels
 from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.failures import unbar
+from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask
+from fallow.core.prices import Prices, WakePrice
+from fallow.core.requests import Ask, outdated
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
@@ -28,7 +31,7 @@ from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, ClusterConfig, ClusterState
-from fallow.slurm.parse import folded
+from fallow.slurm.parse import folded, nodes
 
 
 class Asking:
@@ -78,16 +81,18 @@ class Asking:
             if run.id not in put_off and not again:
                 # First, for the nodes of a base job need not be harvested.
                 renew_base(turn, run, cluster.at)
-        nodes = {node.node: node for node in cluster.nodes}
+        known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
         known = gains(runs.values(), cluster.at, start_s, stay_s(rules), turn.book.past)
         demands = [
             replace(
-                _tried(runs[name], demand(runs[name], nodes, cluster.at, asks=name not in put_off)), worth=gain.worth
+                _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)), worth=gain.worth
             )
             for name, gain in known.items()
         ]
+        if not again:
+            _make_anew(turn, runs, demands, cluster, rules)
         live = [a for run in runs.values() for a in run.live_allocations()]
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
@@ -226,7 +231,38 @@ def _limits(config: Config) -> Limits:
         poll_interval_s=config.slurm.poll_interval_s,
         submits_per_min=config.slurm.submits_per_min,
         release_margin_s=config.membership.release_margin_s,
+        wake=wake_price(config),
     )
+
+
+def wake_price(config: Config) -> WakePrice | None:
+    """Which sleeping nodes may be woken."""
+    most = config.harvest.wake_up_to_price
+    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
+
+
+def _make_anew(
+    turn: Turn, runs: Mapping[str, Run], demands: Sequence[Demand], cluster: ClusterState, rules: HarvestRules
+) -> None:
+    """Withdraw requests whose list of excluded nodes is out of date: Slurm might wake a node for them."""
+    kinds = {demand.run: demand.kind for demand in demands}
+    for run in runs.values():
+        for allocation in run.live_allocations():
+            if allocation.state not in WAITING or allocation.asked_at or not allocation.harvested:
+                continue
+            if why := outdated(allocation, _unfolded(allocation.exclude), kinds.get(run.id, Kind()), cluster, rules):
+                turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")
+                turn.cancel(run, allocation, why)
+
+
+@lru_cache(maxsize=64)
+def _folded(names: tuple[str, ...]) -> str:
+    return folded(names)
+
+
+@lru_cache(maxsize=64)
+def _unfolded(text: str) -> frozenset[str]:
+    return frozenset(nodes(text))
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
@@ -246,7 +282,7 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         least_minutes=wish.least_minutes,
         pinned=wish.node,
         part=wish.part,
-        exclude=folded(wish.exclude),
+        exclude=_folded(wish.exclude),
         replaces=wish.replaces,
         ahead=wish.ahead,
     )
