@@ -58,7 +58,9 @@ def asks(wishes: list[Wish]) -> list[Ask]:
 
 @pytest.mark.parametrize("flag", ["POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"])
 def test_no_request_can_be_given_a_node_that_sleeps(flag: str) -> None:
-    state = cluster(node("n1"), node("n2", "IDLE", flag), node("n3", "IDLE", "CLOUD", flag), node("n4", "IDLE", "CLOUD"))
+    state = cluster(
+        node("n1"), node("n2", "IDLE", flag), node("n3", "IDLE", "CLOUD", flag), node("n4", "IDLE", "CLOUD")
+    )
     found = asks(plan(state, [Demand("r", 4)], [], RULES))
     assert [ask.exclude for ask in found] == [("n2", "n3")] * 2
 
@@ -127,6 +129,8 @@ def test_a_node_that_boots_for_us_is_given_back_like_any_other() -> None:
     up = node("n1", "ALLOCATED")
     jobs = (ours("CONFIGURING", "n1", exclusive=True), theirs("PENDING", reason="Resources", num_nodes=1))
     plain = cluster(up, jobs=jobs)
-    kept = [PartitionInfo(partition=p.partition, nodes=p.nodes, priority_tier=p.priority_tier) for p in plain.partitions]
+    kept = [
+        PartitionInfo(partition=p.partition, nodes=p.nodes, priority_tier=p.priority_tier) for p in plain.partitions
+    ]
     standing = assess(ClusterState(at=NOW, nodes=plain.nodes, jobs=plain.jobs, partitions=kept), [booting])
     assert [wish.token for wish in standing.give_back] == ["h"]
