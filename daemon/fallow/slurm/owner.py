@@ -109,7 +109,7 @@ def _in_lines(text: str) -> Iterator[str]:
         head, _, rest = raw.partition(" SharesRaw" if found is not None else " ")
         yield f"{head} "
         rest = f"SharesRaw{rest}" if found is not None and rest else rest
-        for section in re.split(r" +(?=(?:Account|User) Limits\b)", rest):
+        for section in re.split(r" +(?=(?:Account|User) Limits\b|UsageRaw/|ParentAccount=)", rest):
             if not section.startswith(("Account Limits", "User Limits")):
                 yield f"    {section}"
                 continue
