@@ -171,7 +171,7 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
     for reservation in cluster.reservations:
         if reservation.end_at > cluster.at:
             for node in reservation.nodes:
-                bound(node, reservation.start_at)
+                bound(node, reservation.end_at if reservation.own else reservation.start_at)
     return ends
 
 

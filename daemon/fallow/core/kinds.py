@@ -31,6 +31,8 @@ class Kind(msgspec.Struct, frozen=True):
     cpus: int = 0
     "that the script asks for on a node; 0: it does not say; so with memory"
     memory_mb: int = 0
+    reservation: str = ""
+    "that the run names, or several with commas; empty: none"
     alike: frozenset[Likeness] = frozenset()
     "of a reproducible run: nodes like its members'; empty: any"
 
@@ -44,6 +46,7 @@ class Kind(msgspec.Struct, frozen=True):
             and (not self.gpu_type or self.gpu_type in types)
             and (not self.constraint or suits(node.features, self.constraint))
             and (not self.alike or likeness(node) in self.alike)
+            and node.reservation in self.reservation.split(",")
         )
 
     def share(self, part: Part) -> Part:

@@ -383,7 +383,7 @@ def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRu
     flagged = [node for node in cluster.nodes if node.flags]
     wanted = {node.node: WANTED_BACK[flag] for node in flagged for flag in node.flags if flag in WANTED_BACK}
     soon = cluster.at + rules.margin_s + NOTICE_S
-    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at]
+    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at and not r.own]
     reserved = {node: reservation.reservation for reservation in coming for node in reservation.nodes}
     if not wanted and not reserved:
         return []

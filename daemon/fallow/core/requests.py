@@ -398,7 +398,7 @@ class Requests:
             return ()
         if (kind, partition, ahead) not in self._unsuited:
             # What sbatch is told anyway (constraint, GPUs) needs no list of names.
-            told = Kind(arch=kind.arch, alike=kind.alike)
+            told = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
             nodes_there = self._reach.nodes
             there = [nodes_there[name] for name in known.nodes if name in nodes_there]
             closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
@@ -440,7 +440,7 @@ def outdated(
         return f"Slurm might wake {would_wake[0]} for it"
     if not excluded:
         return ""
-    told = Kind(arch=kind.arch, alike=kind.alike)
+    told = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
     closed = partition.unpreempted
     back = (n.node for n in there if n.node in excluded and n.node not in closed and is_idle(n) and told.suits(n))
     woken = next(back, "")

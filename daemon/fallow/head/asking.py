@@ -22,6 +22,7 @@ from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
 from fallow.core.prices import Prices, WakePrice
 from fallow.core.requests import Ask, outdated
+from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules, Known
 from fallow.core.sbatch import takes_whole_nodes
 from fallow.core.shared_limits import Reserve, capped, named, yielded
@@ -82,6 +83,7 @@ class Asking:
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
+        cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():

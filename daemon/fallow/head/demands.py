@@ -100,6 +100,7 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
         memory_mb=memory_mb,
         gpu_type=typed[0] if len(typed) == 1 else "",
         constraint=given.get("constraint", ""),
+        reservation=given.get("reservation", ""),
         alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
     )
 
