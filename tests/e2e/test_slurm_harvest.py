@@ -31,12 +31,16 @@ def rig(shared: Rig) -> Iterator[Rig]:
 
 @pytest.mark.soak
 def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) -> None:
-    whole, part = rig.others(1), _part(rig, gpus=3)
-    for job in (whole, part):
+    whole = rig.others(1)
+    rig.wait_job(whole, "RUNNING")
+    # One GPU is idle on each of the other nodes: one for the base job, one to harvest.
+    shared_nodes = sorted({"n1", "n2", "n3"} - {_where(rig, whole)})
+    parts = [_part(rig, 3, f"--nodelist={name}") for name in shared_nodes]
+    for job in parts:
         rig.wait_job(job, "RUNNING")
     training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4, exclusive=False)
-    node = training.wait_members(2)[1].node
-    assert node == rig.testbed.slurm("squeue", "-h", "-j", part, "-o", "%N").strip()
+    base, node = (member.node for member in training.wait_members(2))
+    assert sorted((base, node)) == shared_nodes
     wait_for("all its GPUs are used", lambda: "GresUsed=gpu:4" in _node(rig, node), REACT_S, rig.story)
     assert "State=MIXED" in _node(rig, node)
     (first,) = training.harvest_jobs()
@@ -49,8 +53,8 @@ def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) 
     training.wait_for("it trains there again", lambda: len(training.changes("absorb")) > 1, START_S)
     assert training.wait_members(2)[1].node == node
     training.wait_steps()
-    assert {rig.job_states()[job] for job in (whole, part)} == {"RUNNING"}
-    rig.scancel(whole, part)
+    assert {rig.job_states()[job] for job in (whole, *parts)} == {"RUNNING"}
+    rig.scancel(whole, *parts)
     training.finish()
     assert not training.events("eject", "failed", "lost", "orphan")
     assert rig.job_states()[first] == "CANCELLED", "it left before its walltime"
@@ -65,8 +69,7 @@ def test_a_harvest_job_holds_as_many_gpus_as_its_script_asks_for(rig: Rig) -> No
         shown = rig.testbed.slurm("scontrol", "-d", "show", "job", job)
         assert "JOB_GRES=gpu:1\n" in shown and "NumCPUs=1 " in shown, shown
     # A stranger's job runs on the same node beside it.
-    node = rig.testbed.slurm("squeue", "-h", "-j", harvest[0], "-o", "%N").strip()
-    stranger = _part(rig, 1, f"--nodelist={node}")
+    stranger = _part(rig, 1, f"--nodelist={_where(rig, harvest[0])}")
     rig.wait_job(stranger, "RUNNING")
     training.wait_steps()
     assert [rig.job_states()[job] for job in harvest] == ["RUNNING", "RUNNING"]
@@ -95,6 +98,11 @@ def _part(rig: Rig, gpus: int, *options: str) -> str:
     """Somebody's job on some GPUs of one node; returns its id."""
     argv = ["sbatch", "--parsable", "--partition=normal", "--time=10", "--output=/dev/null", "--job-name=part"]
     return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", *options, "--wrap=sleep 600").strip()
+
+
+def _where(rig: Rig, job: str) -> str:
+    """Node of a job that runs."""
+    return rig.testbed.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
 
 
 def _node(rig: Rig, name: str) -> str:
