@@ -59,6 +59,10 @@ class Harvest(_Section, frozen=True):
     account: Name | None = None
     "of harvest jobs; None: as the base job"
     allow_without_preemption: bool = False
+    limit_reserve: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    "part of each limit of the account and QOS that harvest jobs leave to other jobs"
+    wake_up_to_price: Price | None = None
+    "nodes that power saving has put to sleep are woken if an hour of them costs no more, by [usage]; None: never"
 
 
 class Site(_Section, frozen=True):

@@ -348,18 +348,20 @@ class Rig:
         heterogeneous: bool = False,
         before: str = "",
         words: str = "",
+        exclusive: bool = True,
     ) -> Training:
         """Submit a training with the wrapper that users type, from a folder of its own.
 
         `before` is a line of its batch script, run in every job before `fallow run` is. `words` come after `fallow run`
-        in the place of the usual training.
+        in the place of the usual training. `exclusive`: False leaves that option out of its script.
         """
         self._count += 1
         folder = self.folder / f"training{self._count}"
         folder.mkdir(mode=0o700)
         train = f"-- {sys.executable} {_HERE / 'slurm_train.py'} {folder} {steps} {pace_s}"
         script = folder / "train.sbatch"
-        script.write_text((_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before))
+        text = (_HETEROGENEOUS if heterogeneous else _SCRIPT).format(command=words or train, before=before)
+        script.write_text(text if exclusive else text.replace("#SBATCH --exclusive\n", ""))
         job = self.command(str(_WRAPPER), "--parsable", *options, str(script), "an argument", cwd=folder).strip()
         (run,) = (v.run for v in self.status().runs if any(a.job_id == job for a in v.allocations))
         self.trainings.append(Training(self, folder, run, job, steps))

@@ -31,12 +31,16 @@ def rig(shared: Rig) -> Iterator[Rig]:
 
 @pytest.mark.soak
 def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) -> None:
-    whole, part = rig.others(1), _part(rig, gpus=3)
-    for job in (whole, part):
+    whole = rig.others(1)
+    rig.wait_job(whole, "RUNNING")
+    # One GPU is idle on each of the other nodes: one for the base job, one to harvest.
+    shared_nodes = sorted({"n1", "n2", "n3"} - {_where(rig, whole)})
+    parts = [_part(rig, 3, f"--nodelist={name}") for name in shared_nodes]
+    for job in parts:
         rig.wait_job(job, "RUNNING")
-    training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4)
-    node = training.wait_members(2)[1].node
-    assert node == rig.testbed.slurm("squeue", "-h", "-j", part, "-o", "%N").strip()
+    training = rig.submit("--nodes=1:2", "--gres=gpu:1", pace_s=0.4, exclusive=False)
+    base, node = (member.node for member in training.wait_members(2))
+    assert sorted((base, node)) == shared_nodes
     wait_for("all its GPUs are used", lambda: "GresUsed=gpu:4" in _node(rig, node), REACT_S, rig.story)
     assert "State=MIXED" in _node(rig, node)
     (first,) = training.harvest_jobs()
@@ -49,11 +53,29 @@ def test_the_idle_gpu_of_a_node_that_others_use_is_harvested_and_kept(rig: Rig) 
     training.wait_for("it trains there again", lambda: len(training.changes("absorb")) > 1, START_S)
     assert training.wait_members(2)[1].node == node
     training.wait_steps()
-    assert {rig.job_states()[job] for job in (whole, part)} == {"RUNNING"}
-    rig.scancel(whole, part)
+    assert {rig.job_states()[job] for job in (whole, *parts)} == {"RUNNING"}
+    rig.scancel(whole, *parts)
     training.finish()
     assert not training.events("eject", "failed", "lost", "orphan")
     assert rig.job_states()[first] == "CANCELLED", "it left before its walltime"
+
+
+def test_a_harvest_job_holds_as_many_gpus_as_its_script_asks_for(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3", "--gres=gpu:1", exclusive=False)
+    training.wait_members(3)
+    harvest = [job for job in training.harvest_jobs() if rig.job_states()[job] == "RUNNING"]
+    assert len(harvest) == 2
+    for job in harvest:
+        shown = rig.testbed.slurm("scontrol", "-d", "show", "job", job)
+        assert "JOB_GRES=gpu:1\n" in shown and "NumCPUs=1 " in shown, shown
+    # A stranger's job runs on the same node beside it.
+    stranger = _part(rig, 1, f"--nodelist={_where(rig, harvest[0])}")
+    rig.wait_job(stranger, "RUNNING")
+    training.wait_steps()
+    assert [rig.job_states()[job] for job in harvest] == ["RUNNING", "RUNNING"]
+    assert not training.events("eject", "failed", "release")
+    rig.scancel(stranger)
+    training.finish()
 
 
 def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
@@ -72,10 +94,15 @@ def test_a_partition_that_takes_no_jobs_of_ours_is_left_alone(rig: Rig) -> None:
     training.finish()
 
 
-def _part(rig: Rig, gpus: int) -> str:
+def _part(rig: Rig, gpus: int, *options: str) -> str:
     """Somebody's job on some GPUs of one node; returns its id."""
     argv = ["sbatch", "--parsable", "--partition=normal", "--time=10", "--output=/dev/null", "--job-name=part"]
-    return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", "--wrap=sleep 600").strip()
+    return rig.command(*argv, "--nodes=1", f"--gpus-per-node={gpus}", *options, "--wrap=sleep 600").strip()
+
+
+def _where(rig: Rig, job: str) -> str:
+    """Node of a job that runs."""
+    return rig.testbed.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
 
 
 def _node(rig: Rig, name: str) -> str:

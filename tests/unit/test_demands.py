@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from fallow.core.allocations import Allocation
 from fallow.core.kinds import Kind
+from fallow.core.planner import leave, plan
+from fallow.core.requests import Ask
+from fallow.core.reserved import within
+from fallow.core.rules import Demand, HarvestRules
 from fallow.head.demands import kind_of
-from fallow.model import NodeInfo, RunSpec
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterState,
+    NodeInfo,
+    PartitionInfo,
+    ReservationInfo,
+    RunSpec,
+)
+
+NOW = 1_000_000.0
 
 
 def spec(*options: str) -> RunSpec:
@@ -17,3 +34,34 @@ def test_the_options_of_the_submission_say_which_nodes_are_of_use() -> None:
     assert wanted == Kind(gpus=2, part_gpus=1, gpu_type="v100", constraint="ib&v100")
     home = NodeInfo(node="n1", state="ALLOCATED", arch="aarch64")
     assert kind_of(spec("--gpus-per-node=4"), [home]) == Kind(arch="aarch64", gpus=4, part_gpus=1)
+
+
+def test_what_a_script_asks_for_on_a_node_bounds_what_is_asked_for_of_shared_nodes() -> None:
+    wanted = kind_of(spec("--gres=gpu:2", "--cpus-per-task=4", "--ntasks-per-node=2", "--mem-per-cpu=1G"), [])
+    assert wanted == Kind(gpus=2, part_gpus=1, cpus=8, memory_mb=8192)
+    wanted = kind_of(spec("--gpus-per-node=2", "--cpus-per-gpu=6", "--mem=10G"), [])
+    assert wanted == Kind(gpus=2, part_gpus=1, cpus=12, memory_mb=10_240)
+    assert kind_of(spec("--gres=gpu:2", "--mem-per-gpu=1G"), []).memory_mb == 2048
+    assert kind_of(spec("--gres=gpu:2", "--exclusive"), []) == Kind(gpus=2), "whole nodes only"
+
+
+def test_the_nodes_of_a_reservation_are_for_runs_that_name_it() -> None:
+    nodes = [NodeInfo(node="n1", state="IDLE", flags=["RESERVED"]), NodeInfo(node="n2", state="IDLE")]
+    mine = ReservationInfo(reservation="mine", nodes=["n1"], start_at=NOW - 60.0, end_at=NOW + 3600.0)
+    partition = PartitionInfo(partition="p", nodes=["n1", "n2"], preempt_mode="REQUEUE")
+    state = ClusterState(at=NOW, nodes=nodes, jobs=[], partitions=[partition], reservations=[mine])
+    inside, outside = kind_of(spec("--reservation=mine"), []), kind_of(spec(), [])
+    demands = [Demand("in", 3, kind=inside), Demand("out", 3, kind=outside)]
+    asked = plan(within(state, ["mine"]), demands, [], HarvestRules(max_pending=8))
+    # The hole in the reservation ends with it.
+    found = [(wish.run, wish.least_minutes or wish.minutes) for wish in asked if isinstance(wish, Ask)]
+    assert found == [("in", 60), ("out", 120)]
+    (first, _) = (wish for wish in asked if isinstance(wish, Ask))
+    assert "n1" not in first.exclude
+    # Nobody has to leave it because it has begun.
+    held = Allocation(token="h", run="in", kind=AllocationKind.HARVEST, public_key="k", nodes=["n1"])
+    held.state = AllocationState.RUNNING
+    assert leave(within(state, ["mine"]), [held], HarvestRules()) == []
+    assert [wish.token for wish in leave(state, [held], HarvestRules())] == ["h"]
+    later = replace(state, reservations=[replace(mine, start_at=NOW + 3600.0, end_at=NOW + 7200.0)])
+    assert within(later, ["mine"]) is later and within(state, ["other"]) is state

@@ -41,12 +41,15 @@ from fallow.model import (
     FallowError,
     GenerationReport,
     JobRequest,
+    LimitView,
     NodeInfo,
     NodeOwner,
+    OwnerView,
     PartitionInfo,
     Parts,
     ReservationInfo,
     RunSpec,
+    ShareView,
 )
 from fallow.slurm.client import SubmitRejected
 from fallow.slurm.fake import FakeSlurm
@@ -764,3 +767,58 @@ def test_a_thousand_nodes_that_fall_idle_are_asked_for_within_minutes() -> None:
         del idle[: len(asked)]
         polls += 1
     assert polls * 30.0 <= 510.0, "as fast as 120 submissions a minute allow"
+
+
+# -- limits of accounts and QOS -------------------------------------------------------------------------------------
+
+
+async def test_a_job_that_waits_for_a_limit_of_the_account_gets_a_node_of_ours(site: Site) -> None:
+    run = site.run("--account=lab")
+    for _ in range(2):
+        await site.poll()
+    assert len(site.live(run)) == 2
+    held_for = "AssocGrpNodeLimit"
+    colleague = FakeJob("", "theirs", "bob", "normal", 1, 600.0, site.slurm.now, account="lab", held_for=held_for)
+    number = site.slurm.add(colleague)
+    await site.poll()
+    (text,) = site.kinds("release")
+    assert text.endswith(f"job {number} of bob waits for AssocGrpNodeLimit")
+    for _ in range(3):
+        await site.poll(1.0)
+    assert len(site.live(run)) == 1, "one node is enough, and none is asked for in its place"
+    assert site.kinds("limit") == [f"nothing is asked for: job {number} of bob waits for AssocGrpNodeLimit"]
+    site.slurm.finish(number)
+    for _ in range(2):
+        await site.poll()
+    assert len(site.live(run)) == 2
+
+
+async def test_a_quarter_of_a_limit_that_slurm_tells_is_never_used(site: Site) -> None:
+    share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
+    limit = LimitView(of="account lab", name="GrpTRES node", limit=4.0, used=0.0)
+    site.harvest.asking.owner = OwnerView(user="me", at=0.0, limits=[limit], shares=[share])
+    run = site.run("--account=lab", nodes=4)
+    for _ in range(4):
+        await site.poll()
+    assert len(site.live(run)) == 3
+
+
+@pytest.mark.parametrize("accounting", [True, False])
+async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: Path, accounting: bool) -> None:
+    share = ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)
+    view = OwnerView(user="me", at=0.0, shares=[share])
+    site = Site(tmp_path, FakeSlurm(4, config=msgspec.structs.replace(config(), accounting=accounting)))
+    asked = AsyncMock(return_value=view)
+    site.slurm.owner = asked  # type: ignore[method-assign]
+    loop = Loop(site, queries_per_min=1e6, submits_per_min=1e6)
+    polling, submitting = loop.calls.sources(site.book)
+    submitting.close()
+    task = asyncio.create_task(polling)
+    polled = await asyncio.wait_for(loop.inbox.get(), 10)
+    if accounting:
+        await loop.calls.owner()
+    loop.take(polled)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert site.harvest.asking.owner == (view if accounting else None)
+    assert asked.await_count == accounting

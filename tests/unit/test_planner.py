@@ -320,7 +320,7 @@ def test_granted_end_is_read_back_and_preemption_shortens_it() -> None:
     assert preempted_until(allocation, [grace]) == NOW + 10.0
 
 
-@pytest.mark.parametrize("state", ["CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"])
+@pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"])
 def test_a_job_that_has_its_nodes_does_not_wait(state: str) -> None:
     """`scancel --signal=STOP` on one that runs, and others that Slurm has a word of its own for."""
     allocation = held("tok", AllocationState.RUNNING, job_id="7", start_at=NOW - 1200.0)

@@ -214,6 +214,30 @@ def test_idle_gpus_of_nodes_that_run_other_jobs() -> None:
     assert [w.token for w in plan(taken, [wants], [pending], shared, fixed()) if isinstance(w, Withdraw)] == ["h"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        (Kind(gpus=1, part_gpus=1), Part("m", 1, "", 16, 64_000)),
+        (Kind(gpus=2, part_gpus=1, cpus=8, memory_mb=4000), Part("m", 2, "", 8, 4000)),
+        (Kind(gpus=4, part_gpus=1, cpus=64, memory_mb=256_000), Part("m", 3, "", 48, 192_000)),
+    ],
+)
+def test_no_more_of_a_shared_node_is_asked_for_than_the_script_asks_for(kind: Kind, part: Part) -> None:
+    state = cluster([node("m", "MIXED", cpus_used=16, memory_used_mb=64_000, gpus_used=1)])
+    (ask,) = asks(plan(state, [Demand("r", 3, kind=kind)], [], HarvestRules(whole_nodes=False), fixed()))
+    assert ask.part == part
+
+
+def test_a_request_for_some_idle_gpus_of_a_node_that_never_starts_is_withdrawn() -> None:
+    """Though more GPUs are idle there than it asks for."""
+    state = cluster([node("m", "MIXED", cpus_used=16, memory_used_mb=64_000, gpus_used=1)])
+    wants, known, rules = Demand("r", 1, kind=Kind(gpus=1, part_gpus=1)), fixed(), HarvestRules(whole_nodes=False)
+    known.unstarted.look(replace(state, at=NOW - 900.0))
+    pending = held("h", AllocationState.PENDING, part=Part("m", 1, "", 16, 64_000), requested_at=NOW - 500, minutes=10)
+    wishes = plan(state, [wants], [pending], rules, known)
+    assert [(wish.token, wish.declined) for wish in wishes if isinstance(wish, Withdraw)] == [("h", ("m",))]
+
+
 def test_each_type_of_gpu_that_is_idle_on_a_node_is_a_part() -> None:
     used = {"gpus_used": 4, "gpu_types_used": {"a": 1, "b": 2, "c": 1}}
     mixed = node("m", "MIXED", gpus=7, gpu_types={"a": 2, "b": 4, "c": 1}, **used)
@@ -222,7 +246,7 @@ def test_each_type_of_gpu_that_is_idle_on_a_node_is_a_part() -> None:
     parts = [(h.part.gpu_type, h.part.gpus, h.part.cpus) for h in holes if h.part is not None]
     assert parts == [("b", 2, 18), ("a", 1, 9)], "most first"
     for gpu_type, found in (("a", [1]), ("b", [2]), ("c", []), ("", [2])):
-        wants = Demand("r", 3, kind=Kind(gpus=1, part_gpus=1, gpu_type=gpu_type))
+        wants = Demand("r", 3, kind=Kind(gpus=2, part_gpus=1, gpu_type=gpu_type))
         assert [ask.part.gpus for ask in asks(plan(state, [wants], [], shared, fixed())) if ask.part] == found
     # One has asked for the one of type a, and somebody else was given it.
     gone = cluster(

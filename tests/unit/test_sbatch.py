@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core.holes import Part
 from fallow.core.sbatch import base_options, captured_environment, harvest_options, job_environment
 from fallow.core.sbatch_line import Given, in_force, parse_nodes, refuse, split
 from fallow.core.sbatch_table import BY_LONG, OPTIONS, Reach, Value
@@ -267,7 +268,7 @@ def spec(*options: str) -> RunSpec:
 def test_a_harvest_job_gives_way_and_is_findable() -> None:
     options = harvest_options(spec("--account=a", "--qos=q"), "r1.3", "low", 30, "/s/%j.log", 100_000)
     wanted = (
-        "--export=ALL --propagate=NONE --ignore-pbs --exclusive --mem=0 --nodes=1 --no-requeue --nice=100000 "
+        "--export=ALL --propagate=NONE --ignore-pbs --nodes=1 --no-requeue --nice=100000 "
         "--mail-type=NONE --open-mode=append --output=/s/%j.log --chdir=/home/u --job-name=r1.3 "
         "'--comment=r1.3 harvest' --time=30 --partition=low --account=a --qos=q"
     )
@@ -304,6 +305,10 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
         "--gres=gpu:4",
         "--cpus-per-task=8",
         "--exclude=n1",
+        "--licenses=lic",
+        "--reservation=r",
+        "--mem-per-cpu=1G",
+        "--ntasks-per-node=4",
     ]
 
 
@@ -312,14 +317,55 @@ def test_what_kind_of_node_reaches_harvest_jobs_and_what_meant_the_base_job_does
     [
         ("-N2 --gpus=8", ["--gpus-per-node=4"]),
         ("-N2 --gpus=a100:8", ["--gpus-per-node=a100:4"]),
-        ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4"]),
-        ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4"]),
+        ("-N2 --gpus-per-task=1 --ntasks-per-node=4", ["--gpus-per-node=4", "--ntasks-per-node=4"]),
+        ("-N2 -n4 --gpus-per-task=h100:2", ["--gpus-per-node=h100:4", "--ntasks-per-node=2"]),
+        ("-N2 -n4 --tres-per-task=gres/gpu:2", ["--gpus-per-node=4", "--ntasks-per-node=2"]),
+        ("-N1 --tres-per-task=gres/gpu:a100=2", ["--gpus-per-node=a100:2"]),
+        ("-N1 --tres-per-task=gres:gpu:a100:2", ["--gpus-per-node=a100:2"]),
+        ("-N1 --tres-per-task=gres/gpu", ["--gpus-per-node=1"]),
+        (
+            "-N1 --tres-per-task=cpu=4,gres/gpu=1,gres/nvme=1",
+            ["--gpus-per-node=1", "--cpus-per-task=4", "--tres-per-task=gres/nvme=1"],
+        ),
+        ("--gpus-per-socket=2 --sockets-per-node=2", ["--sockets-per-node=2", "--gpus-per-node=4"]),
+        ("--gpus-per-socket=a100:1 -B 2:8", ["--extra-node-info=2:8", "--gpus-per-node=a100:2"]),
+        ("-N2 --gpus=8 --ntasks-per-gpu=2", ["--gpus-per-node=4", "--ntasks-per-node=8"]),
         ("-N2 --gpus-per-node=4 --gpus=8", ["--gpus-per-node=4"]),
         ("-N1 --export=NONE", ["--get-user-env"]),
     ],
 )
 def test_gpus_of_the_whole_job_become_gpus_of_a_node(argv: str, wanted: list[str]) -> None:
     assert planned([*argv.split(), "job.sh"]).spec.harvest_options == wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ("--gres=gpu:1", {"--gres=gpu:1"}),
+        ("--gres=gpu:1 -c8 --mem=16G", {"--gres=gpu:1", "--cpus-per-task=8", "--mem=16G"}),
+        ("-N2 -G4 --cpus-per-gpu=8 --mem-per-gpu=4G", {"--gpus-per-node=2", "--cpus-per-gpu=8", "--mem-per-gpu=4G"}),
+        ("-c2 --mem-per-cpu=1G", {"--cpus-per-task=2", "--mem-per-cpu=1G"}),
+        ("-N2 --ntasks=8 -c2", {"--cpus-per-task=2", "--ntasks-per-node=4"}),
+        ("--exclusive --gres=gpu:4 --mem-per-cpu=1G", {"--exclusive", "--mem=0", "--gres=gpu:4"}),
+        ("--exclusive=user -c2", {"--exclusive=user", "--cpus-per-task=2"}),
+    ],
+)
+def test_a_harvest_job_takes_as_much_of_a_node_as_the_base_job(argv: str, wanted: set[str]) -> None:
+    made = planned([*argv.split(), "job.sh"])
+    shape = {"exclusive", "mem", "mem-per-cpu", "mem-per-gpu", "gres", "gpus-per-node", "cpus-per-task", "cpus-per-gpu"}
+    shape |= {"ntasks-per-node"}
+    words = harvest_options(made.spec, "t", "low", 30, "o", 1)
+    assert {word for word in words if word.removeprefix("--").partition("=")[0] in shape} == wanted
+    # The part of a node that others use is described by itself.
+    words = harvest_options(made.spec, "t", "low", 30, "o", 1, part=Part("n1", 1, "", 4, 1000))
+    there = {"--cpus-per-task=4", "--gpus-per-node=1", "--mem=1000M"}
+    assert {word for word in words if word.removeprefix("--").partition("=")[0] in shape} == there
+
+
+def test_the_cluster_that_slurms_own_variable_names_counts_like_sbatchs() -> None:
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        with pytest.raises(FallowError, match="--clusters cannot be used"):
+            planned(["job.sh"], **{name: "other"})
 
 
 def test_options_from_sbatchs_environment_reach_harvest_jobs() -> None:

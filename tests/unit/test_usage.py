@@ -233,6 +233,27 @@ def test_22_05_tells_a_users_limits_by_the_number_of_the_user() -> None:
     assert parse_shares(text, "ann")[0].account == "lab"
 
 
+def _in_one_line(text: str) -> str:
+    """As `scontrol -o show assoc_mgr` prints it: a blank in place of each new line and its indentation."""
+    lines: list[str] = []
+    for raw in text.splitlines():
+        if raw.startswith(" "):
+            lines[-1] += f" {raw.strip()}"
+        elif raw:
+            lines.append(raw.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", ["user", "user.22.05", "account"])
+def test_records_in_one_line_say_the_same(name: str) -> None:
+    text = (SAMPLES / f"assoc_mgr_{name}.txt").read_text()
+    found = [
+        {(limit.of, limit.name): limit for limit in parse_limits(each, "ann")} for each in (_in_one_line(text), text)
+    ]
+    assert found[0] == found[1] != {}
+    assert parse_shares(_in_one_line(text), "ann") == parse_shares(text, "ann")
+
+
 def test_fair_share() -> None:
     text = (SAMPLES / "assoc_mgr_user.txt").read_text()
     assert parse_shares(text, "ann") == [ShareView(account="lab", partition="", shares=0.25, usage=0.4, factor=0.33)]

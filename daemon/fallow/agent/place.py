@@ -35,11 +35,13 @@ class Place:
         return found
 
     def _share(self, index: int) -> tuple[str, ...]:
-        each = len(self.devices) // self.slots
-        if each == 0:
+        devices = self.devices
+        if len(devices) < self.slots:
             # More workers than devices was asked for: they share.
-            return (self.devices[index % len(self.devices)],)
-        return self.devices[index * each : (index + 1) * each]
+            return (devices[index % len(devices)],)
+        # No device is left over: where they do not divide evenly, some workers have one more.
+        first, end = (len(devices) * number // self.slots for number in (index, index + 1))
+        return devices[first:end]
 
 
 def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.environ) -> Place:

@@ -13,7 +13,7 @@ import msgspec
 
 from fallow.core.holes import Part
 from fallow.core.spans import Span, Use, by_token
-from fallow.core.states import ENDED_STATES, ON_NODES
+from fallow.core.states import BOOTING, BOOTS, ENDED_STATES, ON_NODES
 from fallow.core.tokens import token_in
 from fallow.model import AllocationKind, AllocationState, JobInfo
 
@@ -73,6 +73,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     "Unix time by which its sbatch has ended; None: it waits in the head's own queue, and Slurm has never heard of it"
     submit_at: float | None = None
     start_at: float | None = None
+    ready_at: float | None = None
+    "Unix time of the poll that first showed it running, where an earlier one had shown that its nodes were booting"
     end_at: float | None = None
     ends_because: str = "walltime"
     "what sets `end_at`"
@@ -132,6 +134,11 @@ class Allocation(msgspec.Struct, kw_only=True):
         """Waits for its turn at sbatch; a user's own base job never does."""
         by_head = self.kind is AllocationKind.HARVEST or self.renewed
         return by_head and self.state is AllocationState.UNKNOWN and self.sent_by is None
+
+    @property
+    def is_booting(self) -> bool:
+        """Return True if Slurm has given it nodes, which are not up yet: nothing of it runs there."""
+        return self.state is AllocationState.PENDING and self.reason == BOOTS
 
     @property
     def waits_since(self) -> float:
@@ -253,19 +260,24 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]
     if ends:
         allocation.end_at, allocation.ends_because = min(ends), "walltime"
-    before = allocation.state
-    running = [job for job in mine if job.state in ON_NODES]
+    before, was_booting = allocation.state, allocation.is_booting
+    running = [job for job in mine if job.state in ON_NODES and (job.state != BOOTING or allocation.agents)]
     if all(job.state in ENDED_STATES for job in mine):
         allocation.state = AllocationState.ENDED
         allocation.reason = leader.state
     elif running:
-        allocation.start_at = leader.start_at
+        if was_booting:
+            allocation.ready_at = now
+        # Slurm counts from when it gave the nodes, which had to boot first.
+        allocation.start_at = allocation.ready_at or leader.start_at
         if allocation.state is not AllocationState.RELEASING:
             allocation.state = AllocationState.RUNNING
         allocation.reason = ""
     else:
         allocation.state = AllocationState.PENDING
-        allocation.reason = leader.reason
+        allocation.reason = BOOTS if any(job.state == BOOTING for job in mine) else leader.reason
+        if allocation.is_booting and not was_booting:
+            return f"its nodes are booting: {','.join(allocation.nodes)}"
     if allocation.state is before:
         return None
     where = f" on {','.join(allocation.nodes)}" if allocation.nodes else ""

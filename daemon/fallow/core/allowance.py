@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.experience import Experience
 from fallow.core.parameters import numbers
+from fallow.core.prices import WakePrice
 from fallow.core.room import whole_nodes
 from fallow.core.rules import HarvestRules
 from fallow.core.waiting import LOOKED_AT
@@ -30,6 +31,10 @@ RESOLUTION_S = 60.0
 FEW = 4
 """As many requests may wait at once however often is polled, and no more of normal priority for one run."""
 
+LIMITS_UNKNOWN = 8
+"""As many requests wait at most where jobs are accounted for and Slurm has not told the limits: sites seldom let a user
+submit fewer jobs than twice as many (MaxSubmitJobs)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -45,6 +50,8 @@ class Limits:
     poll_interval_s: float = 30.0
     submits_per_min: float = 120.0
     release_margin_s: float = 20.0
+    wake: WakePrice | None = None
+    "which sleeping nodes may be woken; None: none"
 
 
 def rules(
@@ -55,6 +62,7 @@ def rules(
     now: float,
     interval_s: float,
     groups: frozenset[str] | None = None,
+    limits_known: bool = True,
 ) -> HarvestRules:
     """What may be asked for now.
 
@@ -66,10 +74,14 @@ def rules(
         now: Unix time.
         interval_s: from one poll to the next, as things are.
         groups: of the owner; None: not known.
+        limits_known: Slurm has told the limits of the owner's accounts and QOS.
     """
     poll_s, margin_s = limits.poll_interval_s, limits.release_margin_s
     most = _most(limits, site)
     at_once = _at_once(limits, site, interval_s, most)
+    waiting = 1 << 30 if site is None else pending_allowed(site, in_all=True)
+    if not limits_known and limits.max_pending is None and site is not None and site.accounting:
+        waiting = min(waiting, LIMITS_UNKNOWN)
     ahead = min(max(AHEAD, round(experience.at_once(now))), _looked_at(site) // 2, most // 2)
     return HarvestRules(
         partitions=limits.partitions,
@@ -77,7 +89,7 @@ def rules(
         refused=refused,
         groups=groups,
         max_pending=at_once,
-        max_waiting=1 << 30 if site is None else pending_allowed(site, in_all=True),
+        max_waiting=waiting,
         max_nodes=limits.max_nodes,
         partition_nodes=limits.partition_nodes,
         max_minutes=limits.max_minutes,
@@ -90,6 +102,7 @@ def rules(
         whole_nodes=whole_nodes(site),
         ahead=ahead,
         apart=min(ahead, most - at_once),
+        wake=limits.wake,
     )
 
 

@@ -46,7 +46,7 @@ _OWNER = re.compile(
 )
 _PARTITION = re.compile(r"NotAllowed$", re.IGNORECASE)
 _WAITS = re.compile(
-    r"^(None|Resources|Priority|Dependency|BeginTime|Cleaning|Prolog|WaitingForScheduling|BurstBuffer.*|Licenses|"
+    r"^(None|Booting|Resources|Priority|Dependency|BeginTime|Cleaning|Prolog|WaitingForScheduling|BurstBuffer.*|Licenses|"
     r"JobArrayTaskLimit|NodesBusy|FrontEndDown|SchedDefer|Nodes required for job are DOWN, DRAINED(, REBOOTING)? or "
     r"reserved for jobs in higher priority partitions)?$",
     re.IGNORECASE,

@@ -14,14 +14,18 @@ import msgspec
 from fallow.core.waiting import is_ours, nodes_for, picks_up, wants_nodes
 from fallow.model import ClusterState, JobInfo, NodeInfo, PartitionInfo
 
+SLEEPING = frozenset(("POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"))
+"""Flags of nodes that power saving has put to sleep, or is about to. Slurm gives such a node to a job, and boots it for
+the job (https://slurm.schedmd.com/power_save.html)."""
+
 UNUSABLE = frozenset(
     (
+        *SLEEPING,
         *("DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "COMPLETING", "MAINT", "MAINTENANCE", "RES", "RESERVED"),
-        *("NOT_RESPONDING", "NO_RESPOND", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_DOWN", "POWER_UP"),
-        *("REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "INVALID_REG", "BLOCKED"),
+        *("NOT_RESPONDING", "NO_RESPOND", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "INVALID_REG", "BLOCKED"),
     )
 )
-"""Node states (flags) in which an idle node takes no job (man sinfo, NODE STATE CODES)."""
+"""Node states (flags) in which an idle node takes no job, or should take none of ours (man sinfo, NODE STATE CODES)."""
 
 CLOSED = UNUSABLE - {"COMPLETING"}
 """Those in which a node that is in use takes no further job once it is idle."""
@@ -64,6 +68,11 @@ def is_idle(node: NodeInfo) -> bool:
     return node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)
 
 
+def is_asleep(node: NodeInfo) -> bool:
+    """Return True if nothing but power saving keeps jobs from a node, and the node is down already."""
+    return node.state == "IDLE" and UNUSABLE.intersection(node.flags) == {"POWERED_DOWN"}
+
+
 def idle_nodes(cluster: ClusterState) -> list[NodeInfo]:
     """Those of a poll, as `is_idle`."""
     return [node for node in cluster.nodes if node.state == "IDLE" and UNUSABLE.isdisjoint(node.flags)]
@@ -76,6 +85,7 @@ def find_holes(
     ours: Collection[str] = (),
     age_s: Callable[[str], float] = lambda _: 0.0,
     whole_nodes: bool = True,
+    wakes: Callable[[NodeInfo, str], bool] | None = None,
 ) -> list[Hole]:
     """Idle nodes of the given partitions, longest hole first (open-ended ones before all), then the oldest.
 
@@ -88,10 +98,13 @@ def find_holes(
         ours: names of our own requests, whose planned starts bound nothing.
         age_s: for how long a node has been idle.
         whole_nodes: leave out the idle GPUs of nodes that run other jobs.
+        wakes: whether a node that sleeps may be woken for a job in a partition; None: none may.
     """
     offers: dict[str, Sequence[Part | None]] = {node.node: [None] for node in idle_nodes(cluster)}
     if not whole_nodes:
         offers |= {node.node: parts for node in cluster.nodes if (parts := idle_parts(node))}
+    asleep = {node.node: node for node in cluster.nodes if is_asleep(node)} if wakes is not None else {}
+    offers |= {name: [None] for name in asleep}
     if not offers:
         return []
     ends = planned_ends(cluster, ours)
@@ -103,6 +116,8 @@ def find_holes(
         offered = [(node, part) for node in partition.nodes for part in offers.get(node, ())]
         for name, part in offered:
             if part is not None and partition.exclusive:
+                continue
+            if name in asleep and (wakes is None or not wakes(asleep[name], partition.partition)):
                 continue
             end = ends.get(name)
             length_s = None if end is None else max(0.0, end - cluster.at)
@@ -156,7 +171,7 @@ def planned_ends(cluster: ClusterState, ours: Collection[str] = ()) -> dict[str,
     for reservation in cluster.reservations:
         if reservation.end_at > cluster.at:
             for node in reservation.nodes:
-                bound(node, reservation.start_at)
+                bound(node, reservation.end_at if reservation.own else reservation.start_at)
     return ends
 
 

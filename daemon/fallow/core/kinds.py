@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import msgspec
+from msgspec.structs import replace
 
 from fallow.core.constraint import suits
 from fallow.core.holes import Part
@@ -27,6 +28,11 @@ class Kind(msgspec.Struct, frozen=True):
     "empty: any"
     constraint: str = ""
     "on features, as sbatch takes it; empty: none"
+    cpus: int = 0
+    "that the script asks for on a node; 0: it does not say; so with memory"
+    memory_mb: int = 0
+    reservation: str = ""
+    "that the run names, or several with commas; empty: none"
     alike: frozenset[Likeness] = frozenset()
     "of a reproducible run: nodes like its members'; empty: any"
 
@@ -40,6 +46,19 @@ class Kind(msgspec.Struct, frozen=True):
             and (not self.gpu_type or self.gpu_type in types)
             and (not self.constraint or suits(node.features, self.constraint))
             and (not self.alike or likeness(node) in self.alike)
+            and node.reservation in self.reservation.split(",")
+        )
+
+    def share(self, part: Part) -> Part:
+        """What the run asks for of an idle part: no more GPUs, CPUs and memory than its script asks for on a node."""
+        gpus = min(self.gpus or part.gpus, part.gpus)
+        cpus = max(1, part.cpus * gpus // part.gpus)
+        memory_mb = part.memory_mb * gpus // part.gpus
+        return replace(
+            part,
+            gpus=gpus,
+            cpus=min(cpus, self.cpus or cpus),
+            memory_mb=min(memory_mb, self.memory_mb or memory_mb),
         )
 
 

@@ -48,7 +48,7 @@ class Learner:
         """
         self.known.backoff.bound(now)
         held = (AllocationState.RUNNING, AllocationState.RELEASING)
-        whole = [a for a, _ in harvest if a.state in held and a.part is None]
+        whole = [a for a, _ in harvest if (a.state in held or a.is_booting) and a.part is None]
         self._ours = {node: a.start_at or cluster.at for a in whole for node in a.nodes}
         self._partitions = [p.partition for p in self.known.open.of(cluster, rules)]
         self.seen_again(cluster)

@@ -95,7 +95,7 @@ def _near(
         [
             (a.token, a.run, a.state, a.partition, a.start_at, list(a.nodes))
             for a in allocations
-            if a.state in held and a.harvested and not wanted.isdisjoint(a.nodes)
+            if (a.state in held or a.is_booting) and a.harvested and not wanted.isdisjoint(a.nodes)
         ],
         [(a.token, a.run) for a in allocations if a.hurried],
         any(job.exclusive_user for job in cluster.jobs if job.state == "PENDING"),

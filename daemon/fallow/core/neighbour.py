@@ -197,8 +197,8 @@ class _View:
         self._left: dict[str, list[Allocation]] = {}
         "node -> those that are on their way out"
         for allocation in harvest:
-            if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING):
-                there = self._held if allocation.state is AllocationState.RUNNING else self._left
+            if allocation.state in (AllocationState.RUNNING, AllocationState.RELEASING) or allocation.is_booting:
+                there = self._left if allocation.state is AllocationState.RELEASING else self._held
                 for node in allocation.nodes:
                     there.setdefault(node, []).append(allocation)
         self._tokens = {*terms.former, *(a.token for a in harvest)}

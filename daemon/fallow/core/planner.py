@@ -95,7 +95,7 @@ def plan(
     standing = assess(cluster, allocations) if standing is None else standing
     known = known or Known()
     harvest = [a for a in allocations if a.state in LIVE and a.harvested]
-    pending = [a for a in harvest if a.state in WAITING]
+    pending = [a for a in harvest if a.state in WAITING and not a.is_booting]
     out: list[Wish] = [*standing.give_back, *standing.leaving]
     given = {wish.token for wish in out if isinstance(wish, GiveBack)}
     out += [wish for wish in leave(cluster, harvest, rules) if wish.token not in given]
@@ -345,7 +345,7 @@ def _declined(
             patience_s = rules.pending_patience_s if hole.node in contested else least_s
             if min(waited_s, known.unstarted.idle_s(hole.node, cluster.at)) <= patience_s:
                 continue
-            same = hole.part is None if allocation.part is None else hole.part == allocation.part
+            same = _takes_part(allocation.part, hole.part)
             short = may_take(allocation, hole.length_s, cluster.at, rules)
             if same and short and reach.takes(sort, hole.node, name, hole.part):
                 nodes.append(hole.node)
@@ -357,6 +357,13 @@ def _declined(
     for sort, node, name in found:
         reach.decline(sort, node, name)
     return out
+
+
+def _takes_part(wanted: Part | None, idle: Part | None) -> bool:
+    """Does a hole have what a request asks for: both a whole node, or enough GPUs of one type on one node?"""
+    if wanted is None or idle is None:
+        return wanted is None and idle is None
+    return (wanted.node, wanted.gpu_type) == (idle.node, idle.gpu_type) and wanted.gpus <= idle.gpus
 
 
 def _idle(there: Mapping[str, Mapping[str, int]], part: Part) -> int:
@@ -376,7 +383,7 @@ def leave(cluster: ClusterState, harvest: Sequence[Allocation], rules: HarvestRu
     flagged = [node for node in cluster.nodes if node.flags]
     wanted = {node.node: WANTED_BACK[flag] for node in flagged for flag in node.flags if flag in WANTED_BACK}
     soon = cluster.at + rules.margin_s + NOTICE_S
-    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at]
+    coming = [r for r in cluster.reservations if r.start_at < soon and r.end_at > cluster.at and not r.own]
     reserved = {node: reservation.reservation for reservation in coming for node in reservation.nodes}
     if not wanted and not reserved:
         return []

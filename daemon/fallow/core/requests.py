@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,11 @@ from itertools import islice
 
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
-from fallow.core.holes import CLOSED, Hole, Part, planned_ends, waits
+from fallow.core.holes import CLOSED, Hole, Part, is_idle, planned_ends, waits
 from fallow.core.kinds import Kind
 from fallow.core.limits import Limit, Limits
 from fallow.core.reach import Reach
-from fallow.core.rules import Demand, HarvestRules, Known, may_take
+from fallow.core.rules import Demand, HarvestRules, Known, may_take, sleeping_nodes
 from fallow.core.unstarted import Sort
 from fallow.core.waiting import nodes_for
 from fallow.model import ClusterState, PartitionInfo
@@ -79,6 +80,8 @@ class Requests:
         self._sorts = sorts
         self._unsuited: dict[tuple[Kind, str, bool], tuple[str, ...]] = {}
         self._suited: dict[tuple[object, ...], deque[Hole]] = {}
+        self._sleeping: dict[str, frozenset[str]] = {}
+        "partition -> nodes of it that no request may wake"
         self._coming: dict[Sort, tuple[list[Hole], Iterator[Hole]]] = {}
         "sort of runs -> the first nodes of others that it can use: those that were looked at, and the others"
         self._taken: set[str] = set()
@@ -224,7 +227,8 @@ class Requests:
             self._count(demand, hole.partition, limit.minutes)
             self._held[hole.partition] += 1
             exclude = () if hole.part else self._unsuitable(demand.kind, hole.partition)
-            return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", hole.part, exclude, replaces)
+            part = None if hole.part is None else demand.kind.share(hole.part)
+            return Ask(demand.run, hole.partition, limit.minutes, limit.least, "", part, exclude, replaces)
         return None
 
     def ahead(self, demand: Demand, budget_node_s: float | None, coming: Iterable[Hole]) -> Ask | None:
@@ -390,19 +394,57 @@ class Requests:
     def _unsuitable(self, kind: Kind, partition: str, ahead: bool = False) -> tuple[str, ...]:
         """Nodes of a partition that a request for this kind must not be given."""
         known = self._partitions[partition]
-        if kind == Kind() and not known.unpreempted:
+        if kind == Kind() and not known.unpreempted and not self._asleep(partition):
             return ()
         if (kind, partition, ahead) not in self._unsuited:
             # What sbatch is told anyway (constraint, GPUs) needs no list of names.
-            told = Kind(arch=kind.arch, alike=kind.alike)
+            told = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
             nodes_there = self._reach.nodes
             there = [nodes_there[name] for name in known.nodes if name in nodes_there]
             closed = known.unpreempted if ahead else known.unpreempted.difference(known.nodes)
             # Where the architecture alone matters, one node of each says whether there is anything to leave out.
             alike = not kind.alike and all(map(told.suits, {node.arch: node for node in there}.values()))
+            closed |= self._asleep(partition)
             nodes = closed.union(() if alike else [node.node for node in there if not told.suits(node)])
             self._unsuited[kind, partition, ahead] = tuple(sorted(nodes))
         return self._unsuited[kind, partition, ahead]
+
+    def _asleep(self, partition: str) -> frozenset[str]:
+        """Nodes of a partition that no request may wake."""
+        if partition not in self._sleeping:
+            nodes = self._reach.nodes
+            there = [nodes[name] for name in self._partitions[partition].nodes if name in nodes]
+            self._sleeping[partition] = sleeping_nodes(there, partition, self._rules)
+        return self._sleeping[partition]
+
+
+def outdated(
+    allocation: Allocation, excluded: AbstractSet[str], kind: Kind, cluster: ClusterState, rules: HarvestRules
+) -> str:
+    """Say why a request that waits for any node of its partition had better be made anew; empty: it may wait on.
+
+    Args:
+        allocation: the request.
+        excluded: nodes that it must not be given.
+        kind: of nodes that its run can use.
+        cluster: one poll.
+        rules: what is allowed.
+    """
+    partition = next((p for p in cluster.partitions if p.partition == allocation.partition), None)
+    if partition is None or allocation.part is not None or allocation.pinned or allocation.is_booting:
+        return ""
+    members = frozenset(partition.nodes)
+    there = [node for node in cluster.nodes if node.node in members]
+    asleep = sleeping_nodes(there, partition.partition, rules)
+    if would_wake := sorted(asleep - excluded):
+        return f"Slurm might wake {would_wake[0]} for it"
+    if not excluded:
+        return ""
+    told = Kind(arch=kind.arch, alike=kind.alike, reservation=kind.reservation)
+    closed = partition.unpreempted
+    back = (n.node for n in there if n.node in excluded and n.node not in closed and is_idle(n) and told.suits(n))
+    woken = next(back, "")
+    return f"{woken} is awake and idle, and it leaves out that node" if woken else ""
 
 
 def _at_most(where: str, most: int | None, hurried: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,11 +12,12 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker, Backoff
 from fallow.core.courtesy import too_small_for
 from fallow.core.experience import Experience, HoleWatch
-from fallow.core.holes import Hole, find_holes
+from fallow.core.holes import SLEEPING, Hole, find_holes, is_asleep
 from fallow.core.kinds import Kind, open_to
+from fallow.core.prices import WakePrice
 from fallow.core.unstarted import Sort, Unstarted
 from fallow.core.worth import Worth
-from fallow.model import ClusterState, PartitionInfo
+from fallow.model import ClusterState, NodeInfo, PartitionInfo
 
 NOT_TAKEN_BACK = "Slurm would not take it back for others, and [harvest] allow_without_preemption is off"
 
@@ -62,6 +63,12 @@ class HarvestRules(msgspec.Struct, frozen=True):
     Never where nothing preempts: we might have the node a moment before somebody else comes."""
     apart: int = 0
     "so many of them do not count among `max_pending`"
+    wake: WakePrice | None = None
+    "which sleeping nodes may be woken; None: none"
+
+    def wakes(self, node: NodeInfo, partition: str) -> bool:
+        """Return True if a job in this partition may wake this node."""
+        return self.wake is not None and self.wake.allows(partition, node.gpus)
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -142,7 +149,14 @@ def holes_of(
         ours={a.token for a in allocations},
         age_s=lambda node: known.watch.age_s(node, cluster.at),
         whole_nodes=rules.whole_nodes,
+        wakes=None if rules.wake is None else rules.wakes,
     )
+
+
+def sleeping_nodes(nodes: Iterable[NodeInfo], partition: str, rules: HarvestRules) -> frozenset[str]:
+    """Return the nodes that a request in this partition must not wake."""
+    asleep = (node for node in nodes if node.flags and not SLEEPING.isdisjoint(node.flags))
+    return frozenset(node.node for node in asleep if not (is_asleep(node) and rules.wakes(node, partition)))
 
 
 def harvestable(cluster: ClusterState, rules: HarvestRules) -> list[PartitionInfo]:

@@ -35,6 +35,9 @@ SHAPE = frozenset(
 )
 """Options about the shape of a job, which do not apply to part of a node."""
 
+MEMORY = frozenset(("mem", "mem-per-cpu", "mem-per-gpu"))
+"""Options about memory; a job on a whole node gets all that the node has."""
+
 LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TERM")
 """What a harvest job gets of the environment where the user asked sbatch to export (nearly) nothing."""
 
@@ -84,12 +87,24 @@ def _assigned(words: Sequence[str]) -> dict[str, str]:
 
 
 def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
-    """The base job's options that harvest jobs get too; `nodes` is the size of that (component of the) base job."""
+    """The base job's options that harvest jobs get too, for one node each.
+
+    Args:
+        options: in force for the base job, or for one component of it.
+        nodes: number of nodes of that job or component.
+    """
     kept = [given.canonical for given in options.values() if given.option.reach is Reach.KEPT]
     gres = options.get("gres")
-    if "gpus-per-node" not in options and not (gres and gres.value and gres.value.startswith("gpu")):
-        gpus = _gpus_per_node(options, nodes)
-        kept.extend([f"--gpus-per-node={gpus}"] if gpus else [])
+    gpus = options["gpus-per-node"].value or "" if "gpus-per-node" in options else ""
+    if not gpus and gres and gres.value and gres.value.startswith("gpu"):
+        gpus = gres.value.removeprefix("gpu").lstrip(":")
+    elif not gpus and (gpus := _gpus_per_node(options, nodes)):
+        kept.append(f"--gpus-per-node={gpus}")
+    if (tasks := _tasks_per_node(options, nodes, _total(gpus))) > 1:
+        kept.append(f"--ntasks-per-node={tasks}")
+    kept += _per_task(options)
+    exclusive = options.get("exclusive")
+    kept += [exclusive.canonical] if exclusive is not None else []
     export = options.get("export")
     if (
         export is not None
@@ -102,14 +117,57 @@ def reaching_harvest(options: Mapping[str, Given], nodes: int) -> list[str]:
 
 
 def _gpus_per_node(options: Mapping[str, Given], nodes: int) -> str:
-    """`--gpus` and `--gpus-per-task` count over the whole job; a harvest job is one node of it."""
-    total, each = options.get("gpus"), options.get("gpus-per-task")
+    """GPUs of one node, where the base job counts them for the whole job, a task or a socket."""
+    total, each, socket = (options.get(name) for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
     if total is not None:
         return _scaled(total.value or "", lambda count: max(count // nodes, 1))
     if each is not None:
-        tasks = max(_count(options, "ntasks-per-node") or -(-(_count(options, "ntasks") or nodes) // nodes), 1)
-        return _scaled(each.value or "", lambda count: count * tasks)
-    return ""
+        return _scaled(each.value or "", lambda count: count * _tasks_per_node(options, nodes))
+    if socket is not None:
+        return _scaled(socket.value or "", lambda count: count * _sockets(options))
+    found = [match for entry in _tres_per_task(options) if (match := _TRES_GPU.fullmatch(entry))]
+    return ",".join(
+        f"{match['type'] or ''}:{int(match['count'] or 1) * _tasks_per_node(options, nodes)}".lstrip(":")
+        for match in found
+    )
+
+
+_TRES_GPU = re.compile(r"(?:gres[/:])?gpu(?::(?P<type>(?!\d+$)[^:=]+))?(?:[:=](?P<count>\d+))?")
+"""Entry of `--tres-per-task`: `gres/gpu=2`, `gres/gpu:a100:2`, and `gres:gpu:2` before Slurm 23.11."""
+
+_TRES_CPU = re.compile(r"cpu[:=](\d+)")
+
+
+def _tres_per_task(options: Mapping[str, Given]) -> list[str]:
+    given = options.get("tres-per-task")
+    return (given.value or "").split(",") if given is not None else []
+
+
+def _per_task(options: Mapping[str, Given]) -> list[str]:
+    """What `--tres-per-task` asks for besides GPUs."""
+    entries = [entry for entry in _tres_per_task(options) if entry and not _TRES_GPU.fullmatch(entry)]
+    cpus = [f"--cpus-per-task={match[1]}" for entry in entries if (match := _TRES_CPU.fullmatch(entry))]
+    rest = [entry for entry in entries if not _TRES_CPU.fullmatch(entry)]
+    return [*cpus, *([f"--tres-per-task={','.join(rest)}"] if rest else [])]
+
+
+def _tasks_per_node(options: Mapping[str, Given], nodes: int, gpus: int = 0) -> int:
+    per_gpu = _count(options, "ntasks-per-gpu")
+    if per_gpu and gpus:
+        return per_gpu * gpus
+    return max(_count(options, "ntasks-per-node") or -(-(_count(options, "ntasks") or nodes) // nodes), 1)
+
+
+def _sockets(options: Mapping[str, Given]) -> int:
+    """Sockets of a node: `--sockets-per-node`, or the first number of `--extra-node-info`."""
+    layout = options.get("extra-node-info")
+    first = (layout.value or "").partition(":")[0] if layout is not None else ""
+    return _count(options, "sockets-per-node") or (int(first) if first.isdecimal() else 1)
+
+
+def _total(gpus: str) -> int:
+    counts = [part.rpartition(":")[2] for part in gpus.split(",")]
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _scaled(gpus: str, scale: Callable[[int], int]) -> str:
@@ -142,8 +200,10 @@ def harvest_options(
 ) -> list[str]:
     """sbatch options of one harvest job. `output` may hold sbatch's own patterns (`%j`).
 
-    The job takes one whole node or `part` of one, never outlives its hole, is never requeued, and gives way to
-    everybody else's pending jobs. Its name is the token, by which it is found again when sbatch's answer was lost.
+    The job takes as much of one node as the base job takes of each of its nodes: a whole node only where the base job
+    is exclusive, else the GPUs, CPUs and memory that it asks for. `part` says otherwise for a node that others use.
+    The job never outlives its hole, is never requeued, and gives way to everybody else's pending jobs. Its name is the
+    token, by which it is found again when sbatch's answer was lost.
 
     Args:
         spec, token, partition, minutes, output, nice: what the names say.
@@ -159,6 +219,9 @@ def harvest_options(
         raise FallowError(f"{partition[:64]!r} is no partition name; check [harvest] partitions", Exit.CONFIG)
     if minutes < 1:
         raise FallowError(f"a harvest job of {minutes} minutes; at least 1 is needed", Exit.SOFTWARE)
+    whole = part is None and takes_whole_nodes(spec)
+    shape = _part(part) if part is not None else {"exclusive": None, "mem": "0"} if whole else {}
+    unwanted = SHAPE if part is not None else MEMORY if whole else frozenset[str]()
     own = {
         "export": "ALL",
         "propagate": "NONE",
@@ -174,7 +237,7 @@ def harvest_options(
         "comment": token if hurried else f"{token} {PICKS_UP}",
         "time": str(minutes),
         "partition": partition,
-        **(_whole() if part is None else _part(part)),
+        **shape,
     }
     if least_minutes is not None and least_minutes < minutes:
         own["time-min"] = str(least_minutes)
@@ -184,7 +247,7 @@ def harvest_options(
     words = [Given(name, value).canonical for name, value in own.items()]
     for word in spec.harvest_options:
         name = word.removeprefix("--").partition("=")[0]
-        if name not in own and not (part and name in SHAPE):
+        if name not in own and name not in unwanted:
             words.append(word)
     words = _without(words, barred)
     for word in words:
@@ -193,8 +256,9 @@ def harvest_options(
     return words
 
 
-def _whole() -> dict[str, str | None]:
-    return {"exclusive": None, "mem": "0"}
+def takes_whole_nodes(spec: RunSpec) -> bool:
+    """Return True if the base job's nodes run no other job, because its owner said so (`--exclusive`)."""
+    return spec.harvest_given.get("exclusive", "shared") in ("", "node", "topo")
 
 
 def _part(part: Part) -> dict[str, str | None]:

@@ -178,10 +178,12 @@ def _plugin(name: str) -> Option:
 
 
 def from_environment(environ: Mapping[str, str]) -> Component:
-    """The options that sbatch takes from its environment (`SBATCH_ACCOUNT` and so on)."""
+    """The options that sbatch takes from its environment: `SBATCH_ACCOUNT` and so on, and `SLURM_CLUSTERS`."""
     found: list[Given] = []
     for option in OPTIONS:
         value = environ.get(f"SBATCH_{option.variable}") if option.variable else None
+        if option.long == "clusters":
+            value = value or environ.get("SLURM_CLUSTERS")
         if value or (value is not None and option.value is not Value.REQUIRED):
             found.append(Given(_canonical(option), None if option.value is Value.NONE else value or None))
     return tuple(found)

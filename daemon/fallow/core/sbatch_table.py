@@ -21,7 +21,7 @@ class Reach(StrEnum):
     """What becomes of a base option in harvest jobs."""
 
     KEPT = "kept"
-    "says what kind of node, or on whose account: harvest jobs get it too"
+    "says what kind of node, how much of it, or on whose account: harvest jobs get it too"
     OURS = "ours"
     "Fallow sets it itself for harvest jobs (size, time, name, output ...)"
     BASE = "base"
@@ -69,7 +69,7 @@ contiguous            base
 core-spec,S=          kept CORE_SPEC
 cores-per-socket=     kept
 cpu-freq=             kept CPU_FREQ_REQ
-cpus-per-gpu=         base CPUS_PER_GPU
+cpus-per-gpu=         kept CPUS_PER_GPU
 cpus-per-task,c=      kept
 deadline=             base sticky
 delay-boot=           base sticky DELAY_BOOT
@@ -89,7 +89,7 @@ gpu-bind=             base GPU_BIND
 gpu-freq=             kept GPU_FREQ
 gpus,G=               ours GPUS
 gpus-per-node=        kept GPUS_PER_NODE
-gpus-per-socket=      base GPUS_PER_SOCKET
+gpus-per-socket=      ours GPUS_PER_SOCKET
 gpus-per-task=        ours GPUS_PER_TASK
 gres=                 kept GRES
 gres-flags=           kept GRES_FLAGS
@@ -100,14 +100,14 @@ ignore-pbs            ours sticky IGNORE_PBS
 input,i=              base sticky INPUT
 job-name,J=           ours sticky JOB_NAME
 kill-on-invalid-dep=  base sticky
-licenses,L=           base
+licenses,L=           kept
 mail-type=            ours
 mail-user=            base
 mcs-label=            kept sticky
-mem=                  ours sticky MEM_PER_NODE
+mem=                  kept sticky MEM_PER_NODE
 mem-bind=             kept MEM_BIND
-mem-per-cpu=          ours MEM_PER_CPU
-mem-per-gpu=          ours MEM_PER_GPU
+mem-per-cpu=          kept MEM_PER_CPU
+mem-per-gpu=          kept MEM_PER_GPU
 mem-update=           base sticky
 mincpus=              kept
 network=              kept NETWORK
@@ -119,7 +119,7 @@ nodelist,w=           base
 nodes,N=              ours
 ntasks,n=             ours
 ntasks-per-core=      base
-ntasks-per-gpu=       base
+ntasks-per-gpu=       ours
 ntasks-per-node=      ours
 ntasks-per-socket=    base
 ntasks-per-tres=      base
@@ -139,7 +139,7 @@ qos,q=                kept sticky QOS
 quiet,Q               base sticky
 reboot                base sticky
 requeue?              ours sticky REQUEUE
-reservation=          base sticky RESERVATION
+reservation=          kept sticky RESERVATION
 resources=            base
 resv-ports?           base
 segment=              base SEGMENT_SIZE
@@ -157,7 +157,7 @@ time,t=               ours sticky TIMELIMIT
 time-min=             ours sticky
 tmp=                  kept
 tres-bind=            base TRES_BIND
-tres-per-task=        base TRES_PER_TASK
+tres-per-task=        ours TRES_PER_TASK
 uid=                  refused sticky
 usage                 base sticky
 use-min-nodes         base USE_MIN_NODES

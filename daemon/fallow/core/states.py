@@ -5,6 +5,12 @@ ON_NODES = frozenset(
 )
 """States of jobs that have nodes."""
 
+BOOTING = "CONFIGURING"
+"""State of a job whose nodes are being booted, or prepared: nothing of it runs yet."""
+
+BOOTS = "Booting"
+"""Reason of our own for such a job, as Slurm gives none."""
+
 ENDED_STATES = frozenset(
     (
         *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),

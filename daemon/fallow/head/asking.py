@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
+import msgspec
 from msgspec.structs import replace
 
 from fallow.config import Config
@@ -14,11 +16,16 @@ from fallow.core.backoff import Asker
 from fallow.core.cancelled import Cancels
 from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.failures import unbar
+from fallow.core.kinds import Kind
 from fallow.core.learner import withdrawn
 from fallow.core.neighbour import GiveBack, Standing
 from fallow.core.planner import Withdraw, plan
-from fallow.core.requests import Ask
+from fallow.core.prices import Prices, WakePrice
+from fallow.core.requests import Ask, outdated
+from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules, Known
+from fallow.core.sbatch import takes_whole_nodes
+from fallow.core.shared_limits import Reserve, capped, named, yielded
 from fallow.core.sharing import stay_s
 from fallow.head.book import Run
 from fallow.head.demands import demand
@@ -27,8 +34,8 @@ from fallow.head.hurry import keep_pace
 from fallow.head.neighbours import give_back
 from fallow.head.spending import left_s, renew_base
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, ClusterConfig, ClusterState
-from fallow.slurm.parse import folded
+from fallow.model import AllocationKind, ClusterConfig, ClusterState, OwnerView
+from fallow.slurm.parse import folded, nodes
 
 
 class Asking:
@@ -47,13 +54,20 @@ class Asking:
         "from one poll to the next, as things are"
         self.stopped = ""
         "why nothing is harvested at all; empty: it is"
+        self.owner: OwnerView | None = None
+        "what Slurm has told of the limits of accounts and QOS; None: nothing"
+        self._reserve = Reserve(config.harvest.limit_reserve)
+        self._limited: dict[str, str] = {}
+        "run -> the job that waits for a limit, because of which nothing is asked for"
         self.unused: dict[str, str] = {}
         "idle node -> why it is not used, as of the last plan"
 
     def rules(self, now: float, site: ClusterConfig | None, refused: Mapping[str, str]) -> HarvestRules:
         """What may be asked for now, at Unix time `now`; nothing in the partitions that are `refused`."""
         experience = self._known.experience
-        found = allowance.rules(self._limits, site, refused, experience, now, self.interval_s, self._groups)
+        found = allowance.rules(
+            self._limits, site, refused, experience, now, self.interval_s, self._groups, self.owner is not None
+        )
         return replace(found, stopped=self.stopped)
 
     def plan(
@@ -69,6 +83,7 @@ class Asking:
             again: on a poll that was planned on before: nodes are asked for, and nothing is taken back.
         """
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
+        cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():
@@ -78,16 +93,21 @@ class Asking:
             if run.id not in put_off and not again:
                 # First, for the nodes of a base job need not be harvested.
                 renew_base(turn, run, cluster.at)
-        nodes = {node.node: node for node in cluster.nodes}
+        known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
         known = gains(runs.values(), cluster.at, start_s, stay_s(rules), turn.book.past)
         demands = [
             replace(
-                _tried(runs[name], demand(runs[name], nodes, cluster.at, asks=name not in put_off)), worth=gain.worth
+                _tried(runs[name], demand(runs[name], known_nodes, cluster.at, asks=name not in put_off)),
+                worth=gain.worth,
             )
             for name, gain in known.items()
         ]
+        if not again:
+            _make_anew(turn, runs, demands, cluster, rules)
+        live = [a for run in runs.values() for a in run.live_allocations()]
+        demands, standing = self._within_limits(turn, runs, cluster, demands, rules, standing, again=again)
         live = [a for run in runs.values() for a in run.live_allocations()]
         sorts = {demand.run: demand.sort for demand in demands}
         if not again:
@@ -119,6 +139,41 @@ class Asking:
             if run.id not in put_off and not again and not self.stopped:
                 most = 1 if run.record.failures >= DUDS else min(FEW, rules.max_pending)
                 keep_pace(turn, run, cluster, left_s(run, cluster.at), most, self._known.backoff, rules)
+
+    def _within_limits(
+        self,
+        turn: Turn,
+        runs: Mapping[str, Run],
+        cluster: ClusterState,
+        demands: Sequence[Demand],
+        rules: HarvestRules,
+        standing: Standing,
+        *,
+        again: bool,
+    ) -> tuple[list[Demand], Standing]:
+        """Leave to others what they need of the limits of accounts and QOS.
+
+        Returns:
+            The demands that are left, and what others need with what is given back for such a limit.
+        """
+        live = [a for run in runs.values() for a in run.live_allocations()]
+        askers = named(cluster, live, {run.id: run.asker for run in runs.values()})
+        qos = {p.qos for p in self._known.open.of(cluster, rules)} - {""}
+        whole = {run.id for run in runs.values() if takes_whole_nodes(run.spec)}
+        waits = yielded(cluster, live, askers)
+        kept = self._reserve.room(self.owner, cluster, live, demands, askers, whole, qos)
+        for run_id, why in waits.because.items():
+            if self._limited.get(run_id) != why:
+                turn.record(runs[run_id], "limit", f"nothing is asked for: {why}")
+        self._limited = dict(waits.because)
+        for token, why in () if again else waits.withdraw.items():
+            run, allocation = _find(dict(runs), token)
+            turn.record(run, "withdraw", f"{token} (job {allocation.job_id}): {why}")
+            turn.cancel(run, allocation, why)
+        given = {wish.token for wish in standing.give_back}
+        more = {wish.token: wish for wish in (*kept.give_back, *waits.give_back) if wish.token not in given}
+        both = (*standing.give_back, *more.values())
+        return capped(demands, (waits, kept)), msgspec.structs.replace(standing, give_back=both)
 
     def pause(self, turn: Turn, run: Run) -> None:
         """Ask for nothing more for this run, and give its harvest nodes back. Its base job stays."""
@@ -226,7 +281,38 @@ def _limits(config: Config) -> Limits:
         poll_interval_s=config.slurm.poll_interval_s,
         submits_per_min=config.slurm.submits_per_min,
         release_margin_s=config.membership.release_margin_s,
+        wake=wake_price(config),
     )
+
+
+def wake_price(config: Config) -> WakePrice | None:
+    """Which sleeping nodes may be woken."""
+    most = config.harvest.wake_up_to_price
+    return None if most is None else WakePrice(Prices(config.usage.node_hour, config.usage.gpu_hour), most)
+
+
+def _make_anew(
+    turn: Turn, runs: Mapping[str, Run], demands: Sequence[Demand], cluster: ClusterState, rules: HarvestRules
+) -> None:
+    """Withdraw requests whose list of excluded nodes is out of date: Slurm might wake a node for them."""
+    kinds = {demand.run: demand.kind for demand in demands}
+    for run in runs.values():
+        for allocation in run.live_allocations():
+            if allocation.state not in WAITING or allocation.asked_at is not None or not allocation.harvested:
+                continue
+            if why := outdated(allocation, _unfolded(allocation.exclude), kinds.get(run.id, Kind()), cluster, rules):
+                turn.record(run, "withdraw", f"{allocation.token} (job {allocation.job_id}): {why}")
+                turn.cancel(run, allocation, why)
+
+
+@lru_cache(maxsize=64)
+def _folded(names: tuple[str, ...]) -> str:
+    return folded(names)
+
+
+@lru_cache(maxsize=64)
+def _unfolded(text: str) -> frozenset[str]:
+    return frozenset(nodes(text))
 
 
 def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
@@ -245,7 +331,7 @@ def _submit(turn: Turn, run: Run, wish: Ask) -> None:
         least_minutes=wish.least_minutes,
         pinned=wish.node,
         part=wish.part,
-        exclude=folded(wish.exclude),
+        exclude=_folded(wish.exclude),
         replaces=wish.replaces,
         ahead=wish.ahead,
     )

@@ -12,7 +12,7 @@ from fallow.core.rules import Demand
 from fallow.head.book import Run
 from fallow.head.spending import left_s
 from fallow.model import AllocationKind, AllocationState, NodeInfo, RunSpec, RunStatus
-from fallow.slurm.parse import gpu_types
+from fallow.slurm.parse import count, gpu_types, megabytes
 from fallow.slurm.parse import nodes as unfolded
 
 PAUSES = 16
@@ -88,14 +88,30 @@ def kind_of(spec: RunSpec, homes: list[NodeInfo], alike: bool = False) -> Kind:
     given = spec.harvest_given
     asked = gpu_types(given.get("gres", "")) or gpu_types(_as_gres(given.get("gpus-per-node", "")))
     typed = [kind for kind in asked if kind]
+    gpus = sum(asked.values())
+    cpus, memory_mb = _per_node(given, gpus)
+    # A job that shares its nodes with nobody finds no room beside others.
+    shares = gpus > 0 and "exclusive" not in given
     return Kind(
         arch=next((node.arch for node in homes if node.arch), ""),
-        gpus=sum(asked.values()),
-        part_gpus=(spec.workers_per_node or 1) if asked else 0,
+        gpus=gpus,
+        part_gpus=(spec.workers_per_node or 1) if shares else 0,
+        cpus=cpus,
+        memory_mb=memory_mb,
         gpu_type=typed[0] if len(typed) == 1 else "",
         constraint=given.get("constraint", ""),
+        reservation=given.get("reservation", ""),
         alike=frozenset(likeness(node) for node in homes) if alike else frozenset(),
     )
+
+
+def _per_node(given: Mapping[str, str], gpus: int) -> tuple[int, int]:
+    """CPUs and MiB that a script asks for on a node of so many GPUs; 0: it does not say."""
+    tasks = max(1, count(given.get("ntasks-per-node", "")))
+    cpus = count(given.get("cpus-per-task", "")) * tasks or count(given.get("cpus-per-gpu", "")) * gpus
+    cpus = cpus or (tasks if tasks > 1 else 0)
+    by_cpu, by_gpu = megabytes(given.get("mem-per-cpu", "")), megabytes(given.get("mem-per-gpu", ""))
+    return cpus, megabytes(given.get("mem", "")) or by_cpu * max(cpus, 1) or by_gpu * gpus
 
 
 def _as_gres(gpus: str) -> str:

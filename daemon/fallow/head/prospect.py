@@ -11,6 +11,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.backoff import Asker
 from fallow.core.planner import plan
 from fallow.core.requests import Ask
+from fallow.core.reserved import within
 from fallow.core.rules import Demand, HarvestRules, Known, harvestable, holes_of
 from fallow.head.demands import kind_of
 from fallow.model import ClusterState, Prospect, RunSpec, WouldAsk
@@ -39,6 +40,7 @@ def look(
         ordered: account and QOS of harvest jobs, where the configuration says so.
         by_head: whether the poll is the head's.
     """
+    cluster = within(cluster, [spec.harvest_given.get("reservation", "")])
     partitions = harvestable(cluster, rules)
     budget_s = None if spec.budget_node_hours is None else spec.budget_node_hours * 3600.0
     demand = Demand(

@@ -80,6 +80,8 @@ class SlurmCalls:
             self._taken.clear()
             try:
                 self.config = await slurm.config()
+                if self.config.accounting:
+                    self._owner_asked(slurm)
                 self.polls += 1
                 self._inbox.put_nowait(Polled(await slurm.poll("fallow-")))
                 failures = 0
@@ -120,6 +122,8 @@ class SlurmCalls:
         if not self._answers.is_set():
             submissions.give_up_queued(turn, "Slurm did not answer before it was submitted")
             self._answers.set()
+        # Without an association of the user in it, the answer says nothing of limits.
+        self._harvest.asking.owner = self._owner if self._owner is not None and self._owner.shares else None
         self._harvest.polled(turn, cluster, self.config)
         self.pace()
 
@@ -204,12 +208,16 @@ class SlurmCalls:
         for long: the next question finds the answer."""
         if self._slurm is None:
             return None
+        await asyncio.wait([self._owner_asked(self._slurm)], timeout=OWNER_PATIENCE_S)
+        return self._owner
+
+    def _owner_asked(self, slurm: PacedClient) -> asyncio.Task[None]:
+        """The question that is under way, or the last one where its answer is not old yet."""
         asked = self._owner_task
         if asked is None or (asked.done() and time.monotonic() - self._owner_at > OWNER_EVERY_S):
             self._owner_at = time.monotonic()
-            asked = self._owner_task = asyncio.create_task(self._ask_owner(self._slurm))
-        await asyncio.wait([asked], timeout=OWNER_PATIENCE_S)
-        return self._owner
+            asked = self._owner_task = asyncio.create_task(self._ask_owner(slurm))
+        return asked
 
     async def _ask_owner(self, slurm: PacedClient) -> None:
         try:

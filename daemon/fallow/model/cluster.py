@@ -29,6 +29,8 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     "active ones"
     owner: str = ""
     "the only user whose jobs may run there now (ExclusiveUser)"
+    reservation: str = ""
+    "in which it is now, and which a run of the head's owner names"
     idle_since: float | None = None
     "Unix time at which the last job left; None: a job is there, or nobody says"
 
@@ -137,6 +139,8 @@ class ReservationInfo(Struct, frozen=True, kw_only=True):
     start_at: float
     end_at: float
     flags: list[str] = []
+    own: bool = False
+    "it has begun, and a run of the head's owner names it"
 
 
 class ClusterState(Struct, frozen=True, kw_only=True):

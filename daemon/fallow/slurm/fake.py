@@ -11,6 +11,8 @@ from fallow.slurm import parse
 from fallow.slurm.client import SlurmUnavailable, SubmitRejected, SubmitUnknown, carries
 from fallow.slurm.virtual import FakeJob, VirtualCluster
 
+_SHAPE = frozenset(("gres", "gpus-per-node", "cpus-per-task"))
+"Options of jobs that take part of a node; others take whole nodes here."
 _DEFAULT_LIMIT_S = 600.0
 
 
@@ -136,7 +138,7 @@ class FakeSlurm(VirtualCluster):
             exclude=parse.nodes(given.get("exclude", "")),
             priority=-parse.count(given.get("nice", "0")),
             comment=given.get("comment", ""),
-            exclusive="exclusive" in given or not ("gpus-per-node" in given or "cpus-per-task" in given),
+            exclusive="exclusive" in given or given.keys().isdisjoint(_SHAPE),
             gpus_per_node=parse.gpus(given.get("gres", "")) or parse.gpus(f"gpu:{given.get('gpus-per-node', 0)}"),
             cpus_per_node=max(1, parse.count(given.get("cpus-per-task", "1"))),
             constraint=given.get("constraint", ""),

@@ -1,0 +1,335 @@
+"""Limits of accounts and QOS that our harvest jobs share with jobs of their owner and the owner's group. Pure.
+
+Two rules keep such a limit from being ours. Who waits for a limit that harvest jobs help to fill gets room: harvest
+jobs end, the newest first, until what the waiting job needs is free. And harvest jobs never fill a limit: a part of
+each one that Slurm tells (`[harvest] limit_reserve`) is left to others.
+Reasons: squeue(1), JOB REASON CODES. Limits: https://slurm.schedmd.com/resource_limits.html.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import floor
+
+import msgspec
+from msgspec.structs import replace
+
+from fallow.core.allocations import WAITING, Allocation
+from fallow.core.backoff import Asker
+from fallow.core.kinds import Kind
+from fallow.core.neighbour import LOOKS_AGAIN_S, GiveBack
+from fallow.core.rules import Demand
+from fallow.core.states import ENDED_STATES, ENDING, ON_NODES
+from fallow.core.waiting import array_elements, is_ours, picks_up
+from fallow.model import AllocationState, ClusterState, JobInfo, LimitView, OwnerView, PartitionInfo
+
+RESERVE = 0.25
+"""Part of each limit that is left to others."""
+
+_SHARED = re.compile(
+    r"(Assoc(Grp|Max)|QOS(Grp|Max)|Max\w+Per(Account|User)|Association(Job|Resource)Limit|QOS(Job|Resource)Limit)\w*"
+)
+_OF_ONE_JOB = re.compile(r"PerJob|PerNode|Wall|NotSatisfied")
+"""Limits of each job by itself, and of time that is over: no job that ends leaves room."""
+
+_COUNTED = re.compile(r"(?:Grp|Max)(SubmitJobs|Jobs)(PU|PA)?|(?:Grp|Max)TRES(PU|PA)? (node|cpu|gres/gpu)")
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What shared limits ask of one plan."""
+
+    give_back: tuple[GiveBack, ...] = ()
+    withdraw: Mapping[str, str] = {}
+    "token of a request -> why it is withdrawn"
+    most: Mapping[str, int] = {}
+    "run -> nodes more that it may ask for; below 0: it has so many too many"
+    because: Mapping[str, str] = {}
+    "run -> what keeps it from asking for more"
+    renews: bool = True
+    "False: those runs do not even ask again for nodes whose time is nearly over"
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What one harvest job counts for under a limit."""
+
+    cpus: int = 1
+    gpus: int = 0
+
+    def of(self, unit: str) -> int:
+        """Return what it counts for in this unit: SubmitJobs, Jobs, node, cpu or gres/gpu."""
+        return {"cpu": self.cpus, "gres/gpu": self.gpus}.get(unit, 1)
+
+
+def waits_for_limit(job: JobInfo) -> bool:
+    """Return True if a job waits for a limit that others' jobs fill, so that one of them must end first."""
+    reason = job.reason.strip("()")
+    return job.state == "PENDING" and bool(_SHARED.fullmatch(reason)) and not _OF_ONE_JOB.search(reason)
+
+
+def fills(ours: JobInfo, waiting: JobInfo, partitions: Mapping[str, PartitionInfo]) -> bool:
+    """Return True if our job counts under the limit for which another job waits."""
+    reason = waiting.reason.strip("()")
+    same_user, same_account = ours.user == waiting.user, ours.account == waiting.account
+    if reason.startswith("AssocGrp"):
+        # A limit of an account that is above both of theirs shows the same reason.
+        return same_user or same_account
+    if reason.startswith("Assoc"):
+        return same_user and same_account
+    if not _qos_of(ours, partitions) & _qos_of(waiting, partitions):
+        return False
+    return reason.startswith("QOSGrp") or (same_account if "PerAccount" in reason else same_user)
+
+
+def _qos_of(job: JobInfo, partitions: Mapping[str, PartitionInfo]) -> set[str]:
+    """QOS whose limits hold for a job: its own and those of its partitions."""
+    those = (partitions[name].qos for name in job.partition.split(",") if name in partitions)
+    return {job.qos, *those} - {""}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Somebody waits
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def yielded(cluster: ClusterState, allocations: Sequence[Allocation], askers: Mapping[str, Asker]) -> Room:
+    """Say what is given back, and who asks for nothing, because a job waits for a limit that we help to fill.
+
+    Args:
+        cluster: one poll.
+        allocations: every live allocation of every run.
+        askers: run -> in whose name its harvest jobs are.
+    """
+    tokens = {a.token for a in allocations if a.harvested}
+    waiting = [job for job in cluster.jobs if waits_for_limit(job) and not is_ours(job, tokens) and not picks_up(job)]
+    if not waiting:
+        return Room()
+    partitions = {p.partition: p for p in cluster.partitions}
+    shown = _shown(cluster, allocations)
+    newest = sorted(
+        (a for a in allocations if a.harvested and a.token in shown),
+        key=lambda a: (-(a.start_at or cluster.at), a.token),
+    )
+    going = {a.token for a in newest if a.asked_at is not None or a.state is AllocationState.RELEASING}
+    left = [job for job in cluster.jobs if _has_just_left(job, cluster.at)]
+    give_back: dict[str, GiveBack] = {}
+    withdraw: dict[str, str] = {}
+    because: dict[str, str] = {}
+    for job in sorted(waiting, key=lambda job: (-job.priority, job.submit_at or 0.0, job.job_id)):
+        why = f"job {job.job_id} of {job.user} waits for {job.reason.strip('()')}"
+        for allocation in allocations:
+            ours = shown.get(allocation.token)
+            if ours is not None and fills(_asked_as(ours, allocation, askers), job, partitions):
+                because.setdefault(allocation.run, why)
+        mine = [a for a in newest if fills(shown[a.token], job, partitions)]
+        requests = [a for a in mine if _is_request(a)]
+        withdraw |= {a.token: why for a in requests if a.asked_at is None}
+        freed = [other for other in left if fills(other, job, partitions)]
+        for allocation in sorted(mine, key=lambda a: a.token not in going):
+            if allocation in requests:
+                continue
+            if _enough(freed, job):
+                break
+            freed.append(shown[allocation.token])
+            if allocation.token not in going:
+                going.add(allocation.token)
+                give_back[allocation.token] = GiveBack(allocation.token, why, urgent=True)
+        # What is freed for one job is not there for the next one.
+        left = [other for other in left if other not in freed]
+        newest = [a for a in newest if shown[a.token] not in freed]
+    return Room(tuple(give_back.values()), withdraw, dict.fromkeys(because, 0), because, renews=False)
+
+
+def named(cluster: ClusterState, allocations: Sequence[Allocation], askers: Mapping[str, Asker]) -> dict[str, Asker]:
+    """Return in whose name each run asks, with the defaults that Slurm shows in place of what nobody said."""
+    shown, found = _shown(cluster, allocations), dict(askers)
+    for allocation in sorted(allocations, key=lambda a: not a.harvested):
+        job, asker = shown.get(allocation.token), found.get(allocation.run)
+        if job is not None and asker is not None:
+            found[allocation.run] = Asker(asker.account or job.account, asker.qos or job.qos)
+    return found
+
+
+def _shown(cluster: ClusterState, allocations: Sequence[Allocation]) -> dict[str, JobInfo]:
+    """Token -> the job that Slurm shows for it."""
+    tokens = {a.token for a in allocations}
+    live = [job for job in cluster.jobs if job.state not in ENDED_STATES]
+    return {word: job for job in live for word in (*job.comment.split(), job.name) if word in tokens}
+
+
+def _asked_as(shown: JobInfo, allocation: Allocation, askers: Mapping[str, Asker]) -> JobInfo:
+    """A job of a run as its harvest jobs are: a base job may be in another account and QOS."""
+    asker = askers.get(allocation.run, Asker())
+    if allocation.harvested:
+        return shown
+    return replace(shown, account=asker.account or shown.account, qos=asker.qos or shown.qos)
+
+
+def _has_just_left(job: JobInfo, at: float) -> bool:
+    """Return True for a harvest job that ended so lately that Slurm may not have looked at who waits since."""
+    over = job.state in ENDED_STATES or job.state in ENDING
+    return over and picks_up(job) and bool(job.nodes) and job.end_at is not None and at - job.end_at < LOOKS_AGAIN_S
+
+
+def _enough(freed: Sequence[JobInfo], job: JobInfo) -> bool:
+    """Do these harvest jobs leave what a job needs: as many jobs, nodes, CPUs and GPUs?"""
+    cpus = sum(each.cpus_per_node * each.num_nodes for each in freed)
+    gpus = sum(each.gpus_per_node * each.num_nodes for each in freed)
+    return (
+        len(freed) >= max(1, job.num_nodes)
+        and cpus >= job.cpus_per_node * job.num_nodes
+        and gpus >= job.gpus_per_node * job.num_nodes
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Nobody waits: a part of each limit is left to others
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Reserve:
+    """How many harvest jobs more may be asked for under the limits that Slurm tells.
+
+    Others' jobs are counted in each poll, and by Slurm's own figure, which counts accounts below an account too.
+
+    Args:
+        reserve: part of each limit that is left to others.
+    """
+
+    def __init__(self, reserve: float = RESERVE) -> None:
+        self._reserve = reserve
+        self._told: OwnerView | None = None
+        self._hidden: list[int] = []
+        "of each limit: what others used when Slurm told it"
+
+    def room(
+        self,
+        owner: OwnerView | None,
+        cluster: ClusterState,
+        allocations: Sequence[Allocation],
+        demands: Sequence[Demand],
+        askers: Mapping[str, Asker],
+        whole: Collection[str],
+        qos: Collection[str],
+    ) -> Room:
+        """Return what each run may ask for, and what is given back because there is too much of ours.
+
+        Args:
+            owner: what Slurm told of the limits; None: nothing.
+            cluster: one poll.
+            allocations: every live allocation of every run.
+            demands: of the runs, in the order in which they get what is left.
+            askers: run -> in whose name its harvest jobs are.
+            whole: runs whose harvest jobs take whole nodes.
+            qos: of partitions in which jobs are asked for.
+        """
+        if owner is None or not owner.limits:
+            return Room()
+        needs = {demand.run: _need(demand.kind, cluster, demand.run in whole) for demand in demands}
+        ours = [a for a in allocations if a.harvested and a.asked_at is None and a.run in needs]
+        tokens = {a.token for a in allocations if a.harvested}
+        # A node that is asked for again counts once.
+        ours = [a for a in ours if a.replaces not in tokens]
+        others = [job for job in cluster.jobs if job.state not in ENDED_STATES and not is_ours(job, tokens)]
+        limits = [limit for limit in owner.limits if limit.used is not None and _COUNTED.fullmatch(limit.name)]
+        if owner is not self._told:
+            self._told = owner
+            self._hidden = [floor(limit.used or 0.0) - _sum(ours, needs, limit, running=True) for limit in limits]
+        accounts = {share.account for share in owner.shares}
+        left: list[float] = []
+        for limit, hidden in zip(limits, self._hidden, strict=True):
+            used = max(hidden, sum(_uses(job, limit, owner.user) for job in others))
+            left.append(limit.limit * (1.0 - self._reserve) - used - _sum(ours, needs, limit))
+        most: dict[str, int] = {}
+        because: dict[str, str] = {}
+        give_back: list[GiveBack] = []
+        for demand in demands:
+            asker, need = askers.get(demand.run, Asker()), needs[demand.run]
+            mine = [i for i, limit in enumerate(limits) if _binds(limit, asker, accounts, qos) and _counts(need, limit)]
+            rooms = {i: floor(left[i] / need.of(_unit(limits[i]))) for i in mine}
+            if not rooms:
+                continue
+            tightest = min(rooms, key=lambda i: (rooms[i], i))
+            room, limit = rooms[tightest], limits[tightest]
+            most[demand.run] = room
+            because[demand.run] = f"{limit.of}: {limit.name}={limit.limit:g}, of which {self._reserve:.0%} are left"
+            taken = min(max(0, demand.nodes), room) if room >= 0 else -len(_too_many(ours, demand.run, room))
+            for i in mine:
+                left[i] -= taken * need.of(_unit(limits[i]))
+            waits = len([a for a in ours if a.run == demand.run and _is_request(a)])
+            running = _too_many([a for a in ours if not _is_request(a)], demand.run, room + waits)
+            give_back += [GiveBack(a.token, f"too much of a limit is ours: {because[demand.run]}") for a in running]
+        return Room(tuple(give_back), {}, most, because)
+
+
+def capped(demands: Iterable[Demand], rooms: Sequence[Room]) -> list[Demand]:
+    """Return the demands, no larger than shared limits allow."""
+    out: list[Demand] = []
+    for demand in demands:
+        binding = [room for room in rooms if demand.run in room.most]
+        nodes = min([demand.nodes, *(room.most[demand.run] for room in binding)])
+        out.append(replace(demand, nodes=nodes, renew=demand.renew and all(room.renews for room in binding)))
+    return out
+
+
+def _is_request(allocation: Allocation) -> bool:
+    """Return True for one that Slurm has given no node yet."""
+    return allocation.state in WAITING and not allocation.is_booting
+
+
+def _too_many(ours: Sequence[Allocation], run: str, room: int) -> list[Allocation]:
+    """As many of a run's allocations as are too many, requests first, then the newest."""
+    mine = sorted((a for a in ours if a.run == run), key=lambda a: (not _is_request(a), -(a.start_at or 0.0), a.token))
+    return mine[: max(0, -room)]
+
+
+def _unit(limit: LimitView) -> str:
+    match = _COUNTED.fullmatch(limit.name)
+    return "" if match is None else match[1] or match[4]
+
+
+def _counts(need: Need, limit: LimitView) -> bool:
+    return need.of(_unit(limit)) > 0
+
+
+def _binds(limit: LimitView, asker: Asker, accounts: Collection[str], qos: Collection[str]) -> bool:
+    """Does it hold for harvest jobs in this name? Where the name is a default that nobody tells, it may."""
+    kind, _, name = limit.of.partition(" ")
+    if kind == "QOS":
+        return name in qos or not asker.qos or name == asker.qos
+    account = name.rpartition(" ")[2]
+    # An account that the user has no jobs in is above one of theirs.
+    return not asker.account or account == asker.account or account not in accounts
+
+
+def _uses(job: JobInfo, limit: LimitView, user: str) -> int:
+    """What a job of somebody else, or of normal priority, takes of a limit."""
+    kind, _, name = limit.of.partition(" ")
+    match = _COUNTED.fullmatch(limit.name)
+    per_user = kind == "user" or (match is not None and "PU" in (match[2], match[3]))
+    if per_user and job.user != user:
+        return 0
+    if (job.qos != name) if kind == "QOS" else (job.account != name.rpartition(" ")[2]):
+        return 0
+    unit = _unit(limit)
+    if unit == "SubmitJobs":
+        return array_elements(job.array_tasks)[0] if job.array_tasks else 1
+    if job.state not in ON_NODES:
+        return 0
+    each = {"cpu": job.cpus_per_node, "gres/gpu": job.gpus_per_node, "node": 1}.get(unit)
+    return 1 if each is None else each * job.num_nodes
+
+
+def _sum(ours: Sequence[Allocation], needs: Mapping[str, Need], limit: LimitView, running: bool = False) -> int:
+    """What harvest jobs take of a limit; `running`: those alone that Slurm counts, where only running ones count."""
+    unit = _unit(limit)
+    counted = [a for a in ours if not running or unit == "SubmitJobs" or a.state not in WAITING]
+    return sum(count * needs[run].of(unit) for run, count in Counter(a.run for a in counted).items())
+
+
+def _need(kind: Kind, cluster: ClusterState, whole: bool) -> Need:
+    if not whole:
+        return Need(max(1, kind.cpus), kind.gpus)
+    nodes = [node for node in cluster.nodes if kind.suits(node)]
+    return Need(max((node.cpus for node in nodes), default=1) or 1, max((node.gpus for node in nodes), default=0))

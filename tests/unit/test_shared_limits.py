@@ -1,0 +1,286 @@
+"""Harvest jobs leave room under the limits of accounts and QOS to their owner and to the owner's group."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from fallow.core import allowance
+from fallow.core.allocations import Allocation
+from fallow.core.backoff import Asker
+from fallow.core.experience import Experience
+from fallow.core.kinds import Kind
+from fallow.core.rules import Demand
+from fallow.core.shared_limits import Reserve, Room, capped, fills, named, waits_for_limit, yielded
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    ClusterState,
+    JobInfo,
+    LimitView,
+    NodeInfo,
+    OwnerView,
+    PartitionInfo,
+    ShareView,
+)
+
+NOW = 1_000_000.0
+ME = Asker("lab", "idle")
+PARTITIONS = [
+    PartitionInfo(partition="scavenge", nodes=[f"n{i}" for i in range(40)], preempt_mode="REQUEUE"),
+    PartitionInfo(partition="normal", nodes=[f"n{i}" for i in range(40)], priority_tier=10, qos="part"),
+]
+
+
+def token(number: int) -> str:
+    return f"fallow-r-h{number}-{number:06x}"
+
+
+def ours(number: int, state: str = "RUNNING", **more: object) -> JobInfo:
+    values = {"user": "ann", "account": "lab", "qos": "idle", "partition": "scavenge", "gpus_per_node": 1}
+    values |= {"comment": f"{token(number)} harvest", "nodes": [f"n{number}"] if state != "PENDING" else []}
+    values["name"] = token(number)
+    return JobInfo(job_id=str(100 + number), state=state, **{**values, **more})  # type: ignore[arg-type]
+
+
+def held(number: int, state: AllocationState = AllocationState.RUNNING, **more: object) -> Allocation:
+    values = {"run": "r", "kind": AllocationKind.HARVEST, "public_key": "k", "partition": "scavenge"}
+    values |= {"start_at": NOW - 1000.0 + number} if state is AllocationState.RUNNING else {}
+    return Allocation(token=token(number), state=state, **{**values, **more})  # type: ignore[arg-type]
+
+
+def waits(reason: str, job_id: str = "9", **more: object) -> JobInfo:
+    values = {"name": "theirs", "user": "bob", "account": "lab", "qos": "normal", "partition": "normal"}
+    return JobInfo(job_id=job_id, state="PENDING", reason=reason, **{**values, **more})  # type: ignore[arg-type]
+
+
+def cluster(*jobs: JobInfo) -> ClusterState:
+    nodes = [NodeInfo(node=f"n{i}", state="ALLOCATED", cpus=64, gpus=4) for i in range(40)]
+    return ClusterState(at=NOW, nodes=nodes, jobs=list(jobs), partitions=PARTITIONS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "shared"),
+    [
+        *((reason, True) for reason in ("AssocGrpGRES", "AssocGrpNodeLimit", "AssocMaxJobsLimit", "QOSGrpCpuLimit")),
+        *((reason, True) for reason in ("QOSMaxJobsPerUserLimit", "(QOSMaxGRESPerUser)", "MaxNodePerAccount")),
+        *((reason, True) for reason in ("QOSMaxSubmitJobPerUserLimit", "AssocMaxSubmitJobLimit", "MaxJobsPerAccount")),
+        *(
+            (reason, False)
+            for reason in ("QOSMaxCpuPerJobLimit", "AssocMaxWallDurationPerJobLimit", "AssocGrpWallLimit")
+        ),
+        *((reason, False) for reason in ("QOSMinGRES", "QOSNotAllowed", "InvalidAccount", "Resources", "Priority", "")),
+        *((reason, False) for reason in ("QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "PartitionTimeLimit")),
+    ],
+)
+def test_reasons_that_the_end_of_a_job_of_ours_can_ease(reason: str, shared: bool) -> None:
+    assert waits_for_limit(waits(reason)) is shared
+
+
+@pytest.mark.parametrize(
+    ("reason", "who", "shares"),
+    [
+        ("AssocGrpNodeLimit", {"user": "bob", "account": "lab"}, True),
+        ("AssocGrpNodeLimit", {"user": "ann", "account": "other"}, True),
+        ("AssocGrpNodeLimit", {"user": "bob", "account": "other"}, False),
+        ("AssocMaxJobsLimit", {"user": "ann", "account": "lab"}, True),
+        ("AssocMaxJobsLimit", {"user": "bob", "account": "lab"}, False),
+        ("QOSMaxJobsPerUserLimit", {"user": "ann", "qos": "idle"}, True),
+        ("QOSMaxJobsPerUserLimit", {"user": "ann", "qos": "normal"}, False),
+        ("QOSMaxJobsPerUserLimit", {"user": "bob", "qos": "idle"}, False),
+        ("MaxJobsPerAccount", {"user": "bob", "qos": "idle", "account": "lab"}, True),
+        ("QOSGrpCpuLimit", {"user": "eve", "qos": "idle", "account": "other"}, True),
+        ("QOSGrpCpuLimit", {"user": "eve", "qos": "normal", "account": "lab"}, False),
+    ],
+)
+def test_whose_limit_our_jobs_fill(reason: str, who: dict[str, str], shares: bool) -> None:
+    job = waits(reason, **who)
+    assert fills(ours(1), job, {p.partition: p for p in PARTITIONS}) is shares
+
+
+def test_the_qos_of_a_partition_binds_the_jobs_in_it() -> None:
+    by_partition = {p.partition: p for p in PARTITIONS}
+    job = waits("QOSMaxJobsPerUserLimit", user="ann")
+    assert fills(ours(1, partition="normal"), job, by_partition)
+    assert not fills(ours(1), job, by_partition)
+
+
+def test_who_waits_for_a_limit_of_the_group_gets_what_the_job_needs_of_us() -> None:
+    job = waits("AssocGrpNodeLimit", num_nodes=2, gpus_per_node=1)
+    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
+    assert [wish.token for wish in found.give_back] == [token(3), token(2)], "the newest first"
+    assert all(wish.urgent for wish in found.give_back)
+    assert found.give_back[0].reason == "job 9 of bob waits for AssocGrpNodeLimit"
+    (demand,) = capped([Demand("r", 5)], [found])
+    assert (demand.nodes, demand.renew) == (0, False)
+
+
+def test_as_many_gpus_are_given_back_as_the_job_needs() -> None:
+    job = waits("AssocGrpGRES", gpus_per_node=3)
+    found = yielded(cluster(job, *map(ours, range(4))), [held(i) for i in range(4)], {"r": ME})
+    assert len(found.give_back) == 3
+
+
+def test_what_is_on_its_way_out_or_has_just_left_is_not_given_back_twice() -> None:
+    job = waits("AssocGrpNodeLimit")
+    leaving = held(0, AllocationState.RELEASING, asked_at=NOW - 1.0)
+    assert yielded(cluster(job, ours(0), ours(1)), [leaving, held(1)], {"r": ME}).give_back == ()
+    gone = ours(0, "COMPLETED", end_at=NOW - 10.0)
+    assert yielded(cluster(job, gone, ours(1)), [held(1)], {"r": ME}).give_back == ()
+    long_gone = ours(0, "COMPLETED", end_at=NOW - 100.0)
+    assert len(yielded(cluster(job, long_gone, ours(1)), [held(1)], {"r": ME}).give_back) == 1
+    # Two jobs wait, and one node of ours is on its way.
+    both = cluster(job, waits("AssocGrpNodeLimit", "10"), ours(0), ours(1), ours(2))
+    found = yielded(both, [leaving, held(1), held(2)], {"r": ME})
+    assert [wish.token for wish in found.give_back] == [token(2)]
+
+
+def test_requests_make_room_too_and_other_runs_are_left_alone() -> None:
+    job = waits("QOSMaxSubmitJobPerUserLimit", user="ann", qos="idle")
+    pending = held(1, AllocationState.PENDING)
+    other = held(2, run="s")
+    state = cluster(job, ours(1, "PENDING"), ours(2, qos="normal"))
+    found = yielded(state, [pending, other], {"r": ME, "s": Asker("lab", "normal")})
+    assert found.withdraw == {token(1): "job 9 of ann waits for QOSMaxSubmitJobPerUserLimit"}
+    assert found.give_back == () and set(found.most) == {"r"}
+
+
+def test_a_run_whose_base_job_is_in_the_account_asks_for_nothing_while_somebody_waits() -> None:
+    base = held(1, kind=AllocationKind.BASE)
+    shown = ours(1, comment=token(1), name="train", partition="normal", qos="normal")
+    state = cluster(waits("AssocGrpNodeLimit"), shown)
+    assert yielded(state, [base], {"r": Asker()}).most == {"r": 0}
+    assert yielded(state, [base], {"r": Asker("spare", "idle")}).most == {}, "its harvest jobs are in another account"
+    assert named(state, [base], {"r": Asker(), "s": Asker()}) == {"r": Asker("lab", "normal"), "s": Asker()}
+
+
+def test_others_requests_for_idle_nodes_are_nobody_who_waits() -> None:
+    request = waits("AssocGrpNodeLimit", name="fallow-x-h1-abcdef", comment="fallow-x-h1-abcdef harvest")
+    assert yielded(cluster(request, ours(1)), [held(1)], {"r": ME}) == Room()
+    assert yielded(cluster(ours(1, "PENDING", reason="AssocGrpNodeLimit")), [held(1)], {"r": ME}) == Room()
+
+
+# -- the reserve ----------------------------------------------------------------------------------------------------
+
+
+def told(*limits: tuple[str, str, float, float]) -> OwnerView:
+    shares = [ShareView(account="lab", partition="", shares=1.0, usage=0.0, factor=1.0)]
+    views = [LimitView(of=of, name=name, limit=limit, used=used) for of, name, limit, used in limits]
+    return OwnerView(user="ann", at=NOW, limits=views, shares=shares)
+
+
+def room(
+    owner: OwnerView | None,
+    *jobs: JobInfo,
+    allocations: tuple[Allocation, ...] = (),
+    demands: tuple[Demand, ...] = (Demand("r", 100),),
+    whole: bool = False,
+) -> Room:
+    askers = {demand.run: ME for demand in demands}
+    return Reserve().room(
+        owner, cluster(*jobs), allocations, demands, askers, set(askers) if whole else set(), {"scavenge-qos"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "kind", "most"),
+    [
+        ("user ann in account lab", "MaxSubmitJobs", Kind(), 15),
+        ("user ann in account lab", "MaxJobs", Kind(), 15),
+        ("account lab", "GrpTRES gres/gpu", Kind(gpus=2), 7),
+        ("account lab", "GrpTRES gres/gpu", Kind(), None),
+        ("account lab", "GrpTRES cpu", Kind(cpus=4), 3),
+        ("account physics", "GrpTRES node", Kind(), 15),
+        ("QOS idle", "MaxTRESPU gres/gpu", Kind(gpus=1), 15),
+        ("QOS scavenge-qos", "GrpJobs", Kind(), 15),
+        ("QOS normal", "GrpJobs", Kind(), None),
+        ("QOS idle", "MaxTRESPJ gres/gpu", Kind(gpus=1), None),
+        ("account lab", "GrpTRESMins cpu", Kind(), None),
+    ],
+)
+def test_a_quarter_of_each_limit_is_left(of: str, name: str, kind: Kind, most: int | None) -> None:
+    found = room(told((of, name, 20.0, 0.0)), demands=(Demand("r", 100, kind=kind),))
+    assert found.most.get("r") == most
+
+
+def test_without_limits_nothing_is_bounded() -> None:
+    assert room(None) == Room() == room(told())
+
+
+def test_what_others_use_and_what_we_have_counts() -> None:
+    owner = told(("account lab", "GrpTRES node", 20.0, 7.0))
+    theirs = [
+        JobInfo(job_id="1", name="a", user="bob", state="RUNNING", partition="normal", account="lab", num_nodes=5)
+    ]
+    mine = [ours(1), ours(2)]
+    allocations = (held(1), held(2), held(3, AllocationState.PENDING))
+    assert room(owner, *theirs, *mine, allocations=allocations).most == {"r": 20 - 5 - 5 - 3}
+    # Slurm counts nodes of accounts below this one, which the jobs' accounts do not tell.
+    hidden = told(("account lab", "GrpTRES node", 20.0, 12.0))
+    assert room(hidden, *theirs, *mine, allocations=allocations).most == {"r": 20 - 5 - 10 - 3}
+
+
+def test_what_slurm_told_before_ours_went_is_not_taken_for_others() -> None:
+    owner, reserve = told(("account lab", "GrpTRES node", 20.0, 8.0)), Reserve()
+    demands, askers = (Demand("r", 100),), {"r": ME}
+    many = [held(i) for i in range(8)]
+    first = reserve.room(owner, cluster(*map(ours, range(8))), many, demands, askers, set(), set())
+    assert first.most == {"r": 7}
+    later = reserve.room(owner, cluster(ours(1)), many[1:2], demands, askers, set(), set())
+    assert later.most == {"r": 14}
+
+
+def test_a_submit_limit_counts_what_waits_and_each_element_of_an_array() -> None:
+    owner = told(("user ann in account lab", "MaxSubmitJobs", 40.0, 0.0))
+    array = JobInfo(
+        job_id="1", name="a", user="ann", account="lab", state="PENDING", partition="normal", array_tasks="0-9%2"
+    )
+    assert room(owner, array, waits("Priority", user="ann"), waits("Priority", "10")).most == {"r": 30 - 10 - 1}
+
+
+def test_a_whole_node_counts_with_all_that_it_has() -> None:
+    assert room(told(("account lab", "GrpTRES gres/gpu", 32.0, 0.0)), whole=True).most == {"r": 6}
+    assert room(told(("account lab", "GrpTRES cpu", 640.0, 0.0)), whole=True).most == {"r": 7}
+
+
+def test_runs_of_one_account_share_what_is_left() -> None:
+    owner = told(("account lab", "GrpJobs", 20.0, 0.0))
+    found = room(owner, demands=(Demand("r", 10), Demand("s", 10)))
+    assert [demand.nodes for demand in capped([Demand("r", 10), Demand("s", 10)], [found])] == [10, 5]
+
+
+def test_what_reaches_into_the_reserve_is_given_back_requests_first_then_the_newest() -> None:
+    owner = told(("account lab", "GrpJobs", 8.0, 0.0))
+    theirs = [
+        JobInfo(job_id=str(i), name="a", user="bob", state="RUNNING", partition="normal", account="lab") for i in (1, 2)
+    ]
+    allocations = (*(held(i) for i in range(6)), held(6, AllocationState.PENDING))
+    found = room(owner, *theirs, *map(ours, range(6)), allocations=allocations)
+    # Six may be used, two of them are others', seven are ours.
+    assert found.most == {"r": -3}
+    assert [wish.token for wish in found.give_back] == [token(5), token(4)]
+    assert capped([Demand("r", 5)], [found]) == [Demand("r", -3)]
+
+
+def test_a_node_that_is_asked_for_again_counts_once() -> None:
+    owner = told(("account lab", "GrpJobs", 20.0, 0.0))
+    successor = held(2, AllocationState.PENDING, replaces=token(1), pinned="n1")
+    found = room(owner, ours(1), ours(2, "PENDING"), allocations=(held(1), successor))
+    assert found.most == {"r": 14} and found.renews
+
+
+@pytest.mark.parametrize(
+    ("known", "accounting", "max_pending", "most"),
+    [(False, True, None, 8), (True, True, None, 1 << 30), (False, False, None, 1 << 30), (False, True, 50, 1 << 30)],
+)
+def test_few_requests_wait_where_the_limits_are_not_known(
+    known: bool, accounting: bool, max_pending: int | None, most: int
+) -> None:
+    site = ClusterConfig(cluster="c", slurm_version="22.05.8", accounting=accounting)
+    limits = allowance.Limits(max_pending=max_pending)
+    found = allowance.rules(limits, site, {}, Experience(), NOW, 30.0, None, known)
+    assert found.max_waiting >= most if most > 8 else found.max_waiting == most
+    assert replace(found, max_waiting=0) == replace(
+        allowance.rules(limits, site, {}, Experience(), NOW, 30.0), max_waiting=0
+    )
