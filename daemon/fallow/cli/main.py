@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
+        # A name outside of the terminal's character set is shown escaped, and costs nothing else.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     code = invoke(words)
     try:
         sys.stdout.flush()

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from fallow.cli.common import ask, json_option, print_json
+from fallow.cli.common import ask, json_option, json_text, print_json
 from fallow.cli.tables import duration, moment, number, show_table, size
 from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
-from fallow.text import clean, clean_block, counted
+from fallow.text import clean, clean_output, counted
 
 LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
@@ -138,9 +138,7 @@ async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None
 
 def _print_event(event: EventRecord, as_json: bool) -> None:
     if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.write(json_text(event, indent=-1) + "\n")
     else:
         where = event.run or "-"
         sys.stdout.write(
@@ -311,7 +309,7 @@ def _member_row(member: MemberView) -> list[str]:
 def show_report(found: RunReport) -> None:
     """A finished (or running) run in a few lines and a row per generation."""
     if found.traceback:
-        click.echo(clean_block(found.traceback, 20_000).rstrip())
+        click.echo(clean_output(found.traceback, 20_000).rstrip())
     samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
     click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")

@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import structlog
 
@@ -19,6 +20,7 @@ from fallow.files import Paths, read_struct
 from fallow.head.app import Head
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.client import SlurmClient
+from fallow.text import clean
 
 
 def main(config: Config | None = None) -> int:
@@ -97,11 +99,17 @@ def _who_has_it(paths: Paths) -> str:
     return f"another head{who} serves {paths.state}; stop it first, or set FALLOW_STATE_DIR to another folder"
 
 
+def _console(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    """A line for a terminal. What the head logs holds names that anybody chose."""
+    harmless = {key: clean(value) if isinstance(value, str) else value for key, value in event.items()}
+    return structlog.dev.ConsoleRenderer()(logger, name, harmless)
+
+
 def set_up_logging() -> None:
     """Structured lines on standard error: readable on a terminal, JSON elsewhere."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
+        renderer = _console
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -53,7 +53,7 @@ from fallow.model import (
     WorkerPhase,
     WorkerReady,
 )
-from fallow.text import clean_block
+from fallow.text import clean_output
 from fallow.wire.router import agent_of, key_of
 
 TRACEBACK = 20_000
@@ -96,7 +96,7 @@ class Peers:
                 saved.take(turn, run, message, turn.now - message.took_s, self._checkpoint.keep)
                 turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
             case Failed():
-                clean = clean_block(message.traceback, TRACEBACK)
+                clean = clean_output(message.traceback, TRACEBACK)
                 self._take(turn, run, msgspec.structs.replace(message, traceback=clean))
             case Active():
                 allocation = run.allocation_of(worker)
