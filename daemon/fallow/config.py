@@ -106,6 +106,8 @@ class Checkpoint(_Section, frozen=True):
     "most that is lost when all nodes go at once; 0: no periodic ones"
     keep: Annotated[int, Meta(ge=1)] = 2
     "of each run, besides those that were asked for by hand"
+    path: Annotated[str, Meta(pattern="^/")] | None = None
+    "folder that all nodes share; each new run gets a private folder in it. None: in the run's folder of the state"
 
 
 class Usage(_Section, frozen=True):

@@ -210,6 +210,16 @@ def test_runs_with_their_newest_usable_checkpoint(capsys: pytest.CaptureFixture[
     assert row.split()[4:9] == shlex.split("training 5 2 step 3")
 
 
+@pytest.mark.parametrize("words", [["status", "r1"], ["runs"]])
+def test_ages_are_by_the_heads_clock(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = msgspec.structs.replace(SNAPSHOT, at=8.0)
+    monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
+    assert invoke(words) == 0
+    assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
+
+
 SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"], ["runs"]]
 
 

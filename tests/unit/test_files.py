@@ -104,7 +104,7 @@ def test_a_project_folder_of_a_group_that_one_is_in_is_trusted(
         made = private_dir(project / "me" / "fallow")
         assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o700
     else:
-        with pytest.raises(UnsafePath, match="others can write to .*project above it"):
+        with pytest.raises(UnsafePath, match=r"others can write to .*project above it"):
             private_dir(project / "me" / "fallow")
 
 

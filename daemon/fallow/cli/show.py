@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from typing import Any
 
 import click
@@ -35,7 +34,7 @@ def status(run: str | None, as_json: bool) -> None:
         print_json(snapshot)
     elif run:
         for view in snapshot.runs:
-            show_run(view)
+            show_run(view, snapshot.at)
     else:
         show_runs(snapshot)
 
@@ -44,17 +43,17 @@ def status(run: str | None, as_json: bool) -> None:
 @json_option
 def runs(as_json: bool) -> None:
     """List all runs, ended ones too, each with its newest usable checkpoint."""
-    found = sorted(ask("status", Snapshot).runs, key=lambda run: run.created_at)
+    snapshot = ask("status", Snapshot)
+    found = sorted(snapshot.runs, key=lambda run: run.created_at)
     if as_json:
         print_json(found)
         return
     if not found:
         click.echo(_NO_RUNS)
         return
-    now = time.time()
     show_table(
         ["RUN", "NAME", "BEGUN", "STATUS", "STEP", "CHECKPOINTS", "NEWEST", "AGE", "NOTE"],
-        [_saved_row(run, now) for run in found],
+        [_saved_row(run, snapshot.at) for run in found],
     )
 
 
@@ -210,8 +209,8 @@ def _run_row(run: RunView) -> list[str]:
     ]
 
 
-def show_run(run: RunView) -> None:
-    """One run: its row, its members and its jobs."""
+def show_run(run: RunView, now: float) -> None:
+    """One run: its row, its members and its jobs. Args: now: by the head's clock, as all times in a view."""
     show_table(
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"], [_run_row(run)]
     )
@@ -264,7 +263,6 @@ def show_run(run: RunView) -> None:
 
     if run.checkpoints:
         click.echo()
-        now = time.time()
         show_table(
             ["CHECKPOINT", "STATE", "AGE", "SIZE", "KEPT", "PATH"],
             [

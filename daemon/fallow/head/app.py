@@ -116,6 +116,7 @@ class Head:
             public_key=keys.public,
             new_id=lambda: os.urandom(6).hex(),
             ordered=ordered(config),
+            checkpoint_path=config.checkpoint.path,
         )
         self._operations = Operations(self._book, self._harvest)
         self._window = Window(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,7 @@ from fallow.core.timing import Timing
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
-from fallow.files import Paths, write_private, write_struct
+from fallow.files import Paths, private_dir, write_private, write_struct
 from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
@@ -67,6 +68,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     accounted_discarded: int = 0
     "steps of `roster.steps_discarded` that are"
     saving: Saving = msgspec.field(default_factory=Saving)
+    checkpoint_folder: str = ""
+    "where its checkpoints are; empty: in its own folder"
     ended_at: float | None = None
 
     @property
@@ -196,9 +199,13 @@ class Book:
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
+        checkpoint_path: str | None = None,
         validate: bool = False,
     ) -> None:
-        """Args: ordered: account and QOS of harvest jobs, where the configuration says so."""
+        """Args:
+        ordered: account and QOS of harvest jobs, where the configuration says so.
+        checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
+        """
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.current: dict[str, Run] = {}
@@ -211,6 +218,7 @@ class Book:
         self._public_key = public_key
         self._new_id = new_id
         self._ordered = ordered
+        self._checkpoint_path = checkpoint_path
         self._validate = validate
 
     def get(self, run: str) -> Run:
@@ -247,6 +255,7 @@ class Book:
     def create(self, spec: RunSpec, at: float, now: float) -> Run:
         """Give a new run its id and folder."""
         run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
+        checkpoints = self._make_checkpoint_folder(run_id)
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
         folder = self.paths.run(run_id).create()
         if spec.script:
@@ -255,7 +264,21 @@ class Book:
         if spec.local:
             # Members are let in by the schedule alone.
             roster.limit, roster.scripted = 0, True
-        return self.add(spec, RunRecord(roster=roster), 0, at)
+        return self.add(spec, RunRecord(roster=roster, checkpoint_folder=checkpoints), 0, at)
+
+    def _make_checkpoint_folder(self, run_id: str) -> str:
+        """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
+        if self._checkpoint_path is None:
+            return ""
+        try:
+            return str(private_dir(Path(self._checkpoint_path) / run_id))
+        except FallowError as error:
+            raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
+
+    def checkpoint_folder(self, run: Run) -> Path:
+        """Where a run's checkpoints are. A run keeps its place when the configuration changes."""
+        named = run.record.checkpoint_folder
+        return Path(named) if named else self.paths.run(run.id).checkpoints
 
     def rest(self, run: Run) -> None:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""

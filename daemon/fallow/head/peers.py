@@ -131,6 +131,7 @@ class Peers:
             lease_s=self._config.lease_s,
             head_patience_s=self._config.head_patience_s,
             folder=str(turn.book.paths.run(run.id).root),
+            checkpoint_folder=str(turn.book.checkpoint_folder(run)),
             checkpoint_s=self._checkpoint.interval_s,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),

@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from fallow.core import events as ev
@@ -26,7 +27,7 @@ def adopt(turn: Turn, keep: int) -> None:
         if run.roster.status.ended:
             continue
         known = {saved.written.path for saved in run.roster.checkpoints}
-        for folder in complete_ones(turn.book.paths.run(run.id).checkpoints):
+        for folder in complete_ones(turn.book.checkpoint_folder(run)):
             if str(folder) in known:
                 continue
             try:
@@ -39,7 +40,11 @@ def adopt(turn: Turn, keep: int) -> None:
 
 
 def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int) -> None:
-    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock."""
+    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock.
+
+    The worker's own time is not kept: nodes' clocks differ, and all that is shown is by the head's.
+    """
+    written = msgspec.structs.replace(written, written_at=taken_at)
     known = {saved.written.path for saved in run.roster.checkpoints}
     turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
     if written.path not in known and written in run.roster.usable_checkpoints():
