@@ -136,6 +136,10 @@ class Paths:
         return self.state / "head.lock"
 
     @property
+    def head_lease(self) -> Path:
+        return self.state / "head.lease"
+
+    @property
     def head_key(self) -> Path:
         return self.state / "head.key"
 

@@ -24,6 +24,7 @@ from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
+from fallow.head.lease import Lease
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
@@ -58,11 +59,13 @@ class Head:
         paths: where its files are.
         config: what its owner set.
         slurm: the client, or None under `fallow local`.
+        lease: what must be valid before anything changes; None: nobody else can serve the folder.
     """
 
-    def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None) -> None:
+    def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None, lease: Lease | None = None) -> None:
         self.paths = paths
         self.config = config
+        self._lease = lease
         self._inbox = Inbox()
         self._stop = asyncio.Event()
         self._notifier = Notifier()
@@ -250,6 +253,8 @@ class Head:
         return lambda: None if item.answer.done() else item.answer.set_result(result)
 
     async def _persist(self, turn: Turn) -> None:
+        if self._lease is not None:
+            await self._lease.confirm(changing=bool(turn.dirty or turn.records or turn.notes))
         for event in await self._durable.write(turn):
             self._window.publish(event)
             self._metrics.count_event(event)

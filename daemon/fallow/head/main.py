@@ -18,28 +18,40 @@ import structlog
 from fallow.config import Config, load_config
 from fallow.files import Paths, read_struct
 from fallow.head.app import Head
+from fallow.head.lease import Lease
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.client import SlurmClient
 from fallow.text import clean
+
+log = structlog.get_logger("fallow.head")
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How a file system without locks answers: Lustre mounted without flock, NFS without a lock manager."""
 
 
 def main(config: Config | None = None) -> int:
     """Run the head in the foreground until SIGTERM or SIGINT; returns the exit code.
 
     Raises:
-        FallowError: another head has the state folder, or it cannot start.
+        FallowError: another head has the state folder or takes it over, or it cannot start.
     """
     os.umask(0o077)
     set_up_logging()
     paths = Paths.default().create()
     config = config or load_config()
-    with state_lock(paths):
-        return asyncio.run(_serve(paths, config))
+    with state_lock(paths) as locked:
+        lease = Lease(paths)
+        lease.acquire(locked=locked)
+        try:
+            with lease.kept_up():
+                return asyncio.run(_serve(paths, config, lease))
+        finally:
+            lease.release()
 
 
-async def _serve(paths: Paths, config: Config) -> int:
+async def _serve(paths: Paths, config: Config, lease: Lease) -> int:
     slurm = slurm_client(config)
-    head = Head(paths, config, slurm)
+    head = Head(paths, config, slurm, lease)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, head.stop)
@@ -72,21 +84,29 @@ def slurm_client(config: Config) -> SlurmClient | None:
 
 
 @contextlib.contextmanager
-def state_lock(paths: Paths) -> Iterator[None]:
+def state_lock(paths: Paths) -> Iterator[bool]:
     """One head per state folder, held by an flock for as long as the process lives.
+
+    Not every file system has locks, or shares them between hosts: `head.lease` sees to that. Yields False
+    where there are none.
 
     Raises:
         FallowError: another head has it; the message says which.
     """
     fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    locked = True
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno in _NO_LOCKS:
+                locked = False
+                log.warning("lock.none", folder=str(paths.state), error=error.strerror)
+            elif error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
-            raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
-        yield
+            else:
+                raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
+        yield locked
     finally:
         os.close(fd)
 
