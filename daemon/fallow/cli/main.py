@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "rollback": "fallow.cli.operate:rollback",
     "cancel": "fallow.cli.operate:cancel",
     "doctor": "fallow.cli.doctor:doctor",
+    "prune": "fallow.cli.prune:prune",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",

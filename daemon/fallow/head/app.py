@@ -29,6 +29,7 @@ from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
+from fallow.head.pruning import Pruning
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.submissions import give_up_queued
 from fallow.head.switch import Switch
@@ -81,6 +82,7 @@ class Head:
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
         self._book: Book
+        self._pruning: Pruning
         self._operations: Operations
         self._window: Window
         self._router: Router
@@ -121,7 +123,8 @@ class Head:
             ordered=ordered(config),
             checkpoint_path=config.checkpoint.path,
         )
-        self._operations = Operations(self._book, self._harvest)
+        self._pruning = Pruning(config.prune, lambda run: self._window.report(run))
+        self._operations = Operations(self._book, self._harvest, self._pruning)
         self._window = Window(
             self._book, self._durable, self._harvest, self._calls, self._inbox, config.usage, self.stop
         )
@@ -230,6 +233,7 @@ class Head:
                 self._tick_queued = False
                 saved.adopt(turn, self.config.checkpoint.keep)
                 self._peers.tick(turn)
+                self._pruning.tick(turn)
             case Polled(cluster):
                 self._calls.take_poll(turn, cluster)
             case Due():
@@ -254,7 +258,7 @@ class Head:
 
     async def _persist(self, turn: Turn) -> None:
         if self._lease is not None:
-            await self._lease.confirm(changing=bool(turn.dirty or turn.records or turn.notes))
+            await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
             self._window.publish(event)
             self._metrics.count_event(event)

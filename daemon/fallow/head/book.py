@@ -68,6 +68,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     accounted_discarded: int = 0
     "steps of `roster.steps_discarded` that are"
     saving: Saving = msgspec.field(default_factory=Saving)
+    pruned: bool = False
+    "its logs and ledgers are removed; its report is in its folder"
     checkpoint_folder: str = ""
     "where its checkpoints are; empty: in its own folder"
     ended_at: float | None = None
@@ -284,6 +286,12 @@ class Book:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
         del self.current[run.id]
         self.past.add(run)
+
+    def forget(self, run: Run) -> None:
+        """Drop a run that has ended. `fallow runs` and `fallow usage` do not show it any more."""
+        if run.id in self.current:
+            self.rest(run)
+        del self.runs[run.id]
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it."""

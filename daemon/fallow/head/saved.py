@@ -69,7 +69,7 @@ def due_in_s(run: Run, every_s: float, now: float) -> float | None:
 
 
 def remove(folders: list[str]) -> None:
-    """Delete checkpoints beside the main loop: a shared file system takes its time."""
+    """Delete folders, such as checkpoints, beside the main loop: a shared file system takes its time."""
     threading.Thread(target=_remove, args=(list(folders),), name="remove-checkpoints", daemon=True).start()
 
 
@@ -78,7 +78,7 @@ def _remove(folders: list[str]) -> None:
         path = Path(folder)
         try:
             # Renamed first: a half deleted folder must not look complete.
-            path = path.rename(path.with_suffix(REMOVED))
+            path = path.rename(path.with_name(path.name + REMOVED))
             shutil.rmtree(path)
         except FileNotFoundError:
             continue
