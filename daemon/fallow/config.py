@@ -111,6 +111,17 @@ class Checkpoint(_Section, frozen=True):
     "most that is lost when all nodes go at once; 0: no periodic ones"
     keep: Annotated[int, Meta(ge=1)] = 2
     "of each run, besides those that were asked for by hand"
+    path: Annotated[str, Meta(pattern="^/")] | None = None
+    "folder that all nodes share; each new run gets a private folder in it. None: in the run's folder of the state"
+
+
+class Prune(_Section, frozen=True):
+    """When logs and ledgers of an ended run go by themselves, and what `fallow prune` removes by default."""
+
+    keep: Annotated[int, Meta(ge=0)] = 20
+    "so many of the newest ended runs keep theirs, however old they are"
+    older_than_days: Annotated[float, Meta(ge=0)] = 30.0
+    "no run that ended later is touched"
 
 
 class Usage(_Section, frozen=True):
@@ -127,6 +138,7 @@ class Config(_Section, frozen=True):
     head: HeadSection = HeadSection()
     membership: Membership = Membership()
     checkpoint: Checkpoint = Checkpoint()
+    prune: Prune = Prune()
     usage: Usage = Usage()
     site: Site = Site()
     cut: tuple[str, ...] = ()
@@ -139,6 +151,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "head": HeadSection,
     "membership": Membership,
     "checkpoint": Checkpoint,
+    "prune": Prune,
     "usage": Usage,
     "site": Site,
 }

@@ -160,6 +160,10 @@ class Paths:
         return self.state / "head-config.json"
 
     @property
+    def head_lease(self) -> Path:
+        return self.state / "head.lease"
+
+    @property
     def head_key(self) -> Path:
         return self.state / "head.key"
 
@@ -244,14 +248,25 @@ def check_dir(path: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafePath(path, "is not a folder (or is a symbolic link)", "name the real folder or remove it")
     _check_owner(path, status, "chmod 700")
-    # Whoever can write to a folder above can put another folder in our place. The owners of those folders are
-    # trusted (root, or whoever runs the site's project space); a crowd is not.
     for parent in path.resolve().parents:
-        mode = parent.stat()
-        crowd = mode.st_mode & stat.S_IWOTH or (mode.st_mode & stat.S_IWGRP and mode.st_gid != os.getegid())
-        if crowd and not mode.st_mode & stat.S_ISVTX:
+        if _open_to_a_crowd(parent.stat()):
             raise UnsafePath(path, f"others can write to {parent} above it", "choose a place inside your own folders")
     return path
+
+
+def _open_to_a_crowd(parent: os.stat_result) -> bool:
+    """Return True if people that the user has no reason to trust can move a folder in `parent` away.
+
+    Whoever can write to a folder above ours can put another one in our place, but cannot read or write what is in ours.
+    Every file of ours is checked when it is opened, so that a folder put there is refused. The owners of the folders
+    above are trusted, and a group that the user is in: project folders have mode 2770. Everybody is not.
+    """
+    if parent.st_mode & stat.S_ISVTX:
+        return False
+    if parent.st_mode & stat.S_IWOTH:
+        return True
+    trusted = parent.st_uid in (0, os.getuid()) or parent.st_gid in (os.getegid(), *os.getgroups())
+    return bool(parent.st_mode & stat.S_IWGRP) and not trusted
 
 
 def _check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
@@ -326,7 +341,10 @@ def open_private(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UnsafePath(path, f"cannot be read ({error.strerror})", "it must be your own regular file") from error
+        remedy = "it must be your own regular file"
+        if error.errno == errno.EACCES:
+            remedy = "check the owner and mode of the folders above it, and that this host sees them as yours"
+        raise UnsafePath(path, f"cannot be read ({error.strerror})", remedy) from error
     file = os.fdopen(descriptor, "rb")
     try:
         status = os.fstat(descriptor)

@@ -199,3 +199,33 @@ async def test_the_store_comes_back_when_its_folder_can_be_written_again(
     assert "full: make room" in waits[2:]
     assert durable.problem == ""
     await durable.close()
+
+
+def dated(number: int) -> GenerationReport:
+    kind = ChangeKind.ABSORB
+    return GenerationReport(
+        generation=number,
+        kind=kind,
+        members=[],
+        first_step=0,
+        pause_s=None,
+        parts=Parts(drain=0, group=0, state=0, data=0),
+    )
+
+
+async def test_a_forgotten_run_is_gone_for_the_next_head(tmp_path: Path) -> None:
+    async with begun(tmp_path) as (durable, book, paths):
+        kept, gone = (book.create(RunSpec(run="", name=name, min_nodes=1, max_nodes=1), 0.0, 0.0) for name in "kg")
+        first = Turn(book, 0.0, 0.0)
+        first.dirty |= {kept.id, gone.id}
+        gone.roster.history = [dated(number) for number in range(2 * KEPT_REPORTS)]
+        await durable.write(first)
+        assert gone.past
+        second = Turn(book, 0.0, 0.0)
+        second.forget(gone)
+        await durable.write(second)
+        again = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        await durable.load(again, 0.0)
+        assert list(again.runs) == [kept.id]
+        assert await durable.store.load("spec/") == {f"spec/{kept.id}": (1, msgspec.msgpack.encode(kept.spec))}
+        assert await durable.store.load("past/") == {}

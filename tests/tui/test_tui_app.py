@@ -318,7 +318,7 @@ async def test_hostile_names_are_shown_as_they_are(make_rig: Make) -> None:
         assert "\x07" not in shown
         await pilot.press("enter")
         await pilot.pause()
-        assert "[red]x[/] [@click=app.quit]y" in rig.text()
+        assert r"[red]x[/] \x1b]0;t\x07[@click=app.quit]y" in rig.text()
         await pilot.press("d")
         await pilot.pause()
         assert "Drain node [red]x[/]" in rig.text()

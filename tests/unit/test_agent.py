@@ -159,7 +159,7 @@ async def test_hello_key_start_exit_end(head: Head) -> None:
     assert key_of(head.peer) == head.agent_keys.public
     assert agent_of(head.peer) == "node1"
     gone = await head.hear(WorkerExit)
-    assert (gone.worker, gone.code, gone.signal, gone.tail) == ("w0", 3, None, "bad\nworse")
+    assert (gone.worker, gone.code, gone.signal, gone.tail) == ("w0", 3, None, "\\x1b]52;c;eA==\\x07bad\nworse")
     again = await head.hear(WorkerExit)
     assert again == gone, "repeated until it is noted"
     head.send(ExitNoted(worker="w0"))
@@ -319,7 +319,7 @@ async def test_refused_ends_the_agent_and_its_workers(head: Head) -> None:
     worker = child_of(head.pid)
     head.send(Refused(code=93, message="not \x1b[31mwanted"))
     code, _, err = await head.ended()
-    assert (code, err) == (93, "fallow agent: not wanted\n")
+    assert (code, err) == (93, "fallow agent: not \\x1b[31mwanted\n")
     await until(lambda: not os.path.exists(f"/proc/{worker}"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fallow
+from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
 from fallow.core.step import step_command, step_environment
 from fallow.files import Paths, write_struct
@@ -52,6 +53,25 @@ def test_the_step_takes_whole_nodes() -> None:
         ["SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"], "2"
     )
     assert step_environment(kept | shaping | {"SLURM_EXPORT_ENV": "NONE"}) == kept
+
+
+def test_a_state_folder_that_cannot_be_looked_into_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path))
+    for name, value in (("FALLOW_RUN", "r1"), ("FALLOW_TOKEN", "r1.0"), ("SLURM_JOB_ID", "7")):
+        monkeypatch.setenv(name, value)
+
+    def denied(path: object, *_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", denied)
+    monkeypatch.setattr(Path, "stat", denied)
+    code = invoke(["run", "--", "true"])
+    said = capsys.readouterr().err
+    assert code == Exit.NOPERM
+    assert said.startswith(f"fallow: {tmp_path}/runs/r1/keys/r1.0.json: cannot be read (Permission denied); ")
+    assert "check the owner and mode of the folders above it" in said
 
 
 class Job:

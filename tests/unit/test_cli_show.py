@@ -160,9 +160,12 @@ def test_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "head 1 on login1, pid 7, up 1-01:01:01; Slurm 22.05.8 (c); polled 3 s ago"
-    assert lines[1] == "Slurm does not answer: hung "
+    assert lines[1] == r"Slurm does not answer: hung \x1b[31m"
     assert lines[2].split() == shlex.split("RUN NAME STATUS NODES MEMBERS GEN STEP LOSS SAMPLES/S NOTE")
-    assert lines[3].split() == shlex.split("r1 [bold]evil[/] training 1:8 1/8 3 5/100 0.25 1234 absorbing n2")
+    evil = r"[bold]evil[/]\x1b]52;c;x\x07"
+    assert lines[3].replace(evil, "EVIL").split() == shlex.split(
+        "r1 EVIL training 1:8 1/8 3 5/100 0.25 1234 absorbing n2"
+    )
     assert len(lines) == 4
 
 
@@ -178,7 +181,7 @@ def test_why_idle_nodes_are_not_used(monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = capsys.readouterr().out.splitlines()
     table = lines[lines.index("") + 1 :]
     assert table[0].split() == ["IDLE", "WHY", "NOT", "USED", "NODELIST"]
-    assert table[1].split() == ["3", "not", "needed:", "no", "run", "n[3-5]"]
+    assert table[1].split() == ["3", "not", "needed:", "no", r"run\x1b[2J", "n[3-5]"]
     assert table[2].split() == ["1", "too", "short:", "60", "s", "n1"]
     assert table[3:] == [*table[3:11], "2 nodes more for other reasons; see: fallow status --json"]
     assert len(table) == 12
@@ -205,6 +208,16 @@ def test_runs_with_their_newest_usable_checkpoint(capsys: pytest.CaptureFixture[
     titles, row = capsys.readouterr().out.splitlines()
     assert titles.split() == shlex.split("RUN NAME BEGUN STATUS STEP CHECKPOINTS NEWEST AGE NOTE")
     assert row.split()[4:9] == shlex.split("training 5 2 step 3")
+
+
+@pytest.mark.parametrize("words", [["status", "r1"], ["runs"]])
+def test_ages_are_by_the_heads_clock(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = msgspec.structs.replace(SNAPSHOT, at=8.0)
+    monkeypatch.setattr(show, "ask", lambda *_, **__: snapshot)
+    assert invoke(words) == 0
+    assert "00:00:08" in capsys.readouterr().out.splitlines()[-1].split()
 
 
 SHOWN = [["status"], ["status", "r1"], ["events"], ["events", "r1"], ["report", "r1"], ["runs"]]

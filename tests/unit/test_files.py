@@ -76,6 +76,38 @@ def test_private_dir_refuses_crowd_above(tmp_path: Path) -> None:
     private_dir(crowd / "mine")
 
 
+OWN_GROUP, FOREIGN_GROUP, COLLEAGUE = 4242, 4343, 4444
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "accepted"),
+    [
+        (COLLEAGUE, OWN_GROUP, 0o2770, True),
+        (COLLEAGUE, OWN_GROUP, 0o777, False),
+        (COLLEAGUE, FOREIGN_GROUP, 0o2770, False),
+        (COLLEAGUE, FOREIGN_GROUP, 0o3770, True),
+        (COLLEAGUE, FOREIGN_GROUP, 0o2750, True),
+        (0, FOREIGN_GROUP, 0o2775, True),
+        (0, FOREIGN_GROUP, 0o777, False),
+    ],
+)
+def test_a_project_folder_of_a_group_that_one_is_in_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, group: int, mode: int, accepted: bool
+) -> None:
+    monkeypatch.setattr(os, "getgroups", lambda: [0, OWN_GROUP])
+    project = tmp_path / "project"
+    project.mkdir()
+    os.chown(project, owner, group)
+    project.chmod(mode)
+    if accepted:
+        made = private_dir(project / "me" / "fallow")
+        assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o700
+    else:
+        with pytest.raises(UnsafePath, match=r"others can write to .*project above it"):
+            private_dir(project / "me" / "fallow")
+
+
 def test_private_dir_through_a_link_above(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "home").symlink_to("real")

@@ -175,6 +175,14 @@ def test_members_are_told_when_the_run_has_to_be_saved(turn: Turn, run: Run, all
     assert due_in(1700.0) == 1480.0 + 600.0 - 20.0 - 1700.0
 
 
+def test_a_checkpoint_is_dated_by_the_heads_clock(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """The node's clock is 995 s behind."""
+    hear(turn, f"{allocation.public_key} n1", agent(allocation, PROTOCOL))
+    turn.book.principals["key"] = Principal(run.id, allocation.token, "w0")
+    hear(turn, "key", checkpointed(took_s=3.0))
+    assert [saved.written.written_at for saved in run.roster.checkpoints] == [997.0]
+
+
 def checkpointed(took_s: float) -> Checkpointed:
     return Checkpointed(
         worker="w0",

@@ -15,7 +15,7 @@ import pytest
 from fallow.agent.stand_in import RETRY_S, TURN_S, StandIn, head_environment
 from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
-from fallow.head.main import state_lock
+from fallow.head.main import serving_alone
 from fallow.head.stand_in import former_config
 from fallow.model import PROTOCOL, Exit, FallowError, HeadFile
 
@@ -113,15 +113,18 @@ def head_file(*, stand_in: bool) -> HeadFile:
 def test_a_head_that_starts_asks_a_stand_in_head_to_give_way_and_no_other(tmp_path: Path) -> None:
     paths = Paths(private_dir(tmp_path / "state"), private_dir(tmp_path / "run")).create()
     write_struct(paths.head_file, head_file(stand_in=False))
-    with state_lock(paths):
-        with pytest.raises(FallowError, match=r"another head \(pid 1 on n1\) serves"), state_lock(paths, wait_s=60.0):
+    with serving_alone(paths):
+        with (
+            pytest.raises(FallowError, match=r"another head \(pid 1 on n1\) serves"),
+            serving_alone(paths, wait_s=60.0),
+        ):
             pass
         assert not paths.head_wanted.exists()
         write_struct(paths.head_file, head_file(stand_in=True))
-        with pytest.raises(FallowError, match="another head"), state_lock(paths, wait_s=1.0):
+        with pytest.raises(FallowError, match="another head"), serving_alone(paths, wait_s=1.0):
             pass
         assert paths.head_wanted.exists()
-    with state_lock(paths, wait_s=60.0):
+    with serving_alone(paths, wait_s=60.0):
         assert not paths.head_wanted.exists()
 
 

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.text import clean, clean_block, tail
+from fallow.text import clean, clean_block, clean_output, harmless_json, tail
 
 
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("plain name", "plain name"),
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x1b]52;c;ZXZpbA==\x07job", "job"),
-        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
-        ("\x1bPq#0;2;0;0;0\x1b\\after", "after"),
-        ("\x9b2Jgone", "gone"),
-        ("\x1b_apc\x1b\\x", "x"),
-        ("a\x00b\x7fc\x85d", "abcd"),
-        ("user\u202etxt.exe", "usertxt.exe"),
-        ("one\ntwo\tthree", "one two three"),
-        ("\x1b", ""),
-        ("\x1b]52;never closed", ""),
+        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        ("\x1b]52;c;ZXZpbA==\x07job", r"\x1b]52;c;ZXZpbA==\x07job"),
+        ("\x9b2Jgone", r"\x9b2Jgone"),
+        ("a\x00b\x7fc\x85d", r"a\x00b\x7fc\x85d"),
+        ("user\u202etxt.exe", r"user\u202etxt.exe"),
+        ("zero\u200bwidth\u2066\u061c\u2028", r"zero\u200bwidth\u2066\u061c\u2028"),
+        ("tag\U000e0041", r"tag\U000e0041"),
+        ("name\udcff.sh", r"name\xff.sh"),
+        ("one\ntwo\tthree\r\nfour", "one two three four"),
+        ("evil\rgood", r"evil\rgood".replace(r"\r", r"\x0d")),
         ("[bold]markup stays text[/]", "[bold]markup stays text[/]"),
         ("größe 模型 🚀", "größe 模型 🚀"),
     ],
 )
-def test_what_is_left(text: str, shown: str) -> None:
+def test_what_is_shown(text: str, shown: str) -> None:
     assert clean(text) == shown
 
 
 def test_blocks_keep_their_lines() -> None:
-    assert clean_block("a\r\nb\x1b[2K\nc\td") == "a\nb\nc\td"
+    assert clean_block("a\r\nb\x1b[2K\nc\td") == "a\nb\\x1b[2K\nc\td"
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("\x1b[1;31merror\x1b[0m: no\n", "error: no\n"),
+        ("10%\r20%\r100%\ndone\n", "100%\ndone\n"),
+        ("10%\r20%\r", "20%"),
+        ("\r10%\x1b[K\r20%\x1b[K\r\nend", "20%\nend"),
+        ("\x1b]0;title\x07text", r"\x1b]0;title\x07text"),
+        ("\x1b]52;never closed", r"\x1b]52;never closed"),
+    ],
+)
+def test_a_programs_output_loses_colours_and_all_but_the_end_of_a_progress_bar(output: str, shown: str) -> None:
+    assert clean_output(output) == shown
+
+
+@pytest.mark.parametrize("text", ["\u202e\x9b\x7f\u2028", "größe 🚀", "lone \udcff", "plain"])
+def test_json_keeps_its_value_on_every_terminal(text: str) -> None:
+    for encoding in ("utf-8", "latin-1", "ascii"):
+        printed = harmless_json(json.dumps({"name": text}, ensure_ascii=False), encoding)
+        printed.encode(encoding)
+        assert json.loads(printed) == {"name": text}
+        assert clean(printed) == printed
 
 
 def test_long_text_is_cut_and_says_so() -> None:

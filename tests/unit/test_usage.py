@@ -406,7 +406,7 @@ def test_usage_for_people(asked: list[dict[str, Any]], capsys: pytest.CaptureFix
         "account lab  GrpJobs  40       11",
         "fair share of account lab: 0.25 of the machine, used 0.4; factor 0.33 of 1",
         "job 4711 waits with priority 1063 (age 13)",
-        "no more",
+        r"no\x1b[31m more",
     ]
     assert asked == [{"by": "run", "since": "2026-01-02"}]
 

@@ -1,6 +1,6 @@
 """Small formats, and the gate through which everything from outside passes before it is kept.
 
-Widgets draw with `rich.text.Text`, which does not read markup; control characters are dropped here.
+Widgets draw with `rich.text.Text`, which does not read markup; control characters are made visible here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fallow.text import clean
 
 Item = TypeVar("Item", Snapshot, EventRecord)
 
-# JSON writes C0 characters as \u00XX (or \n, \t ...); everything else that `clean` may drop is outside ASCII or DEL.
+# JSON writes C0 characters as \u00XX (or \n, \t ...); everything else that `clean` may change is outside ASCII or DEL.
 _SUSPECT = re.compile(rb"\\[bfnrtu]|[\x7f-\xff]")
 
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -42,7 +42,7 @@ from fallow.model import (
     WorkerKey,
     WorkerSecret,
 )
-from fallow.text import clean, clean_block
+from fallow.text import clean, clean_output
 from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import Link
 
@@ -295,7 +295,7 @@ class Agent:
             case AgentEnd():
                 if self._end is None:
                     if message.code not in (Exit.OK, Exit.NO_RESTART):
-                        log.error("%s", clean_block(message.reason, _REASON))
+                        log.error("%s", clean_output(message.reason, _REASON))
                     self._end, self._end_at = message, time.monotonic() + message.kill_after_s
                     self._turn()
             case Refused():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import click
 
 from fallow.model import Exit, FallowError
-from fallow.text import clean_block
+from fallow.text import clean_block, harmless_json
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,9 +56,22 @@ def ask(method: str, type_: Any = Any, **params: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
+    sys.stdout.write(json_text(value) + "\n")
+
+
+def json_text(value: Any, indent: int = 2) -> str:
+    """A value as JSON, exact, in characters that standard output has and no terminal obeys; indent -1: on one line."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        # A file name that is no UTF-8: JSON has a way to write such a name, and only Python's own encoder takes it.
+        import json
+
+        return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=indent if indent >= 0 else None)
+    text = msgspec.json.format(encoded, indent=indent) if indent >= 0 else encoded
+    return harmless_json(text.decode(), sys.stdout.encoding or "utf-8")
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from fallow.cli.common import ask
 from fallow.cli.tables import duration, moment
 from fallow.model import AllocationKind, BaseStart, DryRun, FallowError, JobRequest, Prospect
-from fallow.text import clean
+from fallow.text import clean, clean_block
 
 if TYPE_CHECKING:
     from fallow.core.submission import Submission
@@ -28,6 +28,9 @@ QUERY_S = 10.0
 
 REFUSED = 1
 """Exit code of sbatch when Slurm refuses a job; a real submission passes it on."""
+
+_LONGEST = 1 << 24
+"""Characters that are shown; Slurm takes no scripts that come near."""
 
 NAME = "fallow-dry-run"
 """Job name for `sbatch --test-only`."""
@@ -152,7 +155,7 @@ def base_start(says: str) -> BaseStart:
 
 
 def show(found: DryRun) -> str:
-    """For people: commands and scripts as they are, the rest as comments."""
+    """For people: commands and scripts as they are, but for what a terminal would obey; the rest as comments."""
     parts = [
         "# base job (RUN and its tokens are named by the head)",
         *(f"export {name}={shlex.quote(value)}" for name, value in found.base_environment.items()),
@@ -170,7 +173,7 @@ def show(found: DryRun) -> str:
         "# now",
         *(f"# {clean(line)}" for line in _now(found, time.time())),
     ]
-    return "\n".join(parts) + "\n"
+    return clean_block("\n".join(parts), _LONGEST) + "\n"
 
 
 def _now(found: DryRun, now: float) -> list[str]:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "rollback": "fallow.cli.operate:rollback",
     "cancel": "fallow.cli.operate:cancel",
     "doctor": "fallow.cli.doctor:doctor",
+    "prune": "fallow.cli.prune:prune",
     "testbed": "fallow.cli.testbed:testbed",
     "demo": "fallow.cli.start:demo",
     "simulate": "fallow.cli.simulate:simulate",
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
+        # A name outside of the terminal's character set is shown escaped, and costs nothing else.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     code = invoke(words)
     try:
         sys.stdout.flush()

@@ -53,12 +53,12 @@ def rest_belongs_here() -> bool:
 
 
 def is_over() -> bool:
-    """Has the run ended, as its folder says?"""
+    """Has the run ended, as its folder says? One that cannot be looked into says nothing."""
     from fallow.files import Paths
 
     try:
         return Paths.default().run(os.environ.get("FALLOW_RUN", "")).report.exists()
-    except FallowError:
+    except (FallowError, OSError):
         return False
 
 

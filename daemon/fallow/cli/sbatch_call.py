@@ -15,6 +15,7 @@ import msgspec
 
 from fallow.core.allocations import SUBMIT_S
 from fallow.model import Exit
+from fallow.text import clean_output
 
 LOOK_UP_S = 12.0
 """For how long Slurm is asked for a job whose submission gave no answer. The head goes on looking for it."""
@@ -80,7 +81,7 @@ class Call:
                     taken(job)
                 elif found is None:
                     # A site's banner; it is the user's to read, but not a result.
-                    sys.stderr.write(line)
+                    sys.stderr.write(clean_output(line))
             code = process.wait()
         except KeyboardInterrupt:
             process.kill()
@@ -110,7 +111,7 @@ class Call:
     def _pass_on(self, stream: IO[str]) -> None:
         for line in stream:
             self._errors.append(line)
-            sys.stderr.write(line)
+            sys.stderr.write(clean_output(line))
             sys.stderr.flush()
 
 

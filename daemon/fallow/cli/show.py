@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from typing import Any
 
 import click
 
-from fallow.cli.common import ask, json_option, print_json
+from fallow.cli.common import ask, json_option, json_text, print_json
 from fallow.cli.tables import duration, moment, number, show_table, size
 from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
-from fallow.text import clean, clean_block, counted
+from fallow.text import clean, clean_output, counted
 
 LAST_EVENT = 2**63 - 1
 """Events are numbered by the store, which counts no further."""
@@ -35,7 +34,7 @@ def status(run: str | None, as_json: bool) -> None:
         print_json(snapshot)
     elif run:
         for view in snapshot.runs:
-            show_run(view)
+            show_run(view, snapshot.at)
     else:
         show_runs(snapshot)
 
@@ -44,17 +43,17 @@ def status(run: str | None, as_json: bool) -> None:
 @json_option
 def runs(as_json: bool) -> None:
     """List all runs, ended ones too, each with its newest usable checkpoint."""
-    found = sorted(ask("status", Snapshot).runs, key=lambda run: run.created_at)
+    snapshot = ask("status", Snapshot)
+    found = sorted(snapshot.runs, key=lambda run: run.created_at)
     if as_json:
         print_json(found)
         return
     if not found:
         click.echo(_NO_RUNS)
         return
-    now = time.time()
     show_table(
         ["RUN", "NAME", "BEGUN", "STATUS", "STEP", "CHECKPOINTS", "NEWEST", "AGE", "NOTE"],
-        [_saved_row(run, now) for run in found],
+        [_saved_row(run, snapshot.at) for run in found],
     )
 
 
@@ -138,9 +137,7 @@ async def follow(run: str | None, since: int, limit: int, as_json: bool) -> None
 
 def _print_event(event: EventRecord, as_json: bool) -> None:
     if as_json:
-        import msgspec
-
-        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.write(json_text(event, indent=-1) + "\n")
     else:
         where = event.run or "-"
         sys.stdout.write(
@@ -216,8 +213,8 @@ def _run_row(run: RunView) -> list[str]:
     ]
 
 
-def show_run(run: RunView) -> None:
-    """One run: its row, its members and its jobs."""
+def show_run(run: RunView, now: float) -> None:
+    """One run: its row, its members and its jobs. Args: now: by the head's clock, as all times in a view."""
     show_table(
         ["RUN", "NAME", "STATUS", "NODES", "MEMBERS", "GEN", "STEP", "LOSS", "SAMPLES/S", "NOTE"], [_run_row(run)]
     )
@@ -270,7 +267,6 @@ def show_run(run: RunView) -> None:
 
     if run.checkpoints:
         click.echo()
-        now = time.time()
         show_table(
             ["CHECKPOINT", "STATE", "AGE", "SIZE", "KEPT", "PATH"],
             [
@@ -315,7 +311,7 @@ def _member_row(member: MemberView) -> list[str]:
 def show_report(found: RunReport) -> None:
     """A finished (or running) run in a few lines and a row per generation."""
     if found.traceback:
-        click.echo(clean_block(found.traceback, 20_000).rstrip())
+        click.echo(clean_output(found.traceback, 20_000).rstrip())
     samples, planned, unplanned = found.samples, found.pause_s.planned, found.pause_s.unplanned
     click.echo(clean(f"run {found.run}: {found.status.value} after {found.steps} steps {found.message}".rstrip()))
     click.echo(f"samples: {samples.consumed} consumed, {samples.lost} lost, {samples.duplicated} duplicated")

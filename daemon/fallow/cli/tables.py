@@ -36,7 +36,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
         # On a narrow terminal names that other commands take stay whole, and the rest is folded, not cut.
-        table.add_column(column, no_wrap=not terminal or number == 0, overflow="fold")
+        table.add_column(Text(clean(column)), no_wrap=not terminal or number == 0, overflow="fold")
     for row in rows:
         table.add_row(*(Text(clean(cell, 512), style=STYLES.get(cell, "")) for cell in row))
     with console.capture() as captured:

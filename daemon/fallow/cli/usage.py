@@ -61,7 +61,7 @@ def first_day(text: str, now: float) -> str:
 def show_usage(report: UsageReport) -> None:
     """The table, the causes, others and the owner."""
     if not report.rows:
-        click.echo("nothing used" + (f" since {report.since}" if report.since else " yet"))
+        click.echo(clean("nothing used" + (f" since {report.since}" if report.since else " yet")))
     else:
         _show_rows(report)
     delayed = report.others_delayed
@@ -79,7 +79,7 @@ def _show_rows(report: UsageReport) -> None:
     money = total.allocated.cost is not None
     budgets = any(row.budget_node_s is not None for row in report.rows)
     since = f", since {report.since} (UTC)" if report.since else ""
-    click.echo(f"node-hours by {report.by}{since}")
+    click.echo(clean(f"node-hours by {report.by}{since}"))
     columns = [report.by.upper(), "ALLOCATED", "BASE", "HARVESTED", "WASTED", "GPU-HOURS", "JOBS", "USELESS"]
     columns += [f"COST {report.currency}".strip()] if money else []
     columns += ["BUDGET", "LEFT"] if budgets else []

@@ -14,6 +14,7 @@ import msgspec
 from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, SUBSCRIBE, Answer, peer_uid, to_error
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
+from fallow.text import shown
 
 T = TypeVar("T")
 
@@ -115,7 +116,12 @@ class ControlClient:
                 yield item
 
     async def _ask(self, method: str, params: dict[str, Any]) -> None:
-        line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
+        try:
+            line = msgspec.json.encode({"method": method, "params": params}) + b"\n"
+        except UnicodeEncodeError as error:
+            raise FallowError(
+                f"{method}: {shown(error.object[:128])} is not valid UTF-8; rename what is called so", Exit.DATA
+            ) from error
         if len(line) > MAX_REQUEST:
             raise FallowError(
                 f"{method} would be {len(line)} bytes long; {MAX_REQUEST} are allowed "

@@ -44,6 +44,7 @@ METHODS = frozenset(
         "cancel",
         "checkpoint",
         "rollback",
+        "prune",
         "local_allocation",
         "shutdown",
         SUBSCRIBE,
@@ -70,6 +71,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorBody | None = None
     snapshot: Snapshot | None = None
     event: EventRecord | None = None
+
+
+class Pruned(Struct, frozen=True, kw_only=True):
+    """Result of `prune`, one for each run: its logs and ledgers are gone, and all else where no checkpoint is kept."""
+
+    run: str
+    name: str
+    ended_at: float
+    checkpoints_kept: int
 
 
 class LastPoll(Struct, frozen=True, kw_only=True):

@@ -24,10 +24,12 @@ from fallow.head.book import Book
 from fallow.head.durable import Durable
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
+from fallow.head.lease import Lease
 from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
+from fallow.head.pruning import Pruning
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.submissions import give_up_queued
 from fallow.head.switch import Switch
@@ -58,12 +60,22 @@ class Head:
         paths: where its files are.
         config: what its owner set.
         slurm: the client, or None under `fallow local`.
+        lease: what must be valid before anything changes; None: nobody else can serve the folder.
         stand_in: an agent has started it (`head.stand_in`).
     """
 
-    def __init__(self, paths: Paths, config: Config, slurm: SlurmClient | None, *, stand_in: bool = False) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        config: Config,
+        slurm: SlurmClient | None,
+        lease: Lease | None = None,
+        *,
+        stand_in: bool = False,
+    ) -> None:
         self.paths = paths
         self.config = config
+        self._lease = lease
         self._stand_in = stand_in
         self._inbox = Inbox()
         self._stop = asyncio.Event()
@@ -80,6 +92,7 @@ class Head:
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
         self._book: Book
+        self._pruning: Pruning
         self._operations: Operations
         self._window: Window
         self._router: Router
@@ -131,8 +144,10 @@ class Head:
             new_id=lambda: os.urandom(6).hex(),
             ordered=ordered(config),
             stand_in_after_s=config.membership.head_patience_s,
+            checkpoint_path=config.checkpoint.path,
         )
-        self._operations = Operations(self._book, self._harvest)
+        self._pruning = Pruning(config.prune, lambda run: self._window.report(run))
+        self._operations = Operations(self._book, self._harvest, self._pruning)
         self._window = Window(
             self._book,
             self._durable,
@@ -253,6 +268,7 @@ class Head:
                 self._tick_queued = False
                 saved.adopt(turn, self.config.checkpoint.keep)
                 self._peers.tick(turn)
+                self._pruning.tick(turn)
             case Polled(cluster):
                 self._calls.take_poll(turn, cluster)
             case Due():
@@ -276,6 +292,8 @@ class Head:
         return lambda: None if item.answer.done() else item.answer.set_result(result)
 
     async def _persist(self, turn: Turn) -> None:
+        if self._lease is not None:
+            await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
             self._window.publish(event)
             self._metrics.count_event(event)

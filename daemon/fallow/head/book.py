@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,7 @@ from fallow.core.timing import Timing
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
-from fallow.files import Paths, unwritable, write_private, write_struct
+from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
@@ -69,6 +70,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     accounted_discarded: int = 0
     "steps of `roster.steps_discarded` that are"
     saving: Saving = msgspec.field(default_factory=Saving)
+    pruned: bool = False
+    "its logs and ledgers are removed; its report is in its folder"
+    checkpoint_folder: str = ""
+    "where its checkpoints are; empty: in its own folder"
     ended_at: float | None = None
 
     @property
@@ -206,6 +211,7 @@ class Book:
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
+        checkpoint_path: str | None = None,
         validate: bool = False,
         stand_in_after_s: float | None = None,
     ) -> None:
@@ -213,6 +219,7 @@ class Book:
 
         Args:
             ordered: account and QOS of harvest jobs, where the configuration says so.
+            checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
             stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
         """
         self.paths = paths
@@ -227,6 +234,7 @@ class Book:
         self._public_key = public_key
         self._new_id = new_id
         self._ordered = ordered
+        self._checkpoint_path = checkpoint_path
         self._validate = validate
         self._stand_in_after_s = stand_in_after_s
 
@@ -268,6 +276,7 @@ class Book:
             FallowError: the folder cannot be written; there is no new run.
         """
         run_id = f"{spec.name[:48]}-{self._new_id()[:6]}"
+        checkpoints = self._make_checkpoint_folder(run_id)
         spec = msgspec.structs.replace(spec, run=run_id, created_at=now)
         folder = self.paths.run(run_id).create()
         if spec.script:
@@ -277,7 +286,21 @@ class Book:
         if spec.local:
             # Members are let in by the schedule alone.
             roster.limit, roster.scripted = 0, True
-        return self.add(spec, RunRecord(roster=roster), 0, at)
+        return self.add(spec, RunRecord(roster=roster, checkpoint_folder=checkpoints), 0, at)
+
+    def _make_checkpoint_folder(self, run_id: str) -> str:
+        """Make a private folder for a run's checkpoints where the configuration says so; empty: it does not."""
+        if self._checkpoint_path is None:
+            return ""
+        try:
+            return str(private_dir(Path(self._checkpoint_path) / run_id))
+        except FallowError as error:
+            raise FallowError(f"[checkpoint] path cannot be used: {error.message}", error.code) from error
+
+    def checkpoint_folder(self, run: Run) -> Path:
+        """Where a run's checkpoints are. A run keeps its place when the configuration changes."""
+        named = run.record.checkpoint_folder
+        return Path(named) if named else self.paths.run(run.id).checkpoints
 
     def drop(self, run: Run) -> None:
         """Take back a run that was created in this turn."""
@@ -287,6 +310,12 @@ class Book:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
         del self.current[run.id]
         self.past.add(run)
+
+    def forget(self, run: Run) -> None:
+        """Drop a run that has ended. `fallow runs` and `fallow usage` do not show it any more."""
+        if run.id in self.current:
+            self.rest(run)
+        del self.runs[run.id]
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it.

@@ -121,7 +121,7 @@ class Durable:
         Raises:
             FallowError: it could not be written. A head that cannot write down what it decided must not act on it.
         """
-        if not turn.dirty and not turn.records and not turn.notes:
+        if not turn.changing:
             if self._redis is not None and not self._redis.alive:
                 # Nobody waits for it now, but whoever asks for the event log would be told that it is away.
                 self._idle_away = self._idle_away or _Away(inf)
@@ -143,6 +143,10 @@ class Durable:
             writes.append(Write(f"run/{run_id}", run.revision, msgspec.msgpack.encode(run.record)))
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
+        for run in turn.forgotten:
+            writes.append(Write(f"run/{run.id}", run.revision, None))
+            writes.append(Write(f"spec/{run.id}", 1, None))
+            writes += [Write(f"past/{run.id}/{number:06d}", 1, None) for number in range(1, len(run.past) + 1)]
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
         for run_id in turn.dirty:
             turn.book.runs[run_id].revision += 1

@@ -11,17 +11,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import TextIO, TypeVar, cast
+from collections.abc import Iterator, MutableMapping
+from typing import Any, TextIO, TypeVar, cast
 
 import structlog
 
 from fallow.config import Config, load_config
 from fallow.files import Paths, read_struct, write_problem
 from fallow.head.app import Head
+from fallow.head.lease import Lease
 from fallow.head.stand_in import GIVE_WAY_S, former_config, watch
 from fallow.model import Exit, FallowError, HeadFile
 from fallow.slurm.client import SlurmClient
+from fallow.text import clean
+
+log = structlog.get_logger("fallow.head")
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How a file system without locks answers: Lustre mounted without flock, NFS without a lock manager."""
 
 E = TypeVar("E", bound=BaseException)
 
@@ -36,7 +43,7 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
         stand_in: an agent has started this head, to listen on that address (`head.stand_in`).
 
     Raises:
-        FallowError: another head has the state folder, or it cannot start.
+        FallowError: another head has the state folder or takes it over, or it cannot start.
     """
     os.umask(0o077)
     set_up_logging()
@@ -44,13 +51,13 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
     if stand_in is not None:
         config = former_config(paths, stand_in)
     config = config or load_config()
-    with state_lock(paths, wait_s=0.0 if stand_in else GIVE_WAY_S):
-        return asyncio.run(_serve(paths, config, stand_in is not None))
+    with serving_alone(paths, wait_s=0.0 if stand_in else GIVE_WAY_S) as lease:
+        return asyncio.run(_serve(paths, config, lease, stand_in is not None))
 
 
-async def _serve(paths: Paths, config: Config, stand_in: bool) -> int:
+async def _serve(paths: Paths, config: Config, lease: Lease, stand_in: bool) -> int:
     slurm = slurm_client(config)
-    head = Head(paths, config, slurm, stand_in=stand_in)
+    head = Head(paths, config, slurm, lease, stand_in=stand_in)
     watching: asyncio.Task[None] | None = None
     if stand_in:
         watching = asyncio.create_task(watch(head, paths))
@@ -98,8 +105,8 @@ def slurm_client(config: Config) -> SlurmClient | None:
 
 
 @contextlib.contextmanager
-def state_lock(paths: Paths, wait_s: float = 0.0) -> Iterator[None]:
-    """One head per state folder, held by an flock for as long as the process lives.
+def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
+    """Be the only head of a state folder: by a lock, and by a lease where locks are not shared between hosts.
 
     Args:
         paths: of the state folder.
@@ -112,29 +119,47 @@ def state_lock(paths: Paths, wait_s: float = 0.0) -> Iterator[None]:
         fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise FallowError(f"{paths.head_lock}: cannot be opened ({error.strerror})", Exit.CANTCREAT) from error
-    deadline = time.monotonic() + wait_s
     try:
-        while not _locked(paths, fd):
-            if time.monotonic() >= deadline or not _stand_in_serves(paths):
-                raise FallowError(_who_has_it(paths), Exit.CANTCREAT)
-            with contextlib.suppress(OSError):
-                paths.head_wanted.touch(mode=0o600)
-            time.sleep(_LOOK_S)
-        if wait_s:
-            with contextlib.suppress(OSError):
-                paths.head_wanted.unlink(missing_ok=True)
-        yield
+        lease = Lease(paths)
+        _acquire(paths, fd, lease, wait_s)
+        try:
+            with lease.kept_up():
+                yield lease
+        finally:
+            lease.release()
     finally:
         os.close(fd)
 
 
+def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
+    """Lock the folder and acquire its lease, once a stand-in head has given way."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            lease.acquire(locked=_locked(paths, fd))
+            break
+        except FallowError:
+            if time.monotonic() >= deadline or not _stand_in_serves(paths):
+                raise
+        with contextlib.suppress(OSError):
+            paths.head_wanted.touch(mode=0o600)
+        time.sleep(_LOOK_S)
+    if wait_s:
+        with contextlib.suppress(OSError):
+            paths.head_wanted.unlink(missing_ok=True)
+
+
 def _locked(paths: Paths, fd: int) -> bool:
+    """Lock the folder. False: the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno in _NO_LOCKS:
+            log.warning("lock.none", folder=str(paths.state), error=error.strerror)
+            return False
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
-        return False
+        raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
     return True
 
 
@@ -168,11 +193,17 @@ class _Lossy:
             self._stream.flush()
 
 
+def _console(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    """A line for a terminal. What the head logs holds names that anybody chose."""
+    harmless = {key: clean(value) if isinstance(value, str) else value for key, value in event.items()}
+    return structlog.dev.ConsoleRenderer()(logger, name, harmless)
+
+
 def set_up_logging() -> None:
     """Structured lines on standard error: readable on a terminal, JSON elsewhere. A full disk costs lines only."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
+        renderer = _console
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

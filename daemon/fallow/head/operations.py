@@ -13,6 +13,7 @@ from fallow.core.allocations import SUBMIT_S, Allocation
 from fallow.core.joining import check_limits
 from fallow.head.book import Book, Run
 from fallow.head.harvest import Harvest
+from fallow.head.pruning import Pruning
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, Exit, FallowError, RunSpec, SaveCheckpoint
 from fallow.text import counted, shown
@@ -21,7 +22,7 @@ from fallow.text import counted, shown
 class Operations:
     """One method per control method that changes something; each gets its turn of the main loop."""
 
-    def __init__(self, book: Book, harvest: Harvest) -> None:
+    def __init__(self, book: Book, harvest: Harvest, pruning: Pruning | None = None) -> None:
         self._book = book
         self._harvest = harvest
         self._methods: dict[str, Callable[..., Any]] = {
@@ -39,6 +40,8 @@ class Operations:
             "rollback": self.rollback,
             "local_allocation": self.local_allocation,
         }
+        if pruning is not None:
+            self._methods["prune"] = pruning.prune
 
     def handle(self, turn: Turn, method: str, params: dict[str, Any]) -> Any:
         """Carry out one request.

@@ -55,7 +55,7 @@ from fallow.model import (
     WorkerPhase,
     WorkerReady,
 )
-from fallow.text import clean_block
+from fallow.text import clean_output
 from fallow.wire.router import agent_of, key_of
 
 _JUDGED = frozenset((WorkerPhase.READY, WorkerPhase.MEMBER, WorkerPhase.LEAVING))
@@ -104,7 +104,7 @@ class Peers:
                 saved.take(turn, run, message, turn.now - message.took_s, self._checkpoint.keep)
                 turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
             case Failed():
-                clean = clean_block(message.traceback, TRACEBACK)
+                clean = clean_output(message.traceback, TRACEBACK)
                 self._take(turn, run, msgspec.structs.replace(message, traceback=clean))
             case Active():
                 allocation = run.allocation_of(worker)
@@ -139,6 +139,7 @@ class Peers:
             lease_s=self._config.lease_s,
             head_patience_s=self._patience_s(run, run.allocation_of(worker)),
             folder=str(turn.book.paths.run(run.id).root),
+            checkpoint_folder=str(turn.book.checkpoint_folder(run)),
             checkpoint_s=self._checkpoint.interval_s,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),

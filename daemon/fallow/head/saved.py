@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from fallow.core import events as ev
@@ -26,7 +27,7 @@ def adopt(turn: Turn, keep: int) -> None:
         if run.roster.status.ended:
             continue
         known = {saved.written.path for saved in run.roster.checkpoints}
-        for folder in complete_ones(turn.book.paths.run(run.id).checkpoints):
+        for folder in complete_ones(turn.book.checkpoint_folder(run)):
             if str(folder) in known:
                 continue
             try:
@@ -39,7 +40,11 @@ def adopt(turn: Turn, keep: int) -> None:
 
 
 def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int) -> None:
-    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock."""
+    """Note a checkpoint that is complete on disk; `taken_at`: Unix time of its snapshot by this host's clock.
+
+    The worker's own time is not kept: nodes' clocks differ, and all that is shown is by the head's.
+    """
+    written = msgspec.structs.replace(written, written_at=taken_at)
     known = {saved.written.path for saved in run.roster.checkpoints}
     turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
     if written.path not in known and written in run.roster.usable_checkpoints():
@@ -64,7 +69,7 @@ def due_in_s(run: Run, every_s: float, now: float) -> float | None:
 
 
 def remove(folders: list[str]) -> None:
-    """Delete checkpoints beside the main loop: a shared file system takes its time."""
+    """Delete folders, such as checkpoints, beside the main loop: a shared file system takes its time."""
     threading.Thread(target=_remove, args=(list(folders),), name="remove-checkpoints", daemon=True).start()
 
 
@@ -73,7 +78,7 @@ def _remove(folders: list[str]) -> None:
         path = Path(folder)
         try:
             # Renamed first: a half deleted folder must not look complete.
-            path = path.rename(path.with_suffix(REMOVED))
+            path = path.rename(path.with_name(path.name + REMOVED))
             shutil.rmtree(path)
         except FileNotFoundError:
             continue

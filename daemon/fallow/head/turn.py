@@ -65,10 +65,17 @@ class Turn:
     "what the head wants to find again besides its runs, by key"
     removals: list[str] = field(default_factory=list)
     "folders of checkpoints to delete"
+    forgotten: list[Run] = field(default_factory=list)
+    "ended runs whose records are deleted"
     began: bool = False
     "a run began to train"
     taken: bool = False
     "Slurm takes a node from us"
+
+    @property
+    def changing(self) -> bool:
+        """There is something to make durable."""
+        return bool(self.dirty or self.records or self.notes or self.forgotten)
 
     def record(self, run: Run | None, kind: str, text: str, **data: Any) -> None:
         self.records.append(NewRecord(self.now, None if run is None else run.id, kind, text, data))
@@ -83,6 +90,12 @@ class Turn:
         self.dirty.add(run.id)
         self.submissions.append((run.id, allocation.token))
         return allocation
+
+    def forget(self, run: Run) -> None:
+        """Delete the record of a run that has ended."""
+        self.book.forget(run)
+        self.dirty.discard(run.id)
+        self.forgotten.append(run)
 
     def apply(self, run: Run, event: ev.Event) -> None:
         """Put an event into a run's machine and take its instructions as effects.

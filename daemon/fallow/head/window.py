@@ -21,6 +21,7 @@ from fallow.head.forgetting import reports
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
 from fallow.head.ledgers import count_samples
+from fallow.head.pruning import kept_report
 from fallow.head.slurm_calls import SlurmCalls
 from fallow.model import EventRecord, Exit, FallowError, HeadView, Prospect, RunReport, RunSpec, Snapshot, UsageReport
 
@@ -142,6 +143,8 @@ class Window:
         return self._harvest.prospect(self._book, msgspec.convert(spec, RunSpec))
 
     def report(self, run: Run) -> RunReport:
+        if (kept := kept_report(self._book, run)) is not None:
+            return kept
         history = reports(run)
         return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
 

@@ -18,7 +18,10 @@ from fallow.agent.restart import as_program, under_torchrun
 from fallow.core.schedule import parse_schedule
 from fallow.local.driver import Driver, name_of
 from fallow.model import Exit, FallowError, RunReport, RunStatus
-from fallow.text import clean_block
+from fallow.text import clean, clean_block, clean_output, harmless_json
+
+_LONGEST = 1 << 20
+"""Characters of a summary that are shown: a line for each generation."""
 
 
 def main(
@@ -65,25 +68,28 @@ def main(
         sys.stderr.write(f"fallow local: logs are kept in {folder}\n")
         raise
     if driver.absent:
-        sys.stderr.write(f"fallow local: {driver.absent} newcomer(s) did not take part: {driver.absent_because}\n")
+        sys.stderr.write(
+            f"fallow local: {driver.absent} newcomer(s) did not take part: {clean(driver.absent_because)}\n"
+        )
     for item in driver.missed:
         when = "before" if restart else f"at step {result.steps}"
         sys.stderr.write(f"fallow local: {item.text} did not happen: the run ended {when}\n")
     encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
     written = report is None or _write(report, encoded + b"\n")
     if json:
-        sys.stdout.write(encoded.decode() + "\n")
+        sys.stdout.write(harmless_json(encoded.decode(), sys.stdout.encoding or "utf-8") + "\n")
     else:
-        sys.stdout.write(summary(result, restart) + "\n")
+        sys.stdout.write(clean_block(summary(result, restart), _LONGEST) + "\n")
     good = result.status is RunStatus.FINISHED and not result.samples.lost and not result.samples.duplicated
     if good:
         if result.message:
-            sys.stderr.write(f"fallow local: {result.message}\n")
+            sys.stderr.write(f"fallow local: {clean(result.message)}\n")
         shutil.rmtree(folder, ignore_errors=True)
         return Exit.OK if written else Exit.IOERR
     if result.traceback:
-        sys.stderr.write(clean_block(result.traceback, 20_000).rstrip() + "\n")
-    sys.stderr.write(f"fallow local: run is {result.status}: {result.message or 'see the report'}; logs in {folder}\n")
+        sys.stderr.write(clean_output(result.traceback, 20_000).rstrip() + "\n")
+    why = clean(result.message) or "see the report"
+    sys.stderr.write(f"fallow local: run is {result.status}: {why}; logs in {folder}\n")
     return Exit.SOFTWARE
 
 
@@ -100,7 +106,7 @@ def _write(report: Path, content: bytes) -> bool:
     try:
         report.write_bytes(content)
     except OSError as error:
-        sys.stderr.write(f"fallow local: --report {report}: cannot be written ({error.strerror})\n")
+        sys.stderr.write(f"fallow local: --report {clean(str(report))}: cannot be written ({error.strerror})\n")
         return False
     return True
 

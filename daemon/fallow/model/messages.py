@@ -284,6 +284,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "a held or ready worker gives up when the head was silent for this long; infinity: it never does"
     folder: str
     "the run's folder on the shared file system (0700)"
+    checkpoint_folder: str = ""
+    "of the run's checkpoints (0700); empty: `checkpoints` in `folder`"
     checkpoint_s: float = 0.0
     "seconds between durable checkpoints; 0: only those that somebody asks for"
     checkpoint_in_s: float | None = None

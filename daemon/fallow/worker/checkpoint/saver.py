@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fallow.core.saving import RETRY_S
+from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
@@ -42,7 +43,8 @@ class Saver:
         self._every_s = welcome.checkpoint_s
         self._clock = clock
         self._came = clock()
-        self._writer = Writer(session.worker, Path(welcome.folder) / "checkpoints", self._report, clock)
+        folder = welcome.checkpoint_folder or RunPaths(Path(welcome.folder)).checkpoints
+        self._writer = Writer(session.worker, Path(folder), self._report, clock)
         self._held_until = 0.0
         "this member wishes no periodic one before then: what became of the last one is not known"
         self._dropped: tuple[int, int] | None = None

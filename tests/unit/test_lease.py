@@ -1,0 +1,155 @@
+"""A second head is noticed by the lease file where locks are not shared between hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fallow.files import Paths
+from fallow.head.lease import BEAT_S, SETTLE_S, VALID_S, WATCH_S, Lease, own_files
+from fallow.model import Exit, FallowError
+
+
+class World:
+    """Hosts that share a folder, no locks, and no clock but this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = Paths(state=folder / "state", runtime=folder / "run").create()
+        self.now = 0.0
+        self.beside: Callable[[], None] = lambda: None
+        "what happens elsewhere meanwhile"
+
+    def lease(self, place: str) -> Lease:
+        return Lease(self.paths, place=place, clock=lambda: self.now, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.beside()
+
+    def may_act(self, lease: Lease) -> bool:
+        """Whether that head would change something now, without a look at the file."""
+
+        async def ask() -> bool:
+            try:
+                async with asyncio.timeout(0):
+                    await lease.confirm(changing=True)
+            except TimeoutError:
+                return False
+            return True
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_head_that_lives_on_another_host_is_noticed_and_named(world: World) -> None:
+    first = world.lease("login1")
+    first.acquire(locked=True)
+    beats = []
+
+    def beat() -> None:
+        if world.now >= BEAT_S * (len(beats) + 1):
+            beats.append(world.now)
+            first.renew()
+
+    world.beside = beat
+    with pytest.raises(FallowError, match=rf"^another head \(pid \d+ on {os.uname().nodename}\) serves ") as caught:
+        world.lease("login2").acquire(locked=True)
+    assert caught.value.code is Exit.CANTCREAT
+    assert world.now < 2 * BEAT_S, "noticed at its first sign of life"
+    assert world.may_act(first)
+
+
+def test_a_head_of_the_same_place_is_refused_at_once_while_its_process_lives(world: World) -> None:
+    world.lease("login1").acquire(locked=True)
+    with pytest.raises(FallowError, match="another head"):
+        world.lease("login1").acquire(locked=False)
+    assert world.now == 0.0
+
+
+def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fallow.files import Paths; from fallow.head.lease import Lease;"
+        "Lease(Paths(Path(sys.argv[1]), Path(sys.argv[2])), place='login1').acquire(locked=True)"
+    )
+    words = [sys.executable, "-c", code, str(world.paths.state), str(world.paths.runtime)]
+    subprocess.run(words, check=True, timeout=120)
+    assert world.paths.head_lease.exists()
+    world.lease("login1").acquire(locked=True)
+    assert world.now == 0.0
+
+
+def test_a_head_that_ended_well_leaves_the_folder_free(world: World) -> None:
+    first = world.lease("login1")
+    first.acquire(locked=True)
+    first.release()
+    world.lease("login2").acquire(locked=True)
+    assert world.now == 0.0
+
+
+def test_of_a_dead_host_the_folder_is_taken_over_after_a_watch(world: World) -> None:
+    world.lease("login1").acquire(locked=True)
+    world.lease("login2").acquire(locked=True)
+    assert WATCH_S <= world.now < WATCH_S + SETTLE_S + 1.0
+
+
+def test_a_head_that_stood_still_does_nothing_more_and_ends(world: World) -> None:
+    first, second = world.lease("login1"), world.lease("login2")
+    first.acquire(locked=True)
+    assert world.may_act(first)
+    world.now += VALID_S + 0.1
+    assert not world.may_act(first), "it does not know whether it was replaced"
+    second.acquire(locked=True)
+    assert not world.may_act(first)
+    first.renew()
+    with pytest.raises(FallowError, match=rf"the head on {os.uname().nodename} \(pid \d+\) has taken over") as caught:
+        asyncio.run(first.confirm(changing=False))
+    assert caught.value.code is Exit.CANTCREAT
+    assert world.may_act(second)
+    first.release()
+    second.renew()
+    assert world.may_act(second), "who was replaced takes nothing away"
+
+
+def test_a_head_that_stood_still_and_was_not_replaced_goes_on(world: World) -> None:
+    first = world.lease("login1")
+    first.acquire(locked=True)
+    world.now += 3600.0
+    assert not world.may_act(first)
+    first.renew()
+    assert world.may_act(first)
+
+
+def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
+    world.lease("login1").acquire(locked=True)
+    second, third = world.lease("login2"), world.lease("login3")
+
+    def also() -> None:
+        if world.now >= WATCH_S and world.beside is also:
+            world.beside = lambda: None
+            third._write()  # it has watched as long
+
+    world.beside = also
+    with pytest.raises(FallowError, match="another head"):
+        second.acquire(locked=True)
+
+
+def test_what_a_former_server_still_writes_does_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "appendonlydir"
+    folder.mkdir()
+    file = folder / "appendonly.aof.1.incr.aof"
+    file.write_bytes(b"before")
+    with open(file, "ab", buffering=0) as former:
+        own_files(tmp_path)
+        former.write(b" after")
+    assert file.read_bytes() == b"before"
+    assert [path.name for path in folder.iterdir()] == [file.name]

@@ -1,0 +1,188 @@
+"""What ended runs have left goes by count and age, and nothing that somebody would miss."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fallow.cli.main import invoke
+from fallow.config import Config, Prune
+from fallow.control.protocol import Pruned
+from fallow.core.pruning import outdated
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.pruning import DAY_S, EVERY_S, Pruning, kept_report
+from fallow.head.turn import Turn
+from fallow.head.views import run_report
+from fallow.model import AllocationKind, Exit, FallowError, RunReport, RunSpec, RunStatus, SampleReport
+
+NOW = 100 * DAY_S
+
+
+@pytest.mark.parametrize(
+    ("keep", "older_than_s", "gone"),
+    [(0, 0.0, "abcd"), (1, 0.0, "abc"), (0, 25.0, "abc"), (2, 25.0, "ab"), (9, 0.0, ""), (0, 1000.0, "")],
+)
+def test_count_and_age_must_both_be_reached(keep: int, older_than_s: float, gone: str) -> None:
+    ended_at = {"d": 80.0, "a": 10.0, "c": 75.0, "b": 20.0}
+    assert "".join(outdated(ended_at, 100.0, keep, older_than_s)) == gone
+
+
+class Desk:
+    """A book with runs, and what a head would do with them."""
+
+    def __init__(self, folder: Path, keep: int = 1, days: float = 30.0) -> None:
+        numbers = itertools.count()
+        paths = Paths(state=folder / "s", runtime=folder / "r").create()
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.pruning = Pruning(Prune(keep=keep, older_than_days=days), self.report)
+        self.at = 0.0
+
+    def report(self, run: Run) -> RunReport:
+        kept = kept_report(self.book, run)
+        if kept is not None:
+            return kept
+        ledgers = list(self.book.paths.run(run.id).ledger.glob("*.ledger"))
+        return run_report(run, [], SampleReport(consumed=64 * len(ledgers), lost=0, duplicated=0))
+
+    def run(self, ended_days_ago: float | None, checkpoint: bool = False) -> Run:
+        run = self.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2, script="#!/bin/sh"), 0.0, 0.0)
+        paths = self.book.paths.run(run.id)
+        paths.log("w0").write_text("log")
+        (paths.ledger / "w0.ledger").write_text("ledger")
+        if checkpoint:
+            (paths.checkpoints / "step-1").mkdir()
+        if ended_days_ago is not None:
+            run.roster.status, run.record.ended_at = RunStatus.FINISHED, NOW - ended_days_ago * DAY_S
+        return run
+
+    def tick(self) -> Turn:
+        turn = Turn(self.book, self.at, NOW)
+        self.pruning.tick(turn)
+        return turn
+
+    def removed(self, turn: Turn) -> set[str]:
+        return {str(Path(path).relative_to(self.book.paths.runs)) for path in turn.removals}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_the_head_removes_logs_and_ledgers_of_outdated_runs_one_at_a_time(desk: Desk) -> None:
+    old, older = desk.run(40.0), desk.run(50.0)
+    desk.run(20.0)
+    desk.run(None)
+    first, second, third = desk.tick(), desk.tick(), desk.tick()
+    assert desk.removed(first) == {f"{older.id}/logs", f"{older.id}/ledger"}
+    assert desk.removed(second) == {f"{old.id}/logs", f"{old.id}/ledger"}
+    assert (third.removals, third.changing) == ([], False)
+    assert first.dirty == {older.id}
+    assert [record.kind for record in first.records] == ["prune"]
+    assert len(desk.book.runs) == 4, "records stay"
+
+
+def test_the_head_looks_again_after_an_hour(desk: Desk) -> None:
+    desk.run(1.0)
+    assert not desk.tick().removals
+    desk.run(40.0)
+    assert not desk.tick().removals
+    desk.at = EVERY_S
+    assert desk.tick().removals
+
+
+def test_the_newest_keep_theirs_however_old(desk: Desk) -> None:
+    desk.run(90.0)
+    assert not desk.tick().removals
+
+
+def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
+    run = desk.run(40.0)
+    desk.run(1.0)
+    before = desk.report(run)
+    desk.tick()
+    (desk.book.paths.run(run.id).ledger / "w0.ledger").unlink()
+    assert run.record.pruned
+    assert desk.report(run) == before
+    assert before.samples.consumed == 64
+
+
+def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = desk.run(40.0)
+    desk.run(1.0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fallow.head.pruning.write_struct", full)
+    assert not desk.tick().removals
+    assert not run.record.pruned
+
+
+def test_a_run_with_checkpoints_keeps_them_and_its_record(desk: Desk) -> None:
+    run = desk.run(40.0, checkpoint=True)
+    turn = Turn(desk.book, 0.0, NOW)
+    (found,) = desk.pruning.prune(turn, runs=[run.id])
+    assert found == Pruned(run=run.id, name="r", ended_at=NOW - 40 * DAY_S, checkpoints_kept=1)
+    assert desk.removed(turn) == {f"{run.id}/logs", f"{run.id}/ledger"}
+    assert run.id in desk.book.runs
+    assert desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id]) == []
+
+
+@pytest.mark.parametrize(("checkpoint", "asked"), [(False, False), (True, True)])
+def test_a_run_without_checkpoints_is_forgotten(desk: Desk, checkpoint: bool, asked: bool) -> None:
+    run = desk.run(1.0, checkpoint=checkpoint)
+    turn = Turn(desk.book, 0.0, NOW)
+    (found,) = desk.pruning.prune(turn, runs=[run.id], checkpoints=asked)
+    assert found.checkpoints_kept == 0
+    assert desk.removed(turn) == {run.id, f"{run.id}/checkpoints"}
+    assert turn.forgotten == [run]
+    assert run.id not in desk.book.runs
+    assert run.id not in desk.book.current
+    assert turn.dirty == set()
+
+
+def test_a_dry_run_changes_nothing(desk: Desk) -> None:
+    run = desk.run(40.0)
+    turn = Turn(desk.book, 0.0, NOW)
+    assert [one.run for one in desk.pruning.prune(turn, keep=0, dry_run=True)] == [run.id]
+    assert (turn.removals, turn.changing, run.record.pruned) == ([], False, False)
+
+
+def test_a_run_that_goes_on_or_still_has_jobs_is_never_pruned(desk: Desk) -> None:
+    going, ending = desk.run(None), desk.run(40.0)
+    desk.book.new_allocation(ending, AllocationKind.BASE, NOW)
+    turn = Turn(desk.book, 0.0, NOW)
+    assert desk.pruning.prune(turn, keep=0, older_than_s=0.0) == []
+    with pytest.raises(FallowError, match=f"run {going.id} is waiting; only a run that has ended is pruned") as caught:
+        desk.pruning.prune(turn, runs=[going.id])
+    assert caught.value.code is Exit.USAGE
+    with pytest.raises(FallowError, match=f"run {ending.id} still has jobs"):
+        desk.pruning.prune(turn, runs=[ending.id])
+    assert not turn.removals
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(method: str, type_: Any, **params: Any) -> Any:
+        asked.append({"method": method, **params})
+        return [Pruned(run="r1", name="evil\x1b[2J", ended_at=0.0, checkpoints_kept=2)]
+
+    monkeypatch.setattr("fallow.cli.prune.ask", answer)
+    assert invoke(["prune", "--keep", "3", "--older-than", "14d", "--dry-run"]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert (row[0], row[1], row[-3:]) == ("r1", r"evil\x1b[2J", ["logs,", "ledgers", "2"])
+    assert asked == [{"method": "prune", "checkpoints": False, "dry_run": True, "keep": 3, "older_than_s": 14 * DAY_S}]
+    assert invoke(["prune", "--older-than", "soon"]) == Exit.USAGE
+    assert "give an age as 36h, 14d or 4w" in capsys.readouterr().err
+    assert invoke(["prune", "--keep", "3", "r1"]) == Exit.USAGE
+
+
+def test_defaults_keep_twenty_and_a_month() -> None:
+    assert Config().prune == Prune(keep=20, older_than_days=30.0)

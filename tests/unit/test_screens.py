@@ -1,0 +1,199 @@
+"""No command lets through what a terminal obeys, whatever the names are that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fallow.cli import doctor
+from fallow.cli.main import COMMANDS, invoke
+from fallow.core.checks import Check, Level
+from fallow.local import main as local_main
+from fallow.model import Exit, FallowError, RunReport, RunStatus
+
+EVIL = "e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c\r[bold]x[/]"
+SEEN = r"e\x1b]52;c;eA==\x07\x9b2J\x7f\u202e\u2066\u200b\u2028\u061c"
+FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def hostile(kind: Any) -> Any:
+    """A value of a type in which every text is hostile."""
+    return _value(msgspec.inspect.type_info(kind), 0)
+
+
+def _value(info: Any, depth: int) -> Any:
+    inspect = msgspec.inspect
+    match info:
+        case inspect.StructType():
+            fields = {f.name: _value(f.type, depth + 1) for f in info.fields}
+            return info.cls(**fields)
+        case inspect.StrType():
+            return EVIL
+        case inspect.EnumType():
+            return next(iter(info.cls))
+        case inspect.BoolType():
+            return True
+        case inspect.IntType():
+            return 1
+        case inspect.FloatType():
+            return 1.0
+        case inspect.ListType() | inspect.VarTupleType() | inspect.CollectionType():
+            return [_value(info.item_type, depth + 1)]
+        case inspect.TupleType():
+            return tuple(_value(one, depth + 1) for one in info.item_types)
+        case inspect.DictType():
+            return {_value(info.key_type, depth + 1): _value(info.value_type, depth + 1)}
+        case inspect.UnionType():
+            return _value(next(one for one in info.types if not isinstance(one, inspect.NoneType)), depth + 1)
+    return EVIL
+
+
+@pytest.fixture(autouse=True)
+def head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head all of whose answers are hostile."""
+    monkeypatch.setattr("fallow.control.client.call", lambda file, method, type_=Any, **params: hostile(type_))
+    monkeypatch.setattr(doctor, "examine", lambda: [Check(EVIL, Level.OK, EVIL, EVIL)])
+
+
+SHOWING = [
+    ["status"],
+    ["status", "r"],
+    ["runs"],
+    ["events"],
+    ["report", "r"],
+    ["usage"],
+    ["doctor"],
+]
+CHANGING = [[name, EVIL] for name in ("grow", "shrink", "pause", "resume", "checkpoint", "cancel")]
+CHANGING += [["drain", EVIL, "n1"], ["rollback", EVIL, "--to", "3"]]
+
+
+@pytest.mark.parametrize("words", SHOWING + CHANGING, ids=lambda words: words[0])
+def test_what_people_read_is_harmless(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    invoke(words)
+    shown = "".join(capsys.readouterr())
+    assert r"\x1b]52;c;eA==\x07" in shown.replace("\n", "")
+    assert FORBIDDEN.findall(shown) == []
+
+
+@pytest.mark.parametrize("words", SHOWING, ids=lambda words: words[0])
+def test_json_is_harmless_and_exact(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    invoke([*words, "--json"])
+    shown = capsys.readouterr().out
+    assert FORBIDDEN.findall(shown) == []
+    assert EVIL in _texts(json.loads(shown))
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in _texts(part)]
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_the_walk_has_met_every_command_that_shows_what_the_head_says() -> None:
+    walked = {words[0] for words in SHOWING + CHANGING}
+    # `submit` and `local` have tests of their own below, `top` in tests/tui.
+    others = {"submit", "run", "local", "daemon", "top", "testbed", "demo", "simulate", "bench", "completion", "prune"}
+    assert walked | others >= set(COMMANDS)
+
+
+SCRIPT = (
+    "#!/bin/bash\n#SBATCH --time=5\n#SBATCH --job-name='e\u202evil'\n# \x1b]52;c;eA==\x07\nfallow run -- python t.py\n"
+)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sbatch that says hostile things, and no other command of Slurm."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "sbatch").write_text("#!/bin/sh\nprintf 'sbatch: \\033]0;t\\007 site banner\\n' >&2\necho 77\n")
+    (commands / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fallow.cli.dry_run.ask", no_head)
+    return tmp_path
+
+
+def no_head(*_: Any, **__: Any) -> Any:
+    raise FallowError(f"no head for {EVIL}", Exit.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("name", ["job\u202e\x1b[2J.sh", "job\udcff.sh"])
+def test_a_dry_run_shows_script_and_path_harmlessly(slurm: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / name).write_text(SCRIPT)
+    invoke(["submit", "--dry-run", "--nodes=1:2", name])
+    out, err = capsys.readouterr()
+    assert FORBIDDEN.findall(out + err) == []
+    assert r"# \x1b]52;c;eA==\x07" in out, err
+    invoke(["submit", "--dry-run", "--json", "--nodes=1:2", name])
+    out, err = capsys.readouterr()
+    assert FORBIDDEN.findall(out + err) == []
+    found = json.loads(out)
+    assert found["base_script"] == SCRIPT
+    assert str(slurm / name) in found["base"]
+
+
+def test_what_sbatch_says_is_shown_harmlessly(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fallow.cli.sbatch_call import Call
+
+    outcome = Call(["sbatch"], environment=dict(os.environ)).run(lambda job: None)
+    assert outcome.job == "77"
+    assert capsys.readouterr().err == r"sbatch: \x1b]0;t\x07 site banner" + "\n"
+
+
+def test_local_shows_what_the_script_said_harmlessly(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Failed:
+        absent, absent_because, missed = 1, EVIL, ()
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        async def train(self) -> RunReport:
+            return msgspec.structs.replace(hostile(RunReport), status=RunStatus.FAILED)
+
+    monkeypatch.setattr(local_main, "Driver", Failed)
+    local_main.main(["true"], 1)
+    local_main.main(["true"], 1, json=True)
+    shown = "".join(capfd.readouterr())
+    assert "newcomer(s) did not take part: " + SEEN in shown
+    assert FORBIDDEN.findall(shown) == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf8_gets_escapes_and_no_traceback(encoding: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": encoding, "FALLOW_STATE_DIR": str(tmp_path / "größe模")}
+    for words in (["status"], ["status", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fallow", *words], env=environ, capture_output=True, timeout=120, check=False
+        )
+        said = (done.stdout + done.stderr).decode(encoding)
+        assert done.returncode == 69, said
+        assert r"\u6a21" in said
+        if "--json" in words:
+            assert "größe模" in json.loads(said)["error"]["message"]
+
+
+async def test_a_name_that_is_no_utf8_is_refused_in_words(tmp_path: Path) -> None:
+    from fallow.control.client import ControlClient
+
+    reader, writer = asyncio.StreamReader(), None
+    client = ControlClient(reader, writer)  # type: ignore[arg-type]  # nothing is written
+    with pytest.raises(FallowError, match=r"pause: 'job\\udcff' is not valid UTF-8; rename"):
+        await client.call("pause", run="job\udcff")
