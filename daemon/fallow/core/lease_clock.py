@@ -79,6 +79,11 @@ class LeaseClock:
         """What was heard until now."""
         return Hearing(self._newest_at, self._returned_at)
 
+    @property
+    def is_deaf(self) -> bool:
+        """Nobody was heard for so long that the clock stands still."""
+        return self._deaf_s >= DEAF_S
+
     def _go_on(self, at: float) -> None:
         shows = self.read(at)
         self._deaf_s += shows - self._shows

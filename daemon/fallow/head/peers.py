@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.duds import came
 from fallow.core.lease_clock import RECONNECT_S
+from fallow.core.roster import Worker
 from fallow.head import again, gauge, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.forgetting import forget
@@ -367,6 +369,9 @@ class Peers:
             kept = any(worker is not None and worker.phase in _JUDGED for worker in workers)
             if silent > self._config.lease_s and not kept:
                 self.agent_gone(turn, run, allocation, node, f"agent on {node} silent for {silent:.0f} s")
+            elif run.spec.local and run.clock.is_deaf and _are_processes_gone(workers):
+                # No Slurm tells of these nodes, but all of them are on this host.
+                self.agent_gone(turn, run, allocation, node, f"the processes of {node} are gone")
 
     @staticmethod
     def _silent_s(turn: Turn, run: Run, allocation: Allocation, node: str) -> float:
@@ -389,6 +394,19 @@ class Peers:
 def _expects_somebody(run: Run) -> bool:
     """Agents of the run should be heard."""
     return any(set(a.agents) - set(a.agents_gone) for a in run.live_allocations())
+
+
+def _are_processes_gone(workers: list[Worker | None]) -> bool:
+    pids = [worker.pid for worker in workers if worker is not None and worker.phase is not WorkerPhase.GONE]
+    return bool(pids) and all(pid and not _is_running(pid) for pid in pids)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def _ended(code: int) -> str:
