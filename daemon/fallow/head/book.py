@@ -26,7 +26,17 @@ from fallow.core.worth import Gain
 from fallow.files import Paths, write_private, write_struct
 from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
-from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Beat,
+    DataNetwork,
+    Exit,
+    FallowError,
+    KeyFile,
+    RunSpec,
+    RunView,
+)
 from fallow.text import shown
 from fallow.wire.keys import new_keypair
 
@@ -126,6 +136,8 @@ class Run:
         self.reached = 0, 0
         "where the foremost member is in its data; raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
+        self.without_agent: dict[str, str] = {}
+        "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
         "steps since the last change, to be measured"
         self.curve_written = 0.0
@@ -196,9 +208,10 @@ class Book:
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
+        network: DataNetwork = DataNetwork(),
         validate: bool = False,
     ) -> None:
-        """Args: ordered: account and QOS of harvest jobs, where the configuration says so."""
+        """Args: ordered: account and QOS of harvest jobs, where the configuration says so. network: of the members."""
         self.paths = paths
         self.runs: dict[str, Run] = {}
         self.current: dict[str, Run] = {}
@@ -206,6 +219,9 @@ class Book:
         self.past = Past()
         self.principals: dict[str, Principal] = {}
         self.term = 0
+        self.endpoint = ""
+        "where peers find this head"
+        self.network = network
         self._revoked: list[str] = []
         self._timing = timing
         self._public_key = public_key

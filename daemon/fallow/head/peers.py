@@ -12,7 +12,7 @@ from fallow.config import Membership as MembershipConfig
 from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.duds import came
-from fallow.head import again, gauge, neighbours, saved, views
+from fallow.head import again, gauge, missing, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.forgetting import forget
 from fallow.head.turn import Turn
@@ -319,6 +319,7 @@ class Peers:
             turn.reply(run, run.rendezvous.tick(turn.at))
             turn.apply(run, ev.Ticked(at=turn.at))
             margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+            missing.look(turn, run)
             for allocation in run.live_allocations():
                 self._watch(turn, run, allocation, margin_s)
                 again.due(turn, run, allocation, self._config.beat_s)

@@ -462,7 +462,8 @@ def init() -> Run:
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
-    return attach(Session(worker, secret.address, connection(secret)))
+    address, ports = process.listens_on(secret)
+    return attach(Session(worker, address, connection(secret), ports=ports))
 
 
 def attach(session: Session) -> Run:
