@@ -7,6 +7,7 @@ a misspelt key would otherwise do nothing, silently.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fallow.model import ACCOUNT_PATTERN, Exit, FallowError
+from fallow.core.network import port_range
+from fallow.model import ACCOUNT_PATTERN, DataNetwork, Exit, FallowError
 
 SYSTEM_FILE = Path("/etc/fallow/config.toml")
 
@@ -92,6 +94,26 @@ class HeadSection(_Section, frozen=True):
     prometheus_port: Port | None = None
 
 
+class Network(_Section, frozen=True):
+    """Where the members of a run listen for each other. The job's GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first."""
+
+    interface: str | None = None
+    "as NCCL_SOCKET_IFNAME has it: ib0, =eth1, ^docker; None: the one that leads to the head"
+    subnet: str | None = None
+    "CIDR, where the nodes' interfaces have different names: 10.78.0.0/24"
+    head_ports: str | None = None
+    "FIRST-LAST; the head listens on a free one of them unless [head] port names one"
+    member_ports: str | None = None
+    "FIRST-LAST; the members' listeners get free ones of them; None: the kernel chooses"
+
+    @property
+    def data(self) -> DataNetwork:
+        """What members are told of it."""
+        return DataNetwork(
+            interface=self.interface or "", subnet=self.subnet or "", member_ports=self.member_ports or ""
+        )
+
+
 class Membership(_Section, frozen=True):
     beat_s: Seconds = 0.5
     lease_s: Seconds = 15.0
@@ -136,6 +158,7 @@ class Config(_Section, frozen=True):
     slurm: Slurm = Slurm()
     harvest: Harvest = Harvest()
     head: HeadSection = HeadSection()
+    network: Network = Network()
     membership: Membership = Membership()
     checkpoint: Checkpoint = Checkpoint()
     prune: Prune = Prune()
@@ -149,6 +172,7 @@ SECTIONS: dict[str, type[_Section]] = {
     "slurm": Slurm,
     "harvest": Harvest,
     "head": HeadSection,
+    "network": Network,
     "membership": Membership,
     "checkpoint": Checkpoint,
     "prune": Prune,
@@ -276,7 +300,24 @@ def _check(origin: str, section: str, values: dict[str, Any], strict: bool) -> d
     except msgspec.ValidationError as error:
         text = str(error).replace(" - at `$.", " at `").replace("`$.", "`")
         raise FallowError(f"{origin}: [{section}] {_lower(text)}", Exit.CONFIG) from error
+    if isinstance(checked, Network):
+        _check_network(origin, checked)
     return {key: getattr(checked, key) for key in values}
+
+
+def _check_network(origin: str, network: Network) -> None:
+    for key in ("head_ports", "member_ports"):
+        if (text := getattr(network, key)) is not None:
+            try:
+                port_range(text)
+            except ValueError as error:
+                raise FallowError(f"{origin}: [network] {key}: {error}", Exit.CONFIG) from None
+    if network.subnet is not None:
+        try:
+            ipaddress.ip_network(network.subnet, strict=False)
+        except ValueError as error:
+            text = f"{origin}: [network] subnet: {error}; write it as 10.78.0.0/24"
+            raise FallowError(text, Exit.CONFIG) from None
 
 
 def _not_yours(origin: str, system_file: Path) -> FallowError:

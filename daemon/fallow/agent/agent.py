@@ -27,6 +27,7 @@ from fallow.model import (
     AgentHello,
     AgentLeft,
     AgentPlan,
+    DataNetwork,
     Exit,
     ExitNoted,
     FallowError,
@@ -53,6 +54,10 @@ BEAT_S = 1.0
 "Until the plan says another."
 _SILENT_S = 5.0
 "A head that has said nothing for so long, though it answers each beat, does not hear of Slurm's warning in time."
+SAY_S = 3.0
+"Without a first connection to the head for so long the agent says so; then after three times as long each time."
+SAY_LATER_S = 30.0
+"The same once it has been connected: a head that is started again is back sooner."
 _TAIL_S = 0.3
 _NOTED_S = 2.0
 _FLUSH_S = 1.0
@@ -101,7 +106,11 @@ class Agent:
         self._shown: str | None = None
         self._folder = RunPaths(Path(keys.head_file).parent / "runs" / check_id(keys.run))
         self._beat_s = BEAT_S
+        self._network = DataNetwork()
         self._planned = False
+        self._away_since: float | None = None
+        "on the monotonic clock; None: the head is connected"
+        self._say_at_s = SAY_S
         self._told_stopped: list[str] = []
         self._notice: Notice | None = None
         self._workers_warned = False
@@ -202,12 +211,15 @@ class Agent:
         self._reap()
         if os.getppid() != self._parent:
             self._hung_up()
-        if self._link.connected:
-            self._repeat()
         now = time.monotonic()
         silent_s = now - self._link.last_heard
         if self._stand_in is not None and self._end is None:
             self._stand_in.tend(now, silent_s, lambda: self._folder.stand_in_log)
+        if self._link.connected:
+            self._away_since, self._say_at_s = None, SAY_LATER_S
+            self._repeat()
+        else:
+            self._say_that_head_is_away(now)
         if self._end is not None:
             if not self._alive() or now >= self._end_at:
                 self._finish(self._end.code)
@@ -227,6 +239,23 @@ class Agent:
             for worker in self._workers.values():
                 if worker.process is not None:
                     worker.process.warn()
+
+    def _say_that_head_is_away(self, now: float) -> None:
+        """Into the job's output, ever less often: it may be all that tells why a job does nothing."""
+        if self._away_since is None:
+            self._away_since = now
+        away_s = now - self._away_since
+        if away_s < self._say_at_s:
+            return
+        self._say_at_s *= 3
+        log.warning(
+            "no connection from %s (%s) to the head at %s for %.0f s; trying on. If it stays so: [head] address, "
+            "[head] port and [network] head_ports in the head's configuration, and firewalls between the two",
+            self._place.node,
+            self._place.address,
+            self._link.endpoint,
+            away_s,
+        )
 
     def _repeat(self) -> None:
         if not self._planned:
@@ -313,6 +342,7 @@ class Agent:
             return
         self._planned = True
         self._beat_s = plan.beat_s
+        self._network = plan.network
         self._folder = RunPaths(Path(plan.folder))
         for index, name in enumerate(plan.workers):
             if name not in self._workers and self._end is None:
@@ -331,6 +361,7 @@ class Agent:
             secret_key=worker.keys.secret,
             head_file=self._keys.head_file,
             address=self._place.address,
+            network=self._network,
         )
         worker.keys = None
         environment = {

@@ -23,7 +23,7 @@ class Place:
     devices: tuple[str, ...]
     "entries of CUDA_VISIBLE_DEVICES; empty: no GPUs"
     address: str
-    "on which the workers' process groups listen"
+    "local address from which packets to the head leave"
 
     def environment(self, index: int) -> dict[str, str]:
         """What worker number `index` of this node gets: its rank here and its share of the devices."""

@@ -18,6 +18,7 @@ import click
 from fallow.cli.common import json_option, print_json
 from fallow.core import checks, courtesy
 from fallow.core.checks import Check, Level
+from fallow.core.network import is_loopback
 from fallow.core.preemption import as_for_us
 from fallow.model import ClusterConfig, ClusterState, Exit, FallowError
 from fallow.text import clean
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Setting = Literal["auto", "cli", "pyslurm", "none"]
 Seen = tuple[ClusterConfig, ClusterState, float, Check]
 """Configuration, cluster, slurmctld's clock less ours (s), and who answered."""
+
+_NOT_USED = ", which no other host reaches; the head takes another address, see below"
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 SLURM_S = 25.0
@@ -66,8 +69,9 @@ def examine() -> list[Check]:
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     found.append(checks.slurm_commands(missing))
     cluster: ClusterState | None = None
+    controllers: list[str] = []
     if not missing:
-        slurm, cluster = _slurm()
+        slurm, cluster, controllers = _slurm()
         found.extend(slurm)
         found.append(guarded("munge", _munge))
     found.append(guarded("state folder", lambda: _state_folder(cluster)))
@@ -75,6 +79,7 @@ def examine() -> list[Check]:
     found.append(guarded("store", _store))
     found.append(_torch())
     found.append(guarded("head", _head))
+    found.extend(_network(cluster, controllers))
     found.append(checks.limits(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NPROC)))
     found.extend(filter(None, [checks.environment(os.environ), checks.user(os.getuid())]))
     return found
@@ -108,10 +113,10 @@ def _host_name() -> Check:
         return Check(
             "host name", Level.FAIL, f"{name} does not resolve ({error})", f"add {name} to /etc/hosts or to DNS"
         )
-    return Check("host name", Level.OK, f"{name} is {address}")
+    return Check("host name", Level.OK, f"{name} is {address}{_NOT_USED if is_loopback(str(address)) else ''}")
 
 
-def _slurm() -> tuple[list[Check], ClusterState | None]:
+def _slurm() -> tuple[list[Check], ClusterState | None, list[str]]:
     from fallow.config import load_config
     from fallow.slurm.state import own_groups
 
@@ -122,10 +127,10 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
         config, cluster, skew_s, client = seen
         for_us = as_for_us(cluster, config, harvest.qos)
     except FallowError as error:
-        return [Check("slurmctld", Level.FAIL, error.message)], None
+        return [Check("slurmctld", Level.FAIL, error.message)], None, []
     except TimeoutError:
         fix = "see: scontrol ping"
-        return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None
+        return [Check("slurmctld", Level.FAIL, f"no answer within {SLURM_S:g} s", fix)], None, []
     refused = courtesy.at_first_sight(
         for_us, config, allow_unseen=site.harvest_unseen, allow_unfair=site.harvest_unfair
     )
@@ -139,7 +144,7 @@ def _slurm() -> tuple[list[Check], ClusterState | None]:
         checks.private_data(config),
         checks.clock(skew_s),
     ]
-    return found, cluster
+    return found, cluster, config.controllers
 
 
 def _from_head(setting: Setting) -> Seen | None:
@@ -280,6 +285,29 @@ def _head() -> Check:
         text = "; ".join(f"partition {name} is not harvested: {why}" for name, why in head.not_harvested.items())
         return Check("head", Level.WARN, f"running (pid {head.pid}), but {text}", "see the checks above")
     return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
+
+
+def _network(cluster: ClusterState | None, controllers: list[str]) -> list[Check]:
+    """Do nodes reach the head, as far as can be told from here?"""
+    from fallow.config import load_config
+    from fallow.control.client import call
+    from fallow.files import Paths
+    from fallow.head.whereabouts import address_towards
+    from fallow.model import Snapshot
+    from fallow.wire.address import host_of
+
+    others = _other_hosts(cluster)
+    try:
+        seen = call(Paths.default().head_file, "status", Snapshot, timeout_s=10.0)
+        absent = checks.agents([text for run in seen.runs for text in run.without_agent])
+        return [checks.head_address(host_of(seen.head.endpoint), others, True), *filter(None, [absent])]
+    except FallowError:
+        pass  # there is none, or it does not answer, which another check says
+    try:
+        address = load_config().head.address or address_towards(controllers)
+    except FallowError:
+        return []
+    return [checks.head_address(address, others, False)]
 
 
 def _limit(which: int) -> int:

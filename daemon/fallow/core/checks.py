@@ -9,6 +9,7 @@ import msgspec
 
 from fallow.core.courtesy import needed_nice, nice_for, too_small_for
 from fallow.core.kinds import open_to
+from fallow.core.network import is_loopback
 from fallow.core.preemption import exempt_s, preemptable_qos
 from fallow.model import ClusterConfig, ClusterState, PartitionInfo
 
@@ -35,6 +36,21 @@ def slurm_commands(missing: Sequence[str]) -> Check:
         fix = "install Slurm's client commands, or load the site's module"
         return Check("slurm commands", Level.FAIL, f"not on PATH: {', '.join(missing)}", fix)
     return Check("slurm commands", Level.OK, "sbatch, srun, squeue, scontrol, scancel")
+
+
+def head_address(address: str | None, other_hosts: bool, running: bool) -> Check:
+    """The address of the head that runs, or of the one that would be started here."""
+    name, fix = "head address", "set address under [head] to this host's address in the cluster's network"
+    if address is None:
+        return Check(name, Level.FAIL, "this host has no network address", fix)
+    if other_hosts and is_loopback(address):
+        return Check(name, Level.FAIL, f"{address} is loopback: other nodes do not reach the head", fix)
+    return Check(name, Level.OK, address if running else f"{address} (a head that is started here listens on it)")
+
+
+def agents(absent: Sequence[str]) -> Check | None:
+    """`absent`: what is said of jobs that run without an agent; None: nothing to say."""
+    return Check("agents", Level.FAIL, "; ".join(absent)) if absent else None
 
 
 def slurm_version(config: ClusterConfig) -> Check:

@@ -201,6 +201,7 @@ class Membership:
                 change.votes.add(vote.worker)
         elif unreachable:
             change.unreachable[vote.worker] = unreachable
+            change.tried[vote.worker] = dict(zip(vote.unreachable, vote.tried, strict=False))
             if change.accused_at is None:
                 change.accused_at = at
         else:
@@ -217,10 +218,17 @@ class Membership:
         overdue = []
         for name in self._changes.cut_off(at):
             accusers = [w for w, names in change.unreachable.items() if name in names]
-            reason = f"no connection between it and {', '.join(accusers or change.unreachable.get(name, []))}"
+            others = accusers or change.unreachable.get(name, [])
+            reason = f"no connection between it and {', '.join(self._far_end(change, name, one) for one in others)}"
             overdue.append(Overdue(self.roster.workers[name], reason, FailureKind.UNREACHABLE))
         self._losses.eject(at, overdue)
         return bool(overdue) or self.roster.change is not change
+
+    def _far_end(self, change: Change, name: str, other: str) -> str:
+        """Another worker in words, with the address and port of the connection to it that did not come about."""
+        worker = self.roster.workers[other]
+        tried = change.tried.get(other, {}).get(name) or change.tried.get(name, {}).get(other)
+        return f"{other} ({worker.node}, {worker.address})" if not tried else f"{other} ({worker.node}; tried {tried})"
 
     def _beat(self, beat: Beat, at: float) -> bool:
         """Take in a heartbeat. There are many: one that says nothing new must not cost more in a large run.

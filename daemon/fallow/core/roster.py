@@ -104,6 +104,8 @@ class Change(msgspec.Struct, kw_only=True):
     votes: set[str] = set()
     unreachable: dict[str, list[str]] = {}
     "voter -> those it cannot reach"
+    tried: dict[str, dict[str, str]] = {}
+    "voter -> one of them -> address and port to which the connection was to lead"
     accused_at: float | None = None
     "when the first of those votes came"
     active: set[str] = set()

@@ -57,4 +57,5 @@ def plan_of(turn: Turn, run: Run, allocation: Allocation, node: str, beat_s: flo
         workers=list(allocation.agents[node]),
         folder=str(turn.book.paths.run(run.id).root),
         beat_s=beat_s,
+        network=turn.book.network,
     )

@@ -16,6 +16,7 @@ import structlog
 
 from fallow.config import Config
 from fallow.control.server import ControlServer
+from fallow.core.network import port_range
 from fallow.core.timing import Timing
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
@@ -34,7 +35,7 @@ from fallow.head.slurm_calls import SlurmCalls
 from fallow.head.submissions import give_up_queued
 from fallow.head.switch import Switch
 from fallow.head.turn import Turn
-from fallow.head.whereabouts import default_address, former_port, own_keys, write_head_file
+from fallow.head.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.window import Window
 from fallow.model import FallowError
 from fallow.slurm.client import SlurmClient
@@ -88,6 +89,7 @@ class Head:
         paced: PacedClient | None = None
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
+        self._slurm = paced
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox)
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
@@ -145,6 +147,7 @@ class Head:
             ordered=ordered(config),
             stand_in_after_s=config.membership.head_patience_s,
             checkpoint_path=config.checkpoint.path,
+            network=config.network.data,
         )
         self._pruning = Pruning(config.prune, lambda run: self._window.report(run))
         self._operations = Operations(self._book, self._harvest, self._pruning)
@@ -174,8 +177,11 @@ class Head:
             self._harvest.asking.stopped = why
             self._inbox.put_nowait(Switched(why))
         self._router = Router(keys.public, keys.secret, self._book.allowed)
-        port = former_port(paths) if config.head.port is None else config.head.port
-        endpoint = await self._router.start(config.head.address or default_address(), port)
+        address = config.head.address or await find_address(self._slurm)
+        port = config.head.port or former_port(paths)
+        ports = config.network.head_ports if config.head.port is None else None
+        endpoint = await self._router.start(address, port, port_range(ports) if ports else None)
+        self._book.endpoint = endpoint
         self._control = ControlServer(paths.control, self._window)
         await self._control.start()
         if not self._stand_in:

@@ -29,7 +29,17 @@ from fallow.core.worth import Gain
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
 from fallow.head.past import Past
 from fallow.head.rendezvous import Rendezvous
-from fallow.model import AllocationKind, AllocationState, Beat, Exit, FallowError, KeyFile, RunSpec, RunView
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    Beat,
+    DataNetwork,
+    Exit,
+    FallowError,
+    KeyFile,
+    RunSpec,
+    RunView,
+)
 from fallow.text import shown
 from fallow.wire.keys import new_keypair
 
@@ -141,6 +151,8 @@ class Run:
         self.reached = 0, 0
         "where the foremost member is in its data; raised by beats, and found anew with each tick"
         self.agent_seen: dict[tuple[str, str], float] = {}
+        self.without_agent: dict[str, str] = {}
+        "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
         "steps since the last change, to be measured"
         self.curve_written = 0.0
@@ -212,6 +224,7 @@ class Book:
         new_id: Callable[[], str],
         ordered: Asker | None = None,
         checkpoint_path: str | None = None,
+        network: DataNetwork = DataNetwork(),
         validate: bool = False,
         stand_in_after_s: float | None = None,
     ) -> None:
@@ -220,6 +233,7 @@ class Book:
         Args:
             ordered: account and QOS of harvest jobs, where the configuration says so.
             checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
+            network: the members' interface and ports.
             stand_in_after_s: an agent of a base job that has heard no head for so long starts one.
         """
         self.paths = paths
@@ -229,6 +243,9 @@ class Book:
         self.past = Past()
         self.principals: dict[str, Principal] = {}
         self.term = 0
+        self.endpoint = ""
+        "where peers find this head"
+        self.network = network
         self._revoked: list[str] = []
         self._timing = timing
         self._public_key = public_key

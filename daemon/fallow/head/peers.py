@@ -16,7 +16,7 @@ from fallow.core.allocations import Allocation
 from fallow.core.duds import came
 from fallow.core.lease_clock import RECONNECT_S
 from fallow.core.roster import Worker
-from fallow.head import again, gauge, neighbours, saved, views
+from fallow.head import again, gauge, missing, neighbours, saved, views
 from fallow.head.book import Principal, Run
 from fallow.head.forgetting import forget
 from fallow.head.turn import Turn
@@ -348,6 +348,7 @@ class Peers:
             turn.reply(run, run.rendezvous.tick(turn.at))
             turn.apply(run, ev.Ticked(at=turn.at, hearing=hearing))
             margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+            missing.look(turn, run)
             for allocation in run.live_allocations():
                 self._watch(turn, run, allocation, margin_s)
                 again.due(turn, run, allocation, self._config.beat_s)

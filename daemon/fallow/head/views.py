@@ -85,6 +85,7 @@ def run_view(run: Run, at: float, now: float) -> RunView:
         change=None if r.change is None else f"generation {r.change.generation}: {r.change.reason}",
         scalars={**front.scalars} if front is not None else {},
         message=_waits_for(run, at) or r.checkpoint_problem,
+        without_agent=list(run.without_agent.values()),
         paused=run.record.paused,
         checkpoints=checkpoint_views(run),
         created_at=run.spec.created_at,
@@ -99,8 +100,9 @@ def run_view(run: Run, at: float, now: float) -> RunView:
 def _waits_for(run: Run, at: float) -> str:
     """What somebody must know or do, the most pressing thing."""
     record = run.record
-    needed = record.harvest_paused or _only_barred(run, at) or run.roster.message or record.paused or run.held_back
-    return needed or run.machine.put_off(at)
+    absent = "; ".join(run.without_agent.values())
+    needed = record.harvest_paused or _only_barred(run, at) or absent or run.roster.message
+    return needed or record.paused or run.held_back or run.machine.put_off(at)
 
 
 def _why_barred(run: Run, node: str, at: float) -> str:

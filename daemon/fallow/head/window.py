@@ -166,6 +166,7 @@ class Window:
             poll_age_s=None if calls.polled_at is None else at - calls.polled_at,
             poll_interval_s=calls.interval_s,
             polls=calls.polls,
+            endpoint=self._book.endpoint,
             others_delayed=self._harvest.neighbours.report(now),
             stopped=self._harvest.asking.stopped,
             store_problem=self._durable.problem,

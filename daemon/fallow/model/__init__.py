@@ -89,6 +89,7 @@ from fallow.model.messages import (
     WorkerReady,
 )
 from fallow.model.runs import (
+    DataNetwork,
     HeadFile,
     KeyFile,
     RunSpec,
@@ -157,6 +158,7 @@ __all__ = [
     "ClusterConfig",
     "ClusterState",
     "Commit",
+    "DataNetwork",
     "DelayReport",
     "DelayedJobs",
     "Dismiss",

@@ -160,6 +160,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
     cluster: str
     slurm_version: str
+    controllers: list[str] = []
+    "hosts of slurmctld, the first is the primary; an address where the site gives one"
     preempt_type: str = ""
     "preempt/partition_prio, preempt/qos; empty: none"
     preempt_mode: str = "OFF"

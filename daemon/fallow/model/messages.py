@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from fallow.model.base import Message, Struct
+from fallow.model.runs import DataNetwork
 
 # Worker -> head
 
@@ -51,6 +52,8 @@ class Vote(Message, frozen=True, kw_only=True):
     reason: str = ""
     unreachable: list[str] = []
     "workers to whom no connection could be made"
+    tried: list[str] = []
+    "for each of them ADDRESS:PORT to which the connection was to lead; empty: nobody has said"
 
 
 class Doing(StrEnum):
@@ -492,6 +495,7 @@ class AgentPlan(Message, frozen=True, kw_only=True):
     workers: list[str]
     folder: str
     beat_s: float
+    network: DataNetwork = DataNetwork()
 
 
 class KeyAccepted(Message, frozen=True, kw_only=True):

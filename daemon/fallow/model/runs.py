@@ -39,6 +39,17 @@ class KeyFile(Struct, frozen=True, kw_only=True):
     "None: one per visible GPU, else one"
 
 
+class DataNetwork(Struct, frozen=True, kw_only=True):
+    """Where members listen for each other, as the head's configuration has it (`[network]`)."""
+
+    interface: str = ""
+    "in the words of NCCL_SOCKET_IFNAME; empty: any"
+    subnet: str = ""
+    "CIDR; empty: any"
+    member_ports: str = ""
+    "FIRST-LAST; empty: the kernel chooses"
+
+
 class WorkerSecret(Struct, frozen=True, kw_only=True):
     """What an agent writes, once, into the pipe whose descriptor FALLOW_CHANNEL_FD names; then it closes the pipe.
 
@@ -54,7 +65,8 @@ class WorkerSecret(Struct, frozen=True, kw_only=True):
     head_file: str | None
     "path of head.json, read again when the head does not answer"
     address: str
-    "address on which this worker's process groups listen"
+    "local address from which packets to the head leave"
+    network: DataNetwork = DataNetwork()
 
 
 class RunSpec(Struct, frozen=True, kw_only=True):

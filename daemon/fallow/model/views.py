@@ -172,6 +172,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     scalars: dict[str, float | None] = {}
     "what the script logs; None: no number or beyond all, which JSON cannot tell"
     message: str = ""
+    without_agent: list[str] = []
+    "of each job that runs and whose agents do not come: what to look at"
     paused: str = ""
     "why no nodes are asked for; empty: they are"
     created_at: float = 0.0
@@ -228,6 +230,8 @@ class HeadView(Struct, frozen=True, kw_only=True):
     poll_age_s: float | None
     poll_interval_s: float
     polls: int
+    endpoint: str = ""
+    "where agents and workers find it: tcp://ADDRESS:PORT"
     agents: int
     workers: int
     others_delayed: DelayReport = DelayReport()

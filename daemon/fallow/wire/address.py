@@ -1,13 +1,26 @@
-"""Which local address to listen on."""
+"""This host's addresses, and sockets that listen on one of them."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import ipaddress
+import random
 import socket
+import struct
+from pathlib import Path
 
+from fallow.core.network import Interface
 from fallow.model import Exit, FallowError
 
 _DISCARD_PORT = 9
+
+_SIOCGIFCONF = 0x8912
+_IFREQ = struct.Struct("16sHH4s16x")
+_INTERFACES = 256
+"Addresses that are read at most."
+_IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def resolve(host: str) -> str:
@@ -45,6 +58,54 @@ def own_address() -> str | None:
     except FallowError:
         return None
     return None if ipaddress.ip_address(address).is_loopback else address
+
+
+def interfaces() -> list[Interface]:
+    """Every address of every interface of this host that is up, IPv4 first, in the kernel's order (netdevice(7))."""
+    buffer = bytearray(_IFREQ.size * _INTERFACES)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        memory = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+        request = bytearray(struct.pack("iP", len(buffer), ctypes.addressof(memory)))
+        fcntl.ioctl(probe, _SIOCGIFCONF, request)
+        size: int = struct.unpack_from("i", request)[0]
+    rows = _IFREQ.iter_unpack(bytes(buffer[:size]))
+    found = [Interface(name.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(ip)) for name, _, _, ip in rows]
+    try:
+        lines = _IF_INET6.read_text().splitlines()
+    except OSError:
+        return found  # this kernel has no IPv6
+    for line in lines:
+        address, *_, name = line.split()
+        found.append(Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(address)))))
+    return found
+
+
+def listen(address: str, ports: range | None = None, backlog: int = 64) -> socket.socket:
+    """A TCP socket that listens on a local address, and on a free port of the range where there is one.
+
+    Raises:
+        OSError: the address is not this host's, or every port of the range is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in shuffled(ports):
+        try:
+            return socket.create_server((address, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or ports is None:
+                raise
+    assert ports is not None
+    raise all_taken(address, ports)
+
+
+def shuffled(ports: range | None) -> list[int]:
+    """The ports of a range in an order in which two processes seldom want the same one; 0 where there is no range."""
+    return [0] if ports is None else random.sample(ports, len(ports))
+
+
+def all_taken(address: str, ports: range) -> OSError:
+    """The error of a range of ports that has none left."""
+    text = f"all ports {ports[0]}-{ports[-1]} of {address} are taken; widen [network] member_ports"
+    return OSError(errno.EADDRINUSE, text)
 
 
 def host_of(endpoint: str) -> str:

@@ -85,10 +85,10 @@ class Router:
 
     # -- life -----------------------------------------------------------------------------------------------
 
-    async def start(self, address: str, port: int | None) -> str:
+    async def start(self, address: str, port: int | None, ports: range | None = None) -> str:
         """Bind to one local address, prove that strangers are refused, and return the endpoint.
 
-        `port` None, or one that is taken, becomes a free one.
+        `port` None, or one that is taken, becomes a free one: one of `ports`, where they are given.
         """
         if self._context is not None:
             raise RuntimeError("a router starts once")
@@ -102,7 +102,7 @@ class Router:
             self._configure(socket)
             # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-            self.endpoint = _bind(socket, host, port)
+            self.endpoint = _bind(socket, host, port, ports)
             self._socket = AsyncSocket(socket)
             await self.self_test()
         except BaseException:
@@ -320,19 +320,32 @@ def _one_address(address: str) -> str:
     return f"[{ip}]" if ip.version == 6 else str(ip)
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int | None) -> str:
-    for choice in [str(port), "*"] if port else ["*"]:
+def _bind(socket: zmq.Socket[bytes], host: str, port: int | None, ports: range | None) -> str:
+    for choice in _choices(port, ports):
         try:
             socket.bind(f"tcp://{host}:{choice}")
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE and choice != "*":
-                log.warning("port %s is taken on %s; using a free one", choice, host)
+                log.info("port %s is taken on %s", choice, host)
                 continue
             raise FallowError(
                 f"head's address {host}:{choice}: cannot listen there ({error}); set another address",
                 Exit.CONFIG,
             ) from error
-        break
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode("ascii")
+        if port and choice != str(port):
+            log.warning("port %s is not free on %s, or not to be used; the head listens on another", port, host)
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.rstrip(b"\0").decode("ascii")
+    assert ports is not None
+    raise FallowError(
+        f"head's address {host}: all ports {ports[0]}-{ports[-1]} are taken; widen [network] head_ports", Exit.CONFIG
+    )
+
+
+def _choices(port: int | None, ports: range | None) -> list[str]:
+    """The ports to try, in this order; `*` lets the kernel choose."""
+    if ports is None:
+        return [str(port), "*"] if port else ["*"]
+    first = [port] if port in ports else []
+    return [str(choice) for choice in [*first, *ports]]

@@ -12,7 +12,9 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fallow.core.joining import other_bits
-from fallow.model import Exit, FallowError
+from fallow.core.network import data_address
+from fallow.model import DataNetwork, Exit, FallowError
+from fallow.wire.address import interfaces
 from fallow.worker.group import Group, build_group
 
 _TIMEOUT_S = 300.0
@@ -83,7 +85,8 @@ def build_world(world: World) -> Group:
             f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
             Exit.UNAVAILABLE,
         ) from None
-    address = _own_address(os.environ["MASTER_ADDR"])
+    towards = _own_address(os.environ["MASTER_ADDR"])
+    address = data_address(interfaces(), towards, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 
 

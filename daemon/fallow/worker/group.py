@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
 from fallow.model import Exit, FallowError
+from fallow.worker.gloo_port import MovedStore, device_within
 from fallow.worker.stream import Card, Streams, sources
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -277,6 +278,7 @@ def build_group(
     timeout_s: float,
     *,
     holds: bool = False,
+    ports: range | None = None,
 ) -> Group:
     """Build a group over gloo and open its connections.
 
@@ -288,6 +290,7 @@ def build_group(
         address: the only local address to listen on.
         timeout_s: seconds until the attempt fails.
         holds: this member has the run's state; those who have not open lines to some who have.
+        ports: to listen on; None: the kernel chooses.
 
     Raises:
         FallowError: the group could not be built; the text says why.
@@ -298,8 +301,8 @@ def build_group(
     pg, reason = None, ""
     try:
         assert store is not None
-        pg = _connect(store, rank, size, address, timeout_s)
-        group = Group(generation, rank, size, pg, Streams(generation, address))
+        pg = _connect(store, rank, size, address, timeout_s, ports)
+        group = Group(generation, rank, size, pg, Streams(generation, address, ports))
     except (RuntimeError, OSError) as error:
         reason = _reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
@@ -322,11 +325,16 @@ def build_group(
     return group
 
 
-def _connect(store: Store, rank: int, size: int, address: str, timeout_s: float) -> Any:
+def _connect(store: Store, rank: int, size: int, address: str, timeout_s: float, ports: range | None) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
     # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
-    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    if ports is None:
+        device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    else:
+        device, moved = device_within(address, ports)
+        store = MovedStore(store, moved)
+    options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(store, rank, size, options)
 

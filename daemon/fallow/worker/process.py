@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -23,7 +23,9 @@ import msgspec
 
 import fallow
 from fallow.core.failures import APART, STRANGER, Apart, Stranger
+from fallow.core.network import data_address, port_range
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
+from fallow.wire.address import interfaces
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
@@ -40,6 +42,17 @@ def _outermost_code() -> CodeType:
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code
+
+
+def listens_on(secret: WorkerSecret, environ: Mapping[str, str] = os.environ) -> tuple[str, range | None]:
+    """The address, and the range of ports (None: any), on which this worker listens for the others.
+
+    Raises:
+        FallowError: no interface is the one that the job's variables or `[network]` ask for.
+    """
+    ports = secret.network.member_ports
+    address = data_address(interfaces(), secret.address, secret.network, environ)
+    return address, port_range(ports) if ports else None
 
 
 def read_secret(descriptor: int) -> WorkerSecret:

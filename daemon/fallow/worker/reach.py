@@ -16,6 +16,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from fallow.wire.address import listen
 from fallow.worker.rendezvous import HeadStore
 
 EXCHANGE_S = 4.0
@@ -51,18 +52,17 @@ class Reach:
         rank: this member's place, 0-based.
         size: members.
         address: the local address that its group listens on.
+        ports: to listen on; None: the kernel chooses.
     """
 
-    def __init__(self, rank: int, size: int, address: str) -> None:
+    def __init__(self, rank: int, size: int, address: str, ports: range | None = None) -> None:
         self.missing = {other for other in range(size) if other != rank}
         self._rank = rank
         self._word = secrets.token_bytes(_WORD)
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(self._family, socket.SOCK_STREAM)
+        self._listener = listen(address, ports, backlog=size)
         self._listener.setblocking(False)
-        self._listener.bind((address, 0))
-        self._listener.listen(size)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     @property
@@ -146,8 +146,10 @@ class Reach:
         self._selector.close()
 
 
-def unreachable(store: HeadStore, rank: int, size: int, address: str, timeout_s: float) -> list[int]:
-    """Exchange a packet with every other member; returns the ranks with whom it failed, those who never came included.
+def unreachable(
+    store: HeadStore, rank: int, size: int, address: str, timeout_s: float, ports: range | None = None
+) -> dict[int, str]:
+    """Exchange a packet with every other member.
 
     Args:
         store: rendezvous, private to the generation.
@@ -155,14 +157,18 @@ def unreachable(store: HeadStore, rank: int, size: int, address: str, timeout_s:
         size: members.
         address: the local address that the group will listen on.
         timeout_s: seconds until whoever has not come by then is taken for unreachable.
+        ports: to listen on; None: the kernel chooses.
+
+    Returns:
+        The ranks with whom it failed -> ADDRESS:PORT to which the connection was to lead; empty: nobody has said.
 
     Raises:
         RuntimeError: the head, which is the store, does not answer.
     """
     if size == 1:
-        return []
+        return {}
     try:
-        reach = Reach(rank, size, address)
+        reach = Reach(rank, size, address, ports)
     except OSError as error:
         raise RuntimeError(f"{address} cannot be listened on ({error.strerror})") from None
     end = time.monotonic() + timeout_s
@@ -174,9 +180,17 @@ def unreachable(store: HeadStore, rank: int, size: int, address: str, timeout_s:
             if other in entries:
                 reach.call(other, entries[other])
         reach.exchange(late, min(EXCHANGE_S, max(0.0, end - time.monotonic())))
-        return sorted(reach.missing)
+        # The lower rank listens.
+        return {other: _endpoint(entries.get(min(rank, other))) for other in sorted(reach.missing)}
     finally:
         reach.close()
+
+
+def _endpoint(entry: bytes | None) -> str:
+    if entry is None:
+        return ""
+    host, port, _ = entry.decode().split()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _entries(store: HeadStore, size: int, timeout_s: float) -> dict[int, bytes]:

@@ -462,7 +462,8 @@ def init() -> Run:
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
-    session = Session(worker, secret.address, connection(secret))
+    address, ports = process.listens_on(secret)
+    session = Session(worker, address, connection(secret), ports=ports)
     process.leave_sigterm_to_the_head(session.warn)
     return attach(session)
 

@@ -77,6 +77,7 @@ class Session:
         address: local address for process groups.
         connect: makes the link, given what to call for each message and after each new connection.
         grouped: its generations have a process group of ours; False: they are votes and commits alone.
+        ports: on which process groups listen; None: the kernel chooses.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class Session:
         connect: Connect,
         *,
         grouped: bool = True,
+        ports: range | None = None,
     ) -> None:
         self.worker = worker
         self.progress = Progress()
         self.address = address
+        self.ports = ports
         self._grouped = grouped
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
@@ -316,7 +319,9 @@ class Session:
 
     def _build(self, upcoming: Upcoming) -> None:
         holds = self.progress.generation > 0
-        built = upcoming.build(self.worker, self.address, self.ask, holds=holds) if self._grouped else Built()
+        built = Built()
+        if self._grouped:
+            built = upcoming.build(self.worker, self.address, self.ask, holds=holds, ports=self.ports)
         with self._changed:
             wanted = self._next is upcoming
             if wanted:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fallow.model import Exit, FallowError
+from fallow.wire.address import listen
 from fallow.worker.state import as_bytes, padded
 
 CHUNK = 1 << 20
@@ -76,14 +77,14 @@ class Streams:
     Args:
         generation: its number; a line of another generation is refused.
         address: the only local address to listen on.
+        ports: to listen on; None: the kernel chooses.
     """
 
-    def __init__(self, generation: int, address: str) -> None:
+    def __init__(self, generation: int, address: str, ports: range | None = None) -> None:
         self._generation = generation
         self._address = address
         self._token = secrets.token_bytes(16)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=64)
+        self._listener = listen(address, ports)
         self._changed = threading.Condition()
         self._serve: Callable[[socket.socket], None] | None = None
         self._closed = False

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from fallow.core.restarts import ATTEMPTS, Attempts
 from fallow.model import Active, Exit, Failed, FallowError, Finished, Left, Parts, WorkerReady
+from fallow.wire.address import listen
 from fallow.worker import process
 from fallow.worker.rendezvous import HeadStore
 from fallow.worker.session import Dismissed, OthersEnded, Session, connection
@@ -230,8 +230,7 @@ class Handler(RendezvousHandler):
         generation, size = taken.prepare.generation, len(taken.prepare.members)
         store = AgentStore(taken, session, self._script_ended, lambda: self._look_whether_over(taken))
         # Bound now and kept, so that nobody can take the port; it is needed if the store of the scripts goes here.
-        family = socket.AF_INET6 if ":" in session.address else socket.AF_INET
-        with socket.create_server((session.address, 0), family=family) as listening:
+        with listen(session.address, session.ports) as listening:
             port = listening.getsockname()[1]
             told = self._exchange(store, [f"at/{i}" for i in range(size)], rank, f"{session.address} {port}".encode())
             if told is None:
@@ -312,7 +311,8 @@ def _connect() -> Handler:
     if RESTART not in os.environ:
         process.die_with_parent(signal.SIGTERM)  # then it ends its scripts, which have sessions of their own
         os.environ[RESTART] = "1"
-    session = Session(worker, secret.address, connection(secret), grouped=False)
+    address, ports = process.listens_on(secret)
+    session = Session(worker, address, connection(secret), grouped=False, ports=ports)
     welcome = session.open()
     return Handler(session, welcome.run, welcome.max_workers)
 

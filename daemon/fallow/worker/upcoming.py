@@ -24,6 +24,8 @@ class Built:
     "why it could not be built"
     cut_off: list[str] = field(default_factory=list)
     "members to whom there is no connection, which is why"
+    tried: list[str] = field(default_factory=list)
+    "ADDRESS:PORT to which each of those connections was to lead; empty: nobody has said"
 
     def drop(self, reason: str) -> None:
         """It is not needed."""
@@ -52,7 +54,7 @@ class Upcoming:
         """The group is there (or need not be: one who leaves has none)."""
         return self.built is not None and not self.built.reason
 
-    def build(self, worker: str, address: str, ask: Ask, *, holds: bool) -> Built:
+    def build(self, worker: str, address: str, ask: Ask, *, holds: bool, ports: range | None = None) -> Built:
         """Make the group; blocks until it stands or could not be made.
 
         Args:
@@ -60,6 +62,7 @@ class Upcoming:
             address: on which its process groups listen.
             ask: puts a rendezvous question to the head.
             holds: this worker has the state of the training.
+            ports: on which they listen; None: the kernel chooses.
         """
         built, prepare = Built(), self.prepare
         if self.rank is None:
@@ -70,11 +73,14 @@ class Upcoming:
         end = time.monotonic() + patience_s
         store = HeadStore(prepare.generation, ask, patience_s)
         try:
-            lost = unreachable(store, self.rank, size, address, 0.8 * patience_s)
+            lost = unreachable(store, self.rank, size, address, 0.8 * patience_s, ports)
             built.cut_off = [prepare.members[rank].worker for rank in lost]
+            built.tried = list(lost.values())
             if not lost:
                 left_s = max(0.1, end - time.monotonic())
-                built.group = build_group(prepare.generation, self.rank, size, store, address, left_s, holds=holds)
+                built.group = build_group(
+                    prepare.generation, self.rank, size, store, address, left_s, holds=holds, ports=ports
+                )
         except FallowError as error:
             built.reason = error.message
             # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
@@ -82,7 +88,10 @@ class Upcoming:
         except RuntimeError as error:
             built.reason = f"rendezvous of generation {prepare.generation}: {error}"
         if built.cut_off:
-            built.reason = f"{worker} at {address} has no connection to {', '.join(built.cut_off)}"
+            others = (
+                f"{other} (tried {at})" if at else other for other, at in zip(built.cut_off, built.tried, strict=True)
+            )
+            built.reason = f"{worker} at {address} has no connection to {', '.join(others)}"
         return built
 
     def vote(self, worker: str) -> Vote | None:
@@ -96,4 +105,5 @@ class Upcoming:
             ok=not built.reason,
             reason=built.reason,
             unreachable=built.cut_off,
+            tried=built.tried,
         )

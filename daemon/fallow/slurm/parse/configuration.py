@@ -22,6 +22,7 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
     found = ClusterConfig(
         cluster=values.get("ClusterName", ""),
         slurm_version=values.get("SLURM_VERSION", ""),
+        controllers=_controllers(values),
         preempt_type="" if (kind := values.get("PreemptType", "")).endswith("none") else kind,
         preempt_mode=preempt_mode(values.get("PreemptMode", "")),
         preempt_exempt_s=duration(values.get("PreemptExemptTime", "")) or 0.0,
@@ -39,6 +40,16 @@ def config(text: str) -> tuple[ClusterConfig, float | None]:
         select_type=values.get("SelectType", ""),
     )
     return found, when(as_of[1]) if as_of else None
+
+
+def _controllers(values: dict[str, str]) -> list[str]:
+    """`SlurmctldHost[0] = ctl(10.77.0.1)`: what is in parentheses is how others reach it."""
+    found = [address] if (address := values.get("SlurmctldAddr")) else []
+    for key, value in values.items():
+        match = re.fullmatch(r"([^()]+)(?:\(([^()]+)\))?", value)
+        if key.startswith("SlurmctldHost[") and match:
+            found.append(match[2] or match[1])
+    return found
 
 
 def _weights(values: dict[str, str]) -> dict[str, int]:

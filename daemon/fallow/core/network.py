@@ -1,0 +1,119 @@
+"""Which address and which ports this process listens on. Pure: interfaces and settings in, one address out.
+
+`GLOO_SOCKET_IFNAME` names interfaces, as in torch: exactly, with commas. `NCCL_SOCKET_IFNAME` follows NCCL's
+documentation: prefixes with commas; `=` in front means exact names, `^` all but those, `^=` all but those exact names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fallow.model import DataNetwork, Exit, FallowError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+_PORTS = re.compile(r"(\d{1,5})\s*-\s*(\d{1,5})")
+
+
+class Interface(NamedTuple):
+    """One address of a network interface of this host."""
+
+    name: str
+    address: str
+
+
+def head_address(candidates: Sequence[str]) -> str | None:
+    """The first candidate that other hosts may reach; else a loopback address; None: there is no candidate."""
+    reachable = [address for address in candidates if not is_loopback(address) and not _is_link_local(address)]
+    return next(iter([*reachable, *candidates]), None)
+
+
+def data_address(
+    interfaces: Sequence[Interface], towards_head: str, setting: DataNetwork, environ: Mapping[str, str]
+) -> str:
+    """The address on which this member listens for the other members.
+
+    The job's own variables come before the configuration. Without either it is the address that leads to the head.
+    Where the head is reached over loopback, all members are on this host, and loopback is right.
+
+    Args:
+        interfaces: of this host.
+        towards_head: the local address from which packets to the head leave.
+        setting: `[network]` of the head's configuration.
+        environ: of the job.
+
+    Raises:
+        FallowError: no interface is the one that was asked for.
+    """
+    if is_loopback(towards_head):
+        return towards_head
+    if names := environ.get(GLOO):
+        wanted, found = f"{GLOO}={names}", [i for i in interfaces if i.name in _split(names)]
+    elif pattern := environ.get(NCCL):
+        wanted, found = f"{NCCL}={pattern}", [i for i in interfaces if is_named(i.name, pattern)]
+    elif setting.interface or setting.subnet:
+        texts = {"interface": setting.interface, "subnet": setting.subnet}
+        wanted = "[network] " + " and ".join(f"{key} = {text}" for key, text in texts.items() if text)
+        found = [
+            i
+            for i in interfaces
+            if (not setting.interface or is_named(i.name, setting.interface))
+            and (not setting.subnet or _is_within(i.address, setting.subnet))
+        ]
+    else:
+        return towards_head
+    addresses = [one.address for one in found if not _is_link_local(one.address)]
+    if towards_head in addresses:
+        return towards_head
+    same = [address for address in addresses if (":" in address) == (":" in towards_head)]
+    for address in [*same, *addresses]:
+        return address
+    there = ", ".join(f"{one.name} {one.address}" for one in interfaces) or "none"
+    raise FallowError(
+        f"{wanted}: no network interface of this node fits; it has: {there}. Name one that all nodes have", Exit.CONFIG
+    )
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """True if NCCL would take the interface `name` under `NCCL_SOCKET_IFNAME=pattern`."""
+    excludes = pattern.startswith("^")
+    words = pattern.removeprefix("^")
+    exact = words.startswith("=")
+    names = _split(words.removeprefix("="))
+    hit = name in names if exact else any(name.startswith(prefix) for prefix in names)
+    # What is left after an exclusion never is loopback: other nodes do not reach that.
+    return (not hit and name != "lo") if excludes else hit
+
+
+def port_range(text: str) -> range:
+    """The ports of `20000-20100`.
+
+    Raises:
+        ValueError: the text is no such range.
+    """
+    match = _PORTS.fullmatch(text.strip())
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError(f"{text!r} is no range of ports; write FIRST-LAST, for example 20000-20100")
+    return range(first, last + 1)
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address that no other host reaches."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_link_local(address: str) -> bool:
+    return ipaddress.ip_address(address).is_link_local
+
+
+def _is_within(address: str, subnet: str) -> bool:
+    one, network = ipaddress.ip_address(address), ipaddress.ip_network(subnet, strict=False)
+    return one.version == network.version and one in network
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]

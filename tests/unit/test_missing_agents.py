@@ -1,0 +1,81 @@
+"""A job that runs and whose agent does not come is told of: where the agent looks for the head, and where it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Checkpoint, Membership
+from fallow.core.allocations import Allocation
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head import views
+from fallow.head.book import Book, Run
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import AllocationKind, AllocationState, RunSpec
+
+ENDPOINT = "tcp://10.77.0.3:4711"
+
+
+@pytest.fixture
+def turn(tmp_path: Path) -> Turn:
+    paths = Paths(state=tmp_path / "state", runtime=tmp_path / "runtime").create()
+    timing = Timing(prepare_s=10, start_s=60, lease_s=10)
+    book = Book(paths, timing=timing, public_key="k" * 40, new_id=lambda: "123456abcdef")
+    book.endpoint = ENDPOINT
+    return Turn(book, at=1.0, now=1000.0)
+
+
+@pytest.fixture
+def run(turn: Turn) -> Run:
+    return turn.book.create(RunSpec(run="", name="r", min_nodes=1, max_nodes=2), turn.at, turn.now)
+
+
+def starts(turn: Turn, run: Run, kind: AllocationKind, *nodes: str) -> Allocation:
+    allocation = turn.book.new_allocation(run, kind, turn.now)
+    allocation.state, allocation.job_id = AllocationState.RUNNING, "12"
+    allocation.start_at, allocation.nodes = turn.now, list(nodes)
+    return allocation
+
+
+def tick(turn: Turn, run: Run, later_s: float) -> str:
+    turn.at, turn.now = turn.at + later_s, turn.now + later_s
+    Peers(Membership(), Checkpoint()).tick(turn)
+    return views.run_view(run, turn.at, turn.now).message
+
+
+def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_event_log(turn: Turn, run: Run) -> None:
+    allocation = starts(turn, run, AllocationKind.HARVEST, "n3")
+    assert "no agent" not in tick(turn, run, 29.0)
+    said = tick(turn, run, 11.0)
+    output = turn.book.paths.run(run.id).logs / f"{allocation.token}.out"
+    expected = (
+        f"job 12 runs on n3 since 40 s, no agent has come: check that n3 can reach {ENDPOINT} "
+        f"([head] address, [head] port, firewall); its output: {output}"
+    )
+    assert said == expected
+    assert views.run_view(run, turn.at, turn.now).without_agent == [expected]
+    assert "since 55 s" in tick(turn, run, 15.0)
+    assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
+        ("network", expected)
+    ]
+    allocation.agents["n3"] = ["w0"]
+    assert "no agent" not in tick(turn, run, 1.0)
+    assert views.run_view(run, turn.at, turn.now).without_agent == []
+
+
+def test_of_a_job_of_several_nodes_those_are_named_that_do_not_come(turn: Turn, run: Run) -> None:
+    allocation = starts(turn, run, AllocationKind.BASE, "n1", "n2", "n3", "n4", "n5")
+    allocation.agents["n1"] = ["w0"]
+    run.agent_seen[allocation.token, "n1"] = turn.at + 40.0
+    said = tick(turn, run, 40.0)
+    assert said.startswith("job 12 runs on n2, n3, n4 and 1 more nodes since 40 s, no agent has come: check that these")
+    assert said.endswith("its output: StdOut in: scontrol show job 12")
+
+
+@pytest.mark.parametrize("state", [AllocationState.PENDING, AllocationState.RELEASING])
+def test_a_job_that_waits_or_goes_is_not_told_of(turn: Turn, run: Run, state: AllocationState) -> None:
+    starts(turn, run, AllocationKind.HARVEST, "n3").state = state
+    assert "no agent" not in tick(turn, run, 100.0)
