@@ -159,9 +159,14 @@ class Paths:
         """The newest head's configuration, with which a stand-in head serves."""
         return self.state / "head-config.json"
 
+    def head_lease(self, number: int) -> Path:
+        """The file by which the head of that number shows that it lives (`head.lease`)."""
+        return self.state / f"head.lease.{number}"
+
     @property
-    def head_lease(self) -> Path:
-        return self.state / "head.lease"
+    def head_leases(self) -> list[Path]:
+        """Those files, of the heads that have not ended well."""
+        return [path for path in self.state.glob("head.lease.*") if path.suffix[1:].isdecimal()]
 
     @property
     def head_key(self) -> Path:

@@ -120,6 +120,10 @@ class Namespaces:
 
     def block(self, name: str, port: int) -> None:
         """Drop what comes in for a TCP port of this host, as a firewall does."""
+        # By default the table of local addresses comes before all other rules.
+        if "lookup local" in self.run(name, "ip", "rule", "show", "pref", "0"):
+            self._do(name, "ip rule add pref 20 lookup local")
+            self._do(name, "ip rule del pref 0 lookup local")
         self._do(name, f"ip rule add pref 10 iif eth0 ipproto tcp dport {port} blackhole")
 
     def unblock(self, name: str, port: int) -> None:

@@ -265,11 +265,10 @@ class Site:
         try:
             head.start()
             yield head
-        except BaseException:
-            print(self.story())
-            raise
         finally:
             self.file_server_goes_on()
+            # pytest shows it with a failure and with nothing else.
+            print(self.story())
             head.close()
             self._clear()
 

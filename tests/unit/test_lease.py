@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fallow.files import Paths
-from fallow.head.lease import BEAT_S, SETTLE_S, VALID_S, WATCH_S, Lease, own_files
+from fallow.head.lease import BEAT_S, VALID_S, WATCH_S, Lease, own_files
 from fallow.model import Exit, FallowError
 
 
@@ -53,7 +54,7 @@ def world(tmp_path: Path) -> World:
 
 def test_a_head_that_lives_on_another_host_is_noticed_and_named(world: World) -> None:
     first = world.lease("login1")
-    first.acquire(locked=True)
+    first.acquire()
     beats = []
 
     def beat() -> None:
@@ -63,52 +64,52 @@ def test_a_head_that_lives_on_another_host_is_noticed_and_named(world: World) ->
 
     world.beside = beat
     with pytest.raises(FallowError, match=rf"^another head \(pid \d+ on {os.uname().nodename}\) serves ") as caught:
-        world.lease("login2").acquire(locked=True)
+        world.lease("login2").acquire()
     assert caught.value.code is Exit.CANTCREAT
     assert world.now < 2 * BEAT_S, "noticed at its first sign of life"
     assert world.may_act(first)
 
 
 def test_a_head_of_the_same_place_is_refused_at_once_while_its_process_lives(world: World) -> None:
-    world.lease("login1").acquire(locked=True)
+    world.lease("login1").acquire()
     with pytest.raises(FallowError, match="another head"):
-        world.lease("login1").acquire(locked=False)
+        world.lease("login1").acquire()
     assert world.now == 0.0
 
 
 def test_a_head_of_the_same_place_that_was_killed_is_not_waited_for(world: World) -> None:
     code = (
         "import sys; from pathlib import Path; from fallow.files import Paths; from fallow.head.lease import Lease;"
-        "Lease(Paths(Path(sys.argv[1]), Path(sys.argv[2])), place='login1').acquire(locked=True)"
+        "Lease(Paths(Path(sys.argv[1]), Path(sys.argv[2])), place='login1').acquire()"
     )
     words = [sys.executable, "-c", code, str(world.paths.state), str(world.paths.runtime)]
     subprocess.run(words, check=True, timeout=120)
-    assert world.paths.head_lease.exists()
-    world.lease("login1").acquire(locked=True)
+    assert world.paths.head_leases
+    world.lease("login1").acquire()
     assert world.now == 0.0
 
 
 def test_a_head_that_ended_well_leaves_the_folder_free(world: World) -> None:
     first = world.lease("login1")
-    first.acquire(locked=True)
+    first.acquire()
     first.release()
-    world.lease("login2").acquire(locked=True)
+    world.lease("login2").acquire()
     assert world.now == 0.0
 
 
 def test_of_a_dead_host_the_folder_is_taken_over_after_a_watch(world: World) -> None:
-    world.lease("login1").acquire(locked=True)
-    world.lease("login2").acquire(locked=True)
-    assert WATCH_S <= world.now < WATCH_S + SETTLE_S + 1.0
+    world.lease("login1").acquire()
+    world.lease("login2").acquire()
+    assert WATCH_S <= world.now < WATCH_S + 1.0
 
 
 def test_a_head_that_stood_still_does_nothing_more_and_ends(world: World) -> None:
     first, second = world.lease("login1"), world.lease("login2")
-    first.acquire(locked=True)
+    first.acquire()
     assert world.may_act(first)
     world.now += VALID_S + 0.1
     assert not world.may_act(first), "it does not know whether it was replaced"
-    second.acquire(locked=True)
+    second.acquire()
     assert not world.may_act(first)
     first.renew()
     with pytest.raises(FallowError, match=rf"the head on {os.uname().nodename} \(pid \d+\) has taken over") as caught:
@@ -122,7 +123,7 @@ def test_a_head_that_stood_still_does_nothing_more_and_ends(world: World) -> Non
 
 def test_a_head_that_stood_still_and_was_not_replaced_goes_on(world: World) -> None:
     first = world.lease("login1")
-    first.acquire(locked=True)
+    first.acquire()
     world.now += 3600.0
     assert not world.may_act(first)
     first.renew()
@@ -130,17 +131,54 @@ def test_a_head_that_stood_still_and_was_not_replaced_goes_on(world: World) -> N
 
 
 def test_of_two_that_take_over_at_once_one_stays(world: World) -> None:
-    world.lease("login1").acquire(locked=True)
+    world.lease("login1").acquire()
     second, third = world.lease("login2"), world.lease("login3")
 
     def also() -> None:
-        if world.now >= WATCH_S and world.beside is also:
+        if world.beside is also:
             world.beside = lambda: None
-            third._write()  # it has watched as long
+            third.acquire()  # it ends its watch while the second still watches
 
     world.beside = also
     with pytest.raises(FallowError, match="another head"):
-        second.acquire(locked=True)
+        second.acquire()
+    assert world.may_act(third)
+
+
+def test_a_head_whose_folder_hung_while_it_counted_up_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = world.lease("login1")
+    first.acquire()
+    write = os.pwrite
+
+    def hang(*args: Any) -> int:
+        world.now += 10 * VALID_S
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", hang)
+    first.renew()
+    assert not world.may_act(first)
+    monkeypatch.undo()
+    first.renew()
+    assert world.may_act(first)
+
+
+def test_a_head_whose_folder_hung_until_it_was_replaced_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = world.lease("login1"), world.lease("login2")
+    first.acquire()
+    write = os.pwrite
+
+    def hang(*args: Any) -> int:
+        monkeypatch.undo()
+        second.acquire()
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", hang)
+    first.renew()
+    first.renew()
+    with pytest.raises(FallowError, match="has taken over"):
+        asyncio.run(first.confirm(changing=False))
+    second.renew()
+    assert world.may_act(second)
 
 
 def test_what_a_former_server_still_writes_does_not_count(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-"""One head per state folder, also where locks are not shared between hosts: the head rewrites a file.
+"""One head per state folder, also where locks are not shared between hosts: the head keeps a file alive.
 
-Lustre without flock has no locks, and with `localflock` two hosts lock past each other. So the head that serves a
-folder counts a number up in `STATE/head.lease`, every `BEAT_S`. Another head that finds the file watches it for
-`WATCH_S`. If the number moves, somebody lives, and it refuses. If not, it takes the lease over, and makes the store's
-files its own: what the former head may still write to them does not count.
+Lustre without flock has no locks, and with `localflock` two hosts lock past each other. So each head that serves a
+folder makes a file of its own, `STATE/head.lease.N`, and counts a number up in it every `BEAT_S`. Another head that
+finds the file watches it for `WATCH_S`. If the number moves, somebody lives, and the other head refuses. If not, it
+makes `head.lease.N+1`, which only one can, removes the former file, and makes the store's files its own: what the
+former head may still write to them does not count.
 
-A head acts only while its lease is valid: for `VALID_S` from the last time that it found its own claim there and
-renewed it. `VALID_S` is shorter than `WATCH_S`, so a head that stood still notices that it was replaced before it does
-anything. No clock is compared with another host's.
+A head acts only while its lease is valid: for `VALID_S` from the last look that found its own file and no later one.
+`VALID_S` is shorter than `WATCH_S`, so a head that stood still, or whose folder hung, notices that it was replaced
+before it does anything. No head ever writes to another one's file, and no clock is compared with another host's.
 """
 
 from __future__ import annotations
@@ -33,9 +34,6 @@ log = structlog.get_logger("fallow.head")
 BEAT_S = 2.0
 VALID_S = 3 * BEAT_S
 WATCH_S = 5 * BEAT_S
-
-SETTLE_S = 1.0
-"""After a takeover: two heads that took over at once see here which of them was the later one."""
 
 LOOK_S = 0.1
 _SIZE = 1024
@@ -101,44 +99,41 @@ class Lease:
             started=start_of(pid) or "",
             nonce=secrets.token_hex(16),
         )
+        self._file = paths.head_lease(1)
         self._valid_until = 0.0
         self._lost: FallowError | None = None
 
     # -- at the start and the end ---------------------------------------------------------------------------------
 
-    def acquire(self, *, locked: bool) -> None:
+    def acquire(self) -> None:
         """Claim the folder, and its store's files if the head before may still live somewhere.
-
-        Args:
-            locked: no other head of this place is at this point.
 
         Raises:
             FallowError: another head lives.
         """
-        found = self._read()
+        number, found = self._newest()
         former = _decode(found)
-        may_live = bool(found) and (former is None or not self._is_gone(former))
+        may_live = number > 0 and (former is None or not self._is_gone(former))
         if may_live:
-            self._wait_for_signs(found, former)
-        self._valid_until = self._clock() + VALID_S
+            self._wait_for_signs(number, found, former)
+        self._file = self._paths.head_lease(number + 1)
+        began = self._clock()
         try:
-            self._write(os.O_CREAT if found else os.O_CREAT | os.O_EXCL)
+            self._write(os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise self._refusal(_decode(self._read())) from None
-        if may_live or not locked:
-            self._sleep(SETTLE_S)
-            now = _decode(self._read())
-            if now is None or now.nonce != self._claim.nonce:
-                raise self._refusal(now)
+            raise self._refusal(_decode(self._newest()[1])) from None
+        self._valid_until = began + VALID_S
+        for older in self._paths.head_leases:
+            if _number(older) <= number:
+                older.unlink(missing_ok=True)
         if may_live:
             own_files(self._paths.redis_dir)
 
     def release(self) -> None:
         """Let the next head start at once."""
         with contextlib.suppress(OSError, FallowError):
-            found = _decode(self._read())
-            if found is not None and found.nonce == self._claim.nonce:
-                self._paths.head_lease.unlink()
+            if self._is_ours():
+                self._file.unlink()
 
     def _is_gone(self, former: Claim) -> bool:
         """Its process has ended, as this place can tell."""
@@ -148,14 +143,14 @@ class Lease:
             raise self._refusal(former)
         return True
 
-    def _wait_for_signs(self, found: bytes, former: Claim | None) -> None:
+    def _wait_for_signs(self, number: int, found: bytes, former: Claim | None) -> None:
         until = self._clock() + WATCH_S
         log.info("lease.watched", host="" if former is None else former.host, seconds=WATCH_S)
         while self._clock() < until:
             self._sleep(LOOK_S)
-            now = self._read()
-            if now != found:
-                raise self._refusal(_decode(now) or former)
+            now = self._newest()
+            if now[0] > number or (now[0] == number and now[1] != found):
+                raise self._refusal(_decode(now[1]) or former)
 
     def _refusal(self, former: Claim | None) -> FallowError:
         who = "" if former is None else f" (pid {former.pid} on {former.host})"
@@ -189,9 +184,8 @@ class Lease:
         """Look whether the claim is still ours, and count it up."""
         began = self._clock()
         try:
-            found = _decode(self._read())
-            if found is None or found.nonce != self._claim.nonce:
-                self._lose(found)
+            if not self._is_ours():
+                self._lose(_decode(self._newest()[1]))
                 return
             self._claim = msgspec.structs.replace(self._claim, beat=self._claim.beat + 1)
             self._write()
@@ -199,11 +193,13 @@ class Lease:
             # It stays valid for a while; after that the head waits.
             log.warning("lease.not_renewed", error=str(error))
             return
-        if self._clock() - began > VALID_S:
-            # Somebody may have taken over between the look and the writing.
-            self._lose(None)
-            return
         self._valid_until = began + VALID_S
+
+    def _is_ours(self) -> bool:
+        """Return True if nobody has taken the folder over: this head's file is the newest, and its own."""
+        number, found = self._newest()
+        claim = _decode(found)
+        return number == _number(self._file) and claim is not None and claim.nonce == self._claim.nonce
 
     def _lose(self, found: Claim | None) -> None:
         who = "another head" if found is None else f"the head on {found.host} (pid {found.pid})"
@@ -226,20 +222,25 @@ class Lease:
 
     # -- the file -------------------------------------------------------------------------------------------------
 
-    def _read(self) -> bytes:
-        try:
-            return read_private(self._paths.head_lease)
-        except FileNotFoundError:
-            return b""
+    def _newest(self) -> tuple[int, bytes]:
+        """Number and content of the newest claim; 0 and nothing: there is none."""
+        while found := max(self._paths.head_leases, key=_number, default=None):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                return _number(found), read_private(found)
+        return 0, b""
 
     def _write(self, how: int = 0) -> None:
         data = msgspec.json.encode(self._claim).ljust(_SIZE)
-        descriptor = os.open(self._paths.head_lease, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
         try:
             os.pwrite(descriptor, data, 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition(".")[2])
 
 
 def _decode(data: bytes) -> Claim | None:

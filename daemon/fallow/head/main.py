@@ -136,7 +136,8 @@ def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            lease.acquire(locked=_locked(paths, fd))
+            _lock(paths, fd)
+            lease.acquire()
             break
         except FallowError:
             if time.monotonic() >= deadline or not _stand_in_serves(paths):
@@ -149,18 +150,17 @@ def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
             paths.head_wanted.unlink(missing_ok=True)
 
 
-def _locked(paths: Paths, fd: int) -> bool:
-    """Lock the folder. False: the file system has no locks."""
+def _lock(paths: Paths, fd: int) -> None:
+    """Lock the folder where its file system has locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             log.warning("lock.none", folder=str(paths.state), error=error.strerror)
-            return False
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        elif error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
+        else:
             raise FallowError(f"{paths.head_lock}: cannot be locked: {error.strerror}", Exit.OSERR) from error
-        raise FallowError(_who_has_it(paths), Exit.CANTCREAT) from None
-    return True
 
 
 def _stand_in_serves(paths: Paths) -> bool:
