@@ -428,7 +428,7 @@ def telling(rig: Rig) -> Iterator[Rig]:
 def environment_of(path: Path) -> dict[str, str]:
     """What `env -0` wrote, less what must differ from job to job."""
     pairs = (entry.partition("=") for entry in path.read_text().split("\0") if entry)
-    own = ("SLURM", "FALLOW_TOKEN", "FALLOW_KIND", "HOSTNAME")
+    own = ("SLURM", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_BATCH_PID", "HOSTNAME")
     return {name: text for name, _, text in pairs if not name.startswith(own)}
 
 

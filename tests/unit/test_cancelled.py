@@ -43,7 +43,14 @@ NOW = 1_000_000.0
         ({}, False, True),  # it never started
         ({"asked_at": NOW}, False, False),
         ({"state": AllocationState.LOST}, False, False),  # an orphan, which we cancelled
-        ({"kind": AllocationKind.BASE}, False, False),
+        ({"told_to_end": True, "start_at": NOW}, False, False),  # its agent was refused
+        ({"kind": AllocationKind.BASE}, False, True),
+        ({"kind": AllocationKind.BASE, "start_at": NOW, "agents": {"n1": ["w0"]}}, False, True),  # the head was away
+        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": ["w0"]}}, False, True),
+        ({"kind": AllocationKind.BASE, "warned": True, "asked_at": NOW, "agents": {"n1": ["w0"]}}, True, False),
+        ({"kind": AllocationKind.BASE, "asked_at": NOW, "agents": {"n1": ["w0"]}}, False, False),  # we ended it
+        ({"kind": AllocationKind.BASE, "told_to_end": True, "agents": {"n1": ["w0"]}}, False, False),
+        ({"kind": AllocationKind.BASE, "start_at": NOW, "nodes": ["drained"]}, False, False),
         ({"warned": True, "start_at": NOW, "slurm_state": "PREEMPTED"}, False, False),
         ({"warned": True, "start_at": NOW, "slurm_state": "COMPLETED"}, False, False),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,22 @@ import pytest
 import fallow
 from fallow.cli.main import invoke
 from fallow.cli.run import script_processes
+from fallow.core.script import harvest_script
 from fallow.core.step import step_command, step_environment
 from fallow.files import Paths, write_struct
-from fallow.model import AllocationKind, Exit, FallowError, KeyFile
+from fallow.model import (
+    AllocationKind,
+    Exit,
+    FallowError,
+    KeyFile,
+    PauseReport,
+    Quantiles,
+    RunReport,
+    RunStatus,
+    SampleReport,
+)
+
+NONE = Quantiles(p50=None, p95=None)
 
 
 def test_one_agent_per_node() -> None:
@@ -147,7 +161,38 @@ def test_the_elected_allocation_goes_on(base: Job) -> None:
 
 
 def test_a_failed_training_is_the_scripts_business(base: Job) -> None:
-    assert base.run(7).stdout == "code 7\nafter\n"
+    assert base.run(Exit.SOFTWARE).stdout == f"code {Exit.SOFTWARE}\nafter\n"
+
+
+@pytest.mark.parametrize("code", [Exit.TEMPFAIL, Exit.NO_RESTART, 137])
+def test_the_rest_of_a_script_runs_where_the_report_says_so(base: Job, code: int) -> None:
+    """One of several agents may have been killed long before the end, and srun tells the highest code."""
+    assert base.run(code).stdout == "", "the training may go on elsewhere"
+    report = base.folder / "state/runs/r1/report.json"
+    for status, token, stdout in (
+        (RunStatus.FINISHED, "r1.0", "code 0\nafter\n"),
+        (RunStatus.FAILED, "r1.0", "code 70\nafter\n"),
+        (RunStatus.FINISHED, "r1.1", ""),
+        (RunStatus.CANCELLED, "", ""),
+    ):
+        write_struct(report, ended_run(status, token))
+        assert base.run(code).stdout == stdout
+
+
+def ended_run(status: RunStatus, rest_in: str) -> RunReport:
+    samples = SampleReport(consumed=0, lost=0, duplicated=0)
+    return RunReport(
+        run="r1",
+        status=status,
+        steps=0,
+        samples=samples,
+        final_digest=None,
+        final_loss=None,
+        generations=[],
+        pause_s=PauseReport(planned=NONE, unplanned=NONE),
+        steps_discarded=0,
+        rest_in=rest_in,
+    )
 
 
 def test_an_allocation_that_is_not_elected_ends_its_job(base: Job) -> None:
@@ -179,10 +224,49 @@ def test_a_harvest_job_ends_whatever_the_code(harvest: Job) -> None:
     assert harvest.run(0).stdout == "code 0\nafter\n"
 
 
-def test_a_harvest_job_that_is_ended_from_outside_is_none_that_failed(harvest: Job) -> None:
-    watch_script(harvest)
-    assert harvest.run(143, TEST_SIGNAL="CONT").stdout == ""
-    assert (harvest.folder / "how").read_text() == "cancelled\n"
+@pytest.mark.parametrize("kind", list(AllocationKind))
+def test_a_job_that_slurm_ends_is_left_to_slurm(tmp_path: Path, kind: AllocationKind) -> None:
+    """scancel would cancel a job that Slurm has just requeued."""
+    job = Job(tmp_path, kind)
+    watch_script(job)
+    job.command("scontrol", "echo $* >>scontrol.args; echo JobId=5 JobState=COMPLETING Requeue=1 PreemptTime=None")
+    done = job.run(143, TEST_SIGNAL="CONT")
+    assert (done.stdout, done.returncode) == ("", -signal.SIGKILL)
+    assert not (job.folder / "how").exists()
+    assert "requeue" not in (job.folder / "scontrol.args").read_text()
+
+
+def test_a_job_that_slurm_would_requeue_after_the_grace_time_is_requeued_at_once(base: Job) -> None:
+    watch_script(base)
+    told = "JobId=5 JobState=RUNNING Requeue=1 PreemptTime=2026-11-25T01:13:31"
+    base.command("scontrol", f"echo $* >>scontrol.args; echo {told}")
+    base.run(Exit.NO_RESTART)
+    assert not (base.folder / "how").exists()
+    assert (base.folder / "scontrol.args").read_text() == "show job --oneliner 5\nrequeue 5\n"
+
+
+def test_a_harvest_job_that_ends_as_planned_is_no_cancelled_one(harvest: Job) -> None:
+    """Its script is a child of a shell of ours, which exits with 0."""
+    inner = harvest.folder / "state/runs/r1/script"
+    inner.write_text(
+        f"#!/bin/bash\ntrap 'echo trapped' EXIT\n{sys.executable} -m fallow.cli.main run -- x\necho after\n"
+    )
+    outer, stepd = harvest.folder / "job", harvest.folder / "slurmstepd"
+    shutil.copy("/bin/sh", stepd)
+    outer.write_text(harvest_script(inner.read_text()))
+    for code, returncode in ((Exit.NO_RESTART, 0), (Exit.TEMPFAIL, 137)):
+        done = subprocess.run(
+            [stepd, "-c", 'sh "$0"; exit $?', outer],
+            env={**harvest.environ, "TEST_CODE": str(int(code))},
+            cwd=harvest.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            start_new_session=True,
+        )
+        assert (done.stdout, done.returncode) == ("", returncode), done.stderr
+    assert "job 5 ends here: this allocation is done" not in done.stderr
 
 
 def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:
@@ -193,8 +277,7 @@ def test_a_harvest_job_that_cannot_begin_ends_too(harvest: Job) -> None:
 
 
 def test_a_base_job_that_begins_after_the_end_of_its_run_ends(base: Job) -> None:
-    assert "after" in base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout
-    (base.folder / "state/runs/r1/report.json").touch(mode=0o600)
+    write_struct(base.folder / "state/runs/r1/report.json", ended_run(RunStatus.FINISHED, "r1.0"))
     assert base.run(FALLOW_TOKEN="r1.9", FALLOW_KIND="base").stdout == ""
 
 

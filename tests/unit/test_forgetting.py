@@ -113,7 +113,9 @@ class Life:
 
     def agent_ends(self, made: Allocation) -> None:
         self.hear(agent_peer(made, "n1"), AgentLeft(code=0))
+        # A poll shows that its job is over.
         made.settled = True
+        self.book.close(self.run, made)
 
     def pass_time(self, seconds: float = 300.0) -> None:
         self.at, self.now = self.at + seconds, self.now + seconds

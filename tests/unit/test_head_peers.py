@@ -221,7 +221,8 @@ def test_how_an_agent_ended_is_told_in_words(
     [
         (AllocationKind.HARVEST, 5000.0, True),
         (AllocationKind.HARVEST, 1000.0, False),
-        (AllocationKind.BASE, 5000.0, False),
+        (AllocationKind.BASE, 5000.0, True),
+        (AllocationKind.BASE, 1000.0, False),
     ],
 )
 def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
@@ -233,6 +234,40 @@ def test_a_warning_before_its_time_means_that_slurm_takes_a_node_from_us(
     allocation.end_at = end_at
     hear(turn, peer, Notice(signal=15))
     assert turn.taken == taken
+
+
+def test_a_warning_of_a_base_job_does_not_say_that_its_owner_has_cancelled_it(
+    turn: Turn, run: Run, allocation: Allocation
+) -> None:
+    peer = f"{allocation.public_key} n1"
+    hear(turn, peer, agent(allocation, PROTOCOL))
+    hear(turn, peer, Notice(signal=15))
+    assert run.record.base_wanted and not run.roster.status.ended
+    assert allocation.warned
+
+
+@pytest.mark.parametrize("end_code", [None, Exit.OK])
+def test_an_agent_that_was_given_up_is_told_to_end(
+    turn: Turn, run: Run, allocation: Allocation, end_code: Exit | None
+) -> None:
+    """It was silent for longer than its lease, and then is there after all: its job must not go on."""
+    peer = f"{allocation.public_key} n1"
+    hear(turn, peer, agent(allocation, PROTOCOL))
+    Peers.agent_gone(turn, run, allocation, "n1", "agent on n1 silent for 16 s")
+    allocation.end_code = end_code
+    assert not allocation.live
+    assert turn.book.allowed(allocation.public_key), "its agent cannot be told"
+    assert turn.book.paths.run(run.id).key(allocation.token).exists()
+    turn.messages.clear()
+    hear(turn, peer, AgentBeat(alive=["w0"], stopped=[]))
+    code = Exit.NO_RESTART if end_code is None else end_code
+    assert turn.messages == [(peer, AgentEnd(term=0, code=code, reason="agent on n1 silent for 16 s"))]
+    # An agent whose link broke introduces itself first.
+    turn.messages.clear()
+    hear(turn, peer, agent(allocation, PROTOCOL))
+    ((_, told),) = turn.messages
+    assert isinstance(told, AgentEnd | Refused)
+    assert told.code == code
 
 
 @pytest.mark.parametrize(("left_s", "joins"), [(21.0, True), (19.9, False), (-5.0, False)])

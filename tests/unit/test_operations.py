@@ -303,14 +303,6 @@ def test_nothing_is_drained_when_a_node_is_not_the_runs(desk: Desk) -> None:
     assert (held.state, desk.run.record.drained) == (AllocationState.RUNNING, [])
 
 
-def test_a_lost_base_job_that_comes_after_all_is_cancelled_and_the_end_of_a_batch_script_is_not(desk: Desk) -> None:
-    desk.run.record.base_wanted = False
-    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, renewed=True)
-    over = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=True)
-    turn = desk.poll(desk.job(lost, "PENDING"), desk.job(over))
-    assert [token for _, token, _ in turn.cancels] == [lost.token]
-
-
 def test_a_pause_survives_the_head_and_ends_with_resume(desk: Desk) -> None:
     desk.do("pause")
     desk.run.record = msgspec.msgpack.decode(msgspec.msgpack.encode(desk.run.record), type=RunRecord)

@@ -16,7 +16,7 @@ from fallow.head.gains import gains
 from fallow.head.past import Past
 from fallow.head.peers import Peers
 from fallow.head.turn import Turn
-from fallow.model import AllocationKind, AllocationState, RunStatus
+from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
 from fallow.slurm.fake import FakeSlurm
 from fallow.slurm.virtual import FakeJob
 
@@ -45,6 +45,7 @@ async def test_what_the_head_does_at_each_poll_and_tick_does_not_grow_with_runs_
     script = FakeJob(job_id="", name=base.token, user=site.slurm.user, **given)  # type: ignore[arg-type]
     base.job_id = site.slurm.add(script)
     ended.roster.status = RunStatus.FINISHED
+    base.end_code = Exit.OK
     site.book.end_allocation(ended, base, "its agents are gone")
     for _ in range(4):
         await site.poll(KEEP_S)

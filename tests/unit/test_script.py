@@ -1,12 +1,14 @@
-"""Batch scripts: what the header says, and the copy that harvest jobs run."""
+"""Batch scripts: what the header says, and how harvest jobs run them."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import os
+import subprocess
+from pathlib import Path
 
-from fallow.core.script import harvest_copy, parse_script, split_directive, typed_settings, wrap
+import pytest
+
+from fallow.core.script import harvest_script, parse_script, split_directive, typed_settings, wrap
 from fallow.model import Exit, FallowError
 
 SCRIPT = """\
@@ -84,24 +86,45 @@ def test_says_what_is_wrong_and_where(text: str, message: str) -> None:
     assert caught.value.code in (Exit.DATA, Exit.USAGE)
 
 
-def test_the_harvest_copy_keeps_its_line_numbers() -> None:
-    lines, copy = SCRIPT.split("\n"), harvest_copy(SCRIPT).split("\n")
-    assert len(copy) == len(lines)
-    assert [n for n, (a, b) in enumerate(zip(lines, copy, strict=True), 1) if a != b] == [2, 6]
-    assert copy[1] == copy[5] == ""
+def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script as harvest jobs of run `r` do."""
+    stored = folder / "runs" / "r" / "script"
+    stored.parent.mkdir(parents=True)
+    stored.write_text(script)
+    job = folder / "job"
+    job.write_text(harvest_script(script))
+    job.chmod(0o700)
+    environ = {**os.environ, "FALLOW_STATE_DIR": str(folder), "FALLOW_RUN": "r"}
+    return subprocess.run([job, *args], env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
-LINES = st.sampled_from(
-    ["#SBATCH -N2", "# x", "", "#FALLOW seed=1", "echo", "#SLURM -N1", "#SBATCH hetjob", " #SBATCH -N9"]
-)
+def test_a_harvest_job_runs_the_batch_script_as_it_is(tmp_path: Path) -> None:
+    script = '#!/bin/bash -e\n#SBATCH --nodes=2\necho $LINENO "$*" $-\necho told >&2\nexit 3\n'
+    done = run_as_harvest_job(tmp_path, script, "an argument", "x")
+    assert done.stdout.startswith("3 an argument x e")
+    assert (done.returncode, done.stderr) == (3, "told\n")
+    assert "#SBATCH" not in harvest_script(script)
 
 
-@given(st.lists(LINES))
-def test_no_directive_is_left_in_a_harvest_copy(lines: list[str]) -> None:
-    copy = harvest_copy("\n".join(["#!/bin/sh", *lines]))
-    assert [list(part) for part in parse_script(copy, "s").components] == [[]]
-    assert harvest_copy(copy) == copy
-    assert [line for line in copy.split("\n") if line == "echo"] == [line for line in lines if line == "echo"]
+@pytest.mark.parametrize("interpreter", ["/bin/bash", "/bin/sh", "/usr/bin/env python3"])
+def test_a_harvest_job_that_ends_as_planned_succeeds(tmp_path: Path, interpreter: str) -> None:
+    """`fallow run` kills the script and tells the shell around it. No trap of the script runs, and no line after it."""
+    shell = "trap 'echo trapped' EXIT USR1 TERM\nkill -USR1 $FALLOW_BATCH_PID; kill -KILL $$\necho after\n"
+    python = "import os\nos.kill(int(os.environ['FALLOW_BATCH_PID']), 10)\nos.kill(os.getpid(), 9)\nprint('after')\n"
+    done = run_as_harvest_job(tmp_path, f"#!{interpreter}\n{python if 'python' in interpreter else shell}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_harvest_job_whose_script_is_killed_fails(tmp_path: Path) -> None:
+    assert run_as_harvest_job(tmp_path, "#!/bin/sh\nkill -KILL $$\n").returncode == 137
+
+
+def test_a_run_may_outlive_its_base_job() -> None:
+    assert not typed_settings(parse_script("#!/bin/sh\n", "s").settings, "s").outlive_base
+    for line in ("#FALLOW outlive-base", "#FALLOW nodes=1:2 --outlive-base"):
+        assert typed_settings(parse_script(f"#!/bin/sh\n{line}\n", "s").settings, "s").outlive_base
+    with pytest.raises(FallowError, match="line 2: #FALLOW outlive-base takes no value"):
+        parse_script("#!/bin/sh\n#FALLOW outlive-base=yes\n", "s")
 
 
 def test_wrapping_as_sbatch_does() -> None:

@@ -15,15 +15,20 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from fallow.cli.common import restart_option, say
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError
 
+if TYPE_CHECKING:
+    from fallow.model import RunReport
+
 SCANCEL_S = 30.0
 SIGNAL_S = 2.0
+SCRIPT_S = 10.0
+"""Slurm ends what is left of a job so soon after its script was killed."""
 
 
 @click.command(
@@ -35,31 +40,38 @@ SIGNAL_S = 2.0
 def run(restart: bool, command: tuple[str, ...]) -> int:
     """Train with COMMAND in this allocation: fallow run -- python train.py
 
-    Starts one agent per node. Returns 0 in the one allocation in which the rest of the script is to run; in
-    all others it ends the job.
+    Starts one agent per node. Returns in the one allocation in which the rest of the script is to run, once the
+    run has ended: 0 if it is finished, 70 if it has failed. In all others it ends the job.
     """
     try:
         return train(command, restart)
     except FallowError as error:
-        if not os.environ.get("SLURM_JOB_ID") or rest_belongs_here():
+        if not os.environ.get("SLURM_JOB_ID") or not os.environ.get("FALLOW_RUN"):
             raise
         say(error.message)
-        end_job("the rest of the script belongs to another allocation", failed=not _signs and not is_over())
+        end_job("the rest of the script runs in another one, if at all", failed=not _signs and read_report() is None)
 
 
-def rest_belongs_here() -> bool:
-    """After an error: may the script go on? Not in a harvest job, and not when the run has ended (elsewhere)."""
-    return os.environ.get("FALLOW_KIND") != AllocationKind.HARVEST and not is_over()
-
-
-def is_over() -> bool:
-    """Has the run ended, as its folder says? One that cannot be looked into says nothing."""
-    from fallow.files import Paths
+def read_report() -> RunReport | None:
+    """The report of the run; None: the run has not ended, as far as its folder shows."""
+    from fallow.files import Paths, read_struct
+    from fallow.model import RunReport
 
     try:
-        return Paths.default().run(os.environ.get("FALLOW_RUN", "")).report.exists()
+        return read_struct(Paths.default().run(os.environ.get("FALLOW_RUN", "")).report, RunReport)
     except (FallowError, OSError):
-        return False
+        return None
+
+
+def elected_code() -> int | None:
+    """The exit code of `fallow run` if the rest of the script is to run here, else None. srun's code cannot tell: of
+    several agents it says the highest one, and an agent may have been killed long before the end."""
+    from fallow.model import RunStatus
+
+    report = read_report()
+    if report is None or not report.rest_in or report.rest_in != os.environ.get("FALLOW_TOKEN"):
+        return None
+    return Exit.OK if report.status is RunStatus.FINISHED else Exit.SOFTWARE
 
 
 def train(command: tuple[str, ...], restart: bool = False) -> int:
@@ -78,11 +90,12 @@ def train(command: tuple[str, ...], restart: bool = False) -> int:
     code = wait_for_step(argv, step_environment(os.environ))
     if code == Exit.OK:
         return Exit.OK
+    elected = Exit.SOFTWARE if code == Exit.SOFTWARE else elected_code()
+    if elected is not None and (elected == Exit.OK or kind is AllocationKind.BASE):
+        return elected
     if code == Exit.NO_RESTART:
         end_job("this allocation is done")
-    if kind is AllocationKind.HARVEST:
-        end_job(f"the step ended with {code}", failed=not _signs)
-    return code
+    return end_job(f"the step ended with {code}", failed=not _signs)
 
 
 def find_allocation() -> tuple[AllocationKind, Path]:
@@ -139,10 +152,13 @@ def _let_pass(number: int, frame: FrameType | None) -> None:
 
 
 def end_job(reason: str, failed: bool = False) -> NoReturn:
-    """Ends this job as cancelled, or as `failed`; nothing that follows in the script may run.
+    """End this job, as `failed` or as planned; nothing that follows in the script may run.
 
-    The head takes a cancelled job of which no agent came for one that somebody else has cancelled (`core.cancelled`),
-    and a failed one for a node that swallows jobs, or a script that works nowhere (`core.duds`).
+    The head takes a failed job for a node that swallows jobs, or a script that works nowhere (`core.duds`). As planned,
+    - a job that Slurm already ends is left to Slurm, whose own word says how it ended: scancel would cancel a requeued
+      job, too;
+    - a harvest job ends as COMPLETED: the shell around its script (`core.script.HARVEST_SCRIPT`) exits with 0;
+    - a base job, whose script is the user's own, ends as CANCELLED.
 
     scancel alone does not see to that: a script with a trap for SIGTERM, or one that called the script with our
     line, goes on when what it waits for has died. Killing the script alone would make the job a failed one. So
@@ -151,12 +167,21 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
     job = os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
     say(f"job {job} ends here: {reason}")
     script = script_processes()
+    shell = [pid for pid in script if str(pid) == os.environ.get("FALLOW_BATCH_PID")]
+    if not failed and shell:
+        os.kill(shell[0], signal.SIGUSR1)
+        _kill(pid for pid in script if pid not in shell)
+        os._exit(Exit.NO_RESTART)
+    if not failed and (requeue_if_preempted(job) or _signs):
+        _kill(script)
+        os._exit(Exit.NO_RESTART)
     signs = {signal.SIGCONT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signs)
     if failed:
         # As the script's own end; should more have been above it than can be seen, scancel ends that.
         _kill(script)
-        signal.sigtimedwait(signs, SIGNAL_S)
+        # A base job that is cancelled would end its run.
+        signal.sigtimedwait(signs, SIGNAL_S if shell else SCRIPT_S)
     end = time.monotonic() + SCANCEL_S
     try:
         scancel = subprocess.Popen(["scancel", job], stdin=subprocess.DEVNULL)
@@ -169,6 +194,25 @@ def end_job(reason: str, failed: bool = False) -> NoReturn:
     if not failed:
         _kill(script)
     os._exit(Exit.NO_RESTART)
+
+
+def requeue_if_preempted(job: str) -> bool:
+    """Requeue a job that Slurm is about to preempt and would requeue at the end of the grace time.
+
+    Its script ends now, and Slurm requeues no job whose script has ended. In the grace time Slurm has warned the steps
+    only, not this process.
+    """
+    try:
+        argv = ["scontrol", "show", "job", "--oneliner", job]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCANCEL_S)
+        told = dict(word.partition("=")[::2] for word in done.stdout.split())
+        preempted = told.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+        if told.get("JobState") == "RUNNING" and told.get("Requeue") == "1" and preempted:
+            argv = ["scontrol", "requeue", job]
+            return subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=SCANCEL_S).returncode == 0
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"job {job}: Slurm does not say whether it is preempted ({error}); the head requests another one")
+    return False
 
 
 def _kill(pids: Iterable[int]) -> None:

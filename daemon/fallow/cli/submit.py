@@ -36,7 +36,8 @@ Usage: fallow submit [--nodes=MIN:MAX] [--dry-run] [--fallow=KEY=VALUE ...] [sba
   --fallow=K=V      what a line `#FALLOW K=V` in the script says: nodes=MIN:MAX,
                     workers-per-node=N, partitions=A,B, budget-node-hours=H,
                     weight=X, deadline=YYYY-MM-DD[THH:MM] or =friday[-HH:MM],
-                    seed=N, min-minutes=N, harvest-account=NAME
+                    seed=N, min-minutes=N, harvest-account=NAME; or
+                    outlive-base: scancel of the base job does not end the run
   --parsable        print the job id (and ;CLUSTER) only
 """
 

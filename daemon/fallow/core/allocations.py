@@ -13,9 +13,9 @@ import msgspec
 
 from fallow.core.holes import Part
 from fallow.core.spans import Span, Use, by_token
-from fallow.core.states import BOOTING, BOOTS, ENDED_STATES, ON_NODES
+from fallow.core.states import BOOTING, BOOTS, ENDED_STATES, ENDING, ON_NODES, REQUEUED
 from fallow.core.tokens import token_in
-from fallow.model import AllocationKind, AllocationState, JobInfo
+from fallow.model import AllocationKind, AllocationState, Exit, JobInfo
 
 LIVE = (AllocationState.RUNNING, AllocationState.PENDING, AllocationState.RELEASING, AllocationState.UNKNOWN)
 """Most of them run, so that is compared first."""
@@ -122,12 +122,21 @@ class Allocation(msgspec.Struct, kw_only=True):
     "Unix time at which its workers are killed if they have not left; somebody waits for the node"
     end_code: int | None = None
     "what its agents were told to end with; said again until they are gone"
+    left_at: float | None = None
+    "Unix time at which an agent said that it ends; `fallow run` ends the job then"
+    told_to_end: bool = False
+    "the head refused an agent of it, or has given it up and told an agent so: `fallow run` ends the job"
     reserved: list[str] = []
     "worker ids handed out before the agent came (`fallow local`)"
 
     @property
     def live(self) -> bool:
         return self.state in LIVE
+
+    @property
+    def elected(self) -> bool:
+        """True if the lines after `fallow run` run in this allocation, because the run has ended."""
+        return self.end_code in (Exit.OK, Exit.SOFTWARE)
 
     @property
     def queued(self) -> bool:
@@ -295,3 +304,39 @@ def preempted_until(allocation: Allocation, jobs: Iterable[JobInfo]) -> float | 
     """End of the preemption grace in Unix time, where Slurm has begun one (`PreemptTime`, shortened `EndTime`)."""
     ends = [job.end_at for job in jobs_of(allocation, jobs) if job.preempt_at is not None and job.end_at is not None]
     return min(ends) if ends else None
+
+
+def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
+    """Return True if Slurm has put a base job that had nodes back into the queue, under the same job id.
+
+    Slurm gives a requeued job a new submit time, so that it looks like a new job in the accounting (slurmctld's
+    job_mgr.c); id, name and comment stay. A job that waits is not enough: the poll may be older than its agents.
+    """
+    started = allocation.start_at is not None or bool(allocation.agents)
+    if allocation.kind is not AllocationKind.BASE or not started or allocation.job_id is None:
+        return False
+    return any(_submitted_again(allocation, job) for job in jobs_of(allocation, jobs))
+
+
+def _submitted_again(allocation: Allocation, job: JobInfo) -> bool:
+    seen, submit_at = allocation.submit_at, job.submit_at
+    is_later = seen is not None and submit_at is not None and submit_at > seen + SAME_S
+    return is_later and job.state in REQUEUED | (ON_NODES - ENDING)
+
+
+def begin_again(allocation: Allocation, at: float) -> None:
+    """Make an allocation wait for the nodes of its requeued job.
+
+    What the job held until `at` (Unix time) stays booked, under its job id and the number of the attempt.
+    """
+    for job_id in [job_id for job_id in allocation.spans if "." not in job_id]:
+        attempt = sum(1 for key in allocation.spans if key.partition(".")[0] == job_id)
+        span = allocation.spans[f"{job_id}.{attempt}"] = allocation.spans.pop(job_id)
+        span.end_at = at if span.end_at is None else span.end_at
+    allocation.state, allocation.reason = AllocationState.PENDING, ""
+    allocation.submit_at = allocation.start_at = allocation.end_at = allocation.active_at = None
+    allocation.nodes, allocation.agents, allocation.agents_gone = [], {}, []
+    allocation.exited, allocation.again, allocation.restarts = [], {}, {}
+    allocation.asked_at = allocation.wanted_at = allocation.gone_by = allocation.end_code = None
+    allocation.left_at = None
+    allocation.warned, allocation.told_to_end, allocation.missing, allocation.unseen_at = False, False, 0, None

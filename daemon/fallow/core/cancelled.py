@@ -1,9 +1,11 @@
-"""Harvest jobs that somebody else cancelled: an administrator, or their owner by hand. Pure.
+"""Jobs that somebody else cancelled: their owner by hand, or an administrator. Pure.
 
-Whoever does that does not want them there. A harvest job also ends by scancel when it is done (`fallow run` calls it),
-so not every cancelled one counts: only one that we did not cancel and of which no agent ever came (where its script
-cannot train, the job fails), and one whose steps Slurm warned out of the blue, and that was neither preempted nor at
-its limit. Slurm itself cancels a job whose prolog fails, and drains the node (tried on 22.05).
+Slurm says CANCELLED and not by whom. We know which jobs we cancelled ourselves; the others were somebody else's doing:
+- A base job's owner (or the site) does not want the run, so the run ends.
+- Whoever cancels a harvest job does not want it on that node, so the node is left alone.
+
+A job that was preempted keeps its `PreemptTime`, whatever its last state is (seen on 22.05). Slurm itself cancels a job
+whose prolog fails, and drains the node (seen on 22.05).
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ CANCELS = 3
 
 WITHIN_S = 24 * 3600.0
 
+VERDICT_S = 120.0
+"""So long at most nothing is asked for until Slurm has said how a base job has ended: a job may complete for long on a
+node that does not answer."""
+
 
 class Cancels(msgspec.Struct, kw_only=True):
     """Those of a run."""
@@ -31,18 +37,32 @@ class Cancels(msgspec.Struct, kw_only=True):
 
 
 def by_others(allocation: Allocation, jobs: Iterable[JobInfo], closed: Collection[str] = ()) -> bool:
-    """Was it? To be asked once it is settled.
+    """Return True if somebody else cancelled the jobs of an allocation.
 
     Args:
         allocation: that is settled.
         jobs: its own, as the poll shows them that settled it.
         closed: nodes that take no jobs any more.
     """
-    asked_for = allocation.kind is AllocationKind.HARVEST and allocation.state is not AllocationState.LOST
-    if not asked_for or allocation.slurm_state != "CANCELLED" or any(job.preempt_at is not None for job in jobs):
+    was_cancelled = allocation.slurm_state == "CANCELLED" and allocation.state is not AllocationState.LOST
+    if not was_cancelled or any(job.preempt_at is not None for job in jobs):
         return False
-    in_vain = not allocation.agents and allocation.asked_at is None
-    return allocation.warned or (in_vain and not any(node in closed for node in allocation.nodes))
+    if allocation.warned:
+        return True
+    by_us = allocation.asked_at is not None or allocation.told_to_end
+    if allocation.agents:
+        # A harvest script that clears its environment leaves `fallow run` no other end than scancel.
+        return allocation.kind is AllocationKind.BASE and not by_us
+    return not by_us and not any(node in closed for node in allocation.nodes)
+
+
+def awaits_verdict(allocation: Allocation, now: float) -> bool:
+    """Return True while Slurm has not said how a base job ends that is being left. Args: now: Unix time."""
+    leaving = allocation.state is AllocationState.ENDED or allocation.warned
+    known = allocation.kind is AllocationKind.BASE and allocation.job_id is not None and not allocation.settled
+    last_at = max((at for at in (allocation.asked_at, allocation.left_at) if at is not None), default=None)
+    recent = last_at is not None and now - last_at < VERDICT_S
+    return known and leaving and recent and not allocation.elected
 
 
 def note(cancels: Cancels, now: float, node: str) -> bool:

@@ -1,4 +1,4 @@
-"""Reading batch scripts: `#SBATCH` and `#FALLOW` lines, and the copy that harvest jobs run.
+"""Reading batch scripts: `#SBATCH` and `#FALLOW` lines, and the script that harvest jobs run.
 
 The header is read as sbatch reads it: comment lines before the first command, in any language whose comments begin
 with `#`; `#SBATCH hetjob` begins the next component of a heterogeneous job.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Iterator
 
 import msgspec
@@ -39,6 +40,7 @@ class FallowLines(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     min_minutes: int | None = None
     harvest_account: str | None = None
+    outlive_base: bool = False
 
 
 class BatchScript(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,13 +99,25 @@ def parse_script(text: str, name: str) -> BatchScript:
     )
 
 
-def harvest_copy(text: str) -> str:
-    """The script with its header directives blanked; line numbers stay, so messages still point at the right line."""
-    lines = text.split("\n")
-    for number, line in _header(text):
-        if _after(line, MAGIC) is not None:
-            lines[number - 1] = ""
-    return "\n".join(lines)
+HARVEST_SCRIPT = """#!/bin/sh
+# A harvest job: runs the run's own batch script again, as it was submitted. `fallow run` never returns there (but in
+# the one job that is elected to run the lines after it). It sends USR1 to this shell and kills the script, so that a
+# job that ends as planned is COMPLETED.
+trap 'exit 0' USR1
+export FALLOW_BATCH_PID=$$
+# What this shell says of a killed script would only mislead.
+exec 3>&2 2>/dev/null
+(exec {interpreter} "$FALLOW_STATE_DIR/runs/$FALLOW_RUN/script" "$@" 2>&3 3>&-)
+"""
+
+
+def harvest_script(text: str) -> str:
+    """The batch script of a harvest job of the run whose batch script is `text`.
+
+    The kernel gives an interpreter at most one argument, blanks included (execve(2)).
+    """
+    words = text.split("\n", 1)[0].removeprefix("#!").strip().split(maxsplit=1)
+    return HARVEST_SCRIPT.format(interpreter=shlex.join(words))
 
 
 def wrap(command: str) -> str:
@@ -187,13 +201,18 @@ def _late(text: str, name: str) -> Iterator[str]:
 
 
 def parse_settings(text: str, where: str) -> dict[str, str]:
-    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`."""
+    """Keys and values of one `#FALLOW` line, `key=value` or `--key=value`; a flag has no value."""
     found: dict[str, str] = {}
     for word in split_directive(text, where):
         key, equals, value = word.removeprefix("--").partition("=")
+        if key in _FLAGS:
+            if equals:
+                raise FallowError(f"{where}: #FALLOW {key} takes no value", Exit.DATA)
+            found[key] = ""
+            continue
         if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(_KEYS)}"
+            near = difflib.get_close_matches(key, (*_KEYS, *_FLAGS), n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join((*_KEYS, *_FLAGS))}"
             raise FallowError(f"{where}: #FALLOW has no key {key[:64]!r}; {advice}", Exit.DATA)
         if not equals or not value:
             raise FallowError(f"{where}: #FALLOW {key} needs a value: {key}={_KEYS[key]}", Exit.DATA)
@@ -212,6 +231,9 @@ _KEYS = {
     "min-minutes": "N",
     "harvest-account": "NAME",
 }
+
+
+_FLAGS = ("outlive-base",)
 
 
 def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
@@ -258,6 +280,7 @@ def typed_settings(settings: dict[str, str], name: str) -> FallowLines:
         seed=whole("seed", 0),
         min_minutes=whole("min-minutes", 1),
         harvest_account=account,
+        outlive_base="outlive-base" in settings,
     )
 
 

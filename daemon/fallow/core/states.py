@@ -19,5 +19,8 @@ ENDED_STATES = frozenset(
 )
 """After which nothing of a job is left."""
 
+REQUEUED = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"))
+"""Of jobs that wait in the queue; one that had nodes before has been requeued."""
+
 ENDING = frozenset(("COMPLETING", "STAGE_OUT"))
 """Of jobs that have been ended and are not gone yet."""

@@ -18,7 +18,7 @@ from fallow.core.sbatch_line import (
     refuse,
     run_limits,
 )
-from fallow.core.script import BatchScript, harvest_copy, parse_settings, typed_settings
+from fallow.core.script import BatchScript, harvest_script, parse_settings, typed_settings
 from fallow.model import Exit, FallowError, RunSpec
 
 
@@ -42,7 +42,7 @@ class Submission(msgspec.Struct, frozen=True):
 
     @property
     def harvest_script(self) -> str:
-        return harvest_copy(self.spec.script)
+        return harvest_script(self.spec.script)
 
 
 def plan(
@@ -93,6 +93,7 @@ def plan(
         deadline_at=None if fallow.deadline is None else deadline_at(fallow.deadline, now),
         min_harvest_minutes=fallow.min_minutes or min_minutes,
         harvest_account=fallow.harvest_account or "",
+        outlives_base=fallow.outlive_base,
         seed=fallow.seed or 0,
         created_at=now,
     )

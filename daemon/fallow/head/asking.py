@@ -13,7 +13,7 @@ from fallow.core import allowance
 from fallow.core.allocations import WAITING, Allocation
 from fallow.core.allowance import FEW, Limits
 from fallow.core.backoff import Asker
-from fallow.core.cancelled import Cancels
+from fallow.core.cancelled import Cancels, awaits_verdict
 from fallow.core.duds import DUDS, Duds, put_off_s
 from fallow.core.failures import unbar
 from fallow.core.kinds import Kind
@@ -89,6 +89,10 @@ class Asking:
             for run in runs.values():
                 _give_all_back(turn, run, self.stopped)
         put_off = {run.id for run in runs.values() if not run.roster.status.ended and self._put_off(turn, run)}
+        # Whether its base job was preempted or its owner has cancelled the run, Slurm has to say first.
+        put_off |= {
+            run.id for run in runs.values() if any(a.warned and awaits_verdict(a, turn.now) for a in _bases(run))
+        }
         for run in runs.values():
             if run.id not in put_off and not again:
                 # First, for the nodes of a base job need not be harvested.
@@ -250,6 +254,10 @@ def _tried(run: Run, wanted: Demand) -> Demand:
     on_its_way = (a for a in run.live_allocations() if a.asked_at is None and a.active_at is None and not a.ahead)
     most = 0 if any(a.kind is AllocationKind.HARVEST for a in on_its_way) else 1
     return replace(wanted, nodes=min(wanted.nodes, most), renew=False)
+
+
+def _bases(run: Run) -> list[Allocation]:
+    return [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE]
 
 
 def _give_all_back(turn: Turn, run: Run, reason: str) -> None:

@@ -279,7 +279,7 @@ class Book:
         run = Run(spec, record, machine, revision, LeaseClock(at), self._ordered)
         self.runs[spec.run] = self.current[spec.run] = run
         for allocation in record.allocations.values():
-            if allocation.live:
+            if allocation.live or _may_still_come(spec, allocation):
                 self.principals[allocation.public_key] = Principal(spec.run, allocation.token, None)
         for worker, key in record.worker_keys.items():
             if record.roster.alive(worker):
@@ -325,6 +325,8 @@ class Book:
 
     def rest(self, run: Run) -> None:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""
+        for allocation in run.record.allocations.values():
+            self.close(run, allocation)
         del self.current[run.id]
         self.past.add(run)
 
@@ -371,10 +373,18 @@ class Book:
         return allocation
 
     def end_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
-        """Forget its keys. Its workers are told by whoever noticed."""
+        """Give an allocation up. Its workers are told by whoever noticed.
+
+        Its agents can be heard, and told to end, until Slurm shows that its job is over.
+        """
         if allocation.state not in (AllocationState.ENDED, AllocationState.LOST):
             allocation.state = AllocationState.ENDED
         allocation.reason = allocation.reason or reason
+        if not _may_still_come(run.spec, allocation):
+            self.close(run, allocation)
+
+    def close(self, run: Run, allocation: Allocation) -> None:
+        """Forget the keys of an allocation: no job of it is left."""
         self.revoke(allocation.public_key)
         with contextlib.suppress(OSError):  # a file that stays opens nothing: its key is revoked
             self.paths.run(run.id).key(allocation.token).unlink(missing_ok=True)
@@ -390,3 +400,8 @@ class Book:
 
     def allowed(self, key: str) -> bool:
         return key in self.principals
+
+
+def _may_still_come(spec: RunSpec, allocation: Allocation) -> bool:
+    """True while agents of an allocation that was given up may live on in its job."""
+    return not spec.local and allocation.job_id is not None and not allocation.settled

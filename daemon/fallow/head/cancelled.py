@@ -1,10 +1,11 @@
-"""What follows when somebody else cancels harvest jobs: their nodes are left alone, and then all are."""
+"""When somebody else cancels jobs: a base job's run ends; a harvest job's node is left alone, and then all are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from fallow.core import cancelled, failures
+from fallow.core import events as ev
 from fallow.core.allocations import Allocation
 from fallow.core.backoff import Backoff
 from fallow.core.cancelled import CANCELS
@@ -19,8 +20,25 @@ def take_in(turn: Turn, settled: Sequence[Settled], nodes: Iterable[NodeInfo], b
     """Args: settled: allocations whose jobs have just been seen to be over, with these."""
     closed = {node.node for node in nodes if not CLOSED.isdisjoint(node.flags)} if settled else ()
     for run, allocation, jobs in settled:
-        if cancelled.by_others(allocation, jobs, closed):
+        if not cancelled.by_others(allocation, jobs, closed):
+            continue
+        if allocation.kind is AllocationKind.BASE:
+            base_cancelled(turn, run, allocation)
+        else:
             _cancelled(turn, run, allocation, backoff)
+
+
+def base_cancelled(turn: Turn, run: Run, allocation: Allocation) -> None:
+    """End the run whose base job was cancelled, unless the user wants it to go on without one."""
+    run.record.base_wanted = False
+    turn.dirty.add(run.id)
+    if run.roster.status.ended:
+        return
+    what = f"job {allocation.job_id}, its base job, was cancelled"
+    if run.spec.outlives_base:
+        turn.record(run, "cancelled", f"{what}; the run outlives it", job=allocation.job_id)
+    else:
+        turn.apply(run, ev.Cancelled(at=turn.at, reason=what))
 
 
 def _cancelled(turn: Turn, run: Run, allocation: Allocation, backoff: Backoff) -> None:

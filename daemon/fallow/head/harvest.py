@@ -87,7 +87,10 @@ class Harvest:
         if site is not None:
             self._learning.known.experience.runs(site.slurm_version)
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
-        cancelled.take_in(turn, follow_jobs(turn, cluster), cluster.nodes, self._learning.known.backoff)
+        settled = follow_jobs(turn, cluster)
+        for run, allocation, _ in settled:
+            turn.book.close(run, allocation)
+        cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
         for run in turn.book.current.values():
             keep_within_budget(turn, run, cluster.at)

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 from fallow.core import duds, failures
 from fallow.core import events as ev
-from fallow.core.allocations import CANCEL_AGAIN_S, Allocation, Shown, observe, preempted_until
+from fallow.core.allocations import (
+    CANCEL_AGAIN_S,
+    Allocation,
+    Shown,
+    begin_again,
+    observe,
+    preempted_until,
+    requeued,
+)
 from fallow.head.book import Run
+from fallow.head.cancelled import base_cancelled
 from fallow.head.submissions import left_word
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, ClusterState, JobInfo, RunStatus
@@ -20,10 +29,26 @@ def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
     jobs = Shown(cluster.jobs)
     for run in list(turn.book.current.values()):
+        _adopt_requeued(turn, run, jobs)
         for allocation in run.live_allocations():
             if not run.spec.local:
                 left_word(turn, run, allocation)
                 _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+
+
+def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:
+    """Take up a base job again that Slurm has requeued. Of an ended run the job is an orphan (`head.orphans`)."""
+    bases = [a for a in run.record.allocations.values() if a.kind is AllocationKind.BASE and not a.settled]
+    for allocation in bases:
+        others = any(a.live for a in bases if a is not allocation)
+        if run.roster.status.ended or run.spec.local or others or not requeued(allocation, jobs.of(allocation)):
+            continue
+        for worker in allocation.workers:
+            if run.roster.alive(worker):
+                turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason="Slurm has requeued its job"))
+        begin_again(allocation, turn.now)
+        turn.dirty.add(run.id)
+        turn.record(run, "job", f"{allocation.token} (job {allocation.job_id}): Slurm has requeued it")
 
 
 def _observe(
@@ -56,8 +81,7 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
     for worker in allocation.workers:
         if run.roster.alive(worker):
             turn.apply(run, ev.WorkerGone(at=turn.at, worker=worker, reason=reason))
-    vanished = allocation.reason in ("CANCELLED", "") and allocation.start_at is None
-    cancelled = allocation.reason == "CANCELLED" or vanished
+    vanished = allocation.reason == "" and allocation.start_at is None
     if allocation.kind is AllocationKind.BASE and allocation.state is AllocationState.LOST:
         # Nobody cancelled it: its submission came to nothing. A run that has trained asks again by itself.
         if run.roster.generation == 0 and not run.roster.next_index and allocation.asked_at is None:
@@ -65,12 +89,10 @@ def _ended(turn: Turn, run: Run, allocation: Allocation) -> None:
             if allocation.job_id is not None:
                 text = f"Slurm took job {allocation.job_id} and has forgotten it; submit it again"
             turn.apply(run, ev.Cancelled(at=turn.at, reason=text, status=RunStatus.FAILED))
-    elif allocation.kind is AllocationKind.BASE and cancelled and allocation.asked_at is None:
-        run.record.base_wanted = False
-        if run.roster.generation == 0 and not run.roster.next_index:
-            # Cancelled before anything of it ran: the user does not want the run.
-            turn.apply(run, ev.Cancelled(at=turn.at, reason=f"job {allocation.job_id} was cancelled"))
-    elif not allocation.agents and allocation.asked_at is None and allocation.reason in DUD:
+    elif allocation.kind is AllocationKind.BASE and vanished and allocation.asked_at is None:
+        # It waited, and Slurm has forgotten how it ended. While Slurm remembers, `head.cancelled` looks at the state.
+        base_cancelled(turn, run, allocation)
+    elif not (allocation.agents or allocation.told_to_end) and allocation.asked_at is None and allocation.reason in DUD:
         _came_to_nothing(turn, run, allocation)
     turn.book.end_allocation(run, allocation, reason)
 

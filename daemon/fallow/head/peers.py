@@ -183,10 +183,18 @@ class Peers:
 
     def _hear_agent(self, turn: Turn, run: Run, principal: Principal, peer: str, message: Any) -> None:
         allocation = run.record.allocations[principal.token]
+        node = agent_of(peer)
+        if not allocation.live and not isinstance(message, AgentHello | AgentLeft):
+            # The head has given it up. What it was told to end with still holds.
+            code = Exit.NO_RESTART if allocation.end_code is None else allocation.end_code
+            if not allocation.told_to_end:
+                allocation.told_to_end = True
+                turn.dirty.add(run.id)
+            turn.messages.append((peer, AgentEnd(term=turn.book.term, code=code, reason=allocation.reason)))
+            return
         if isinstance(message, AgentHello):
             self._agent_hello(turn, run, allocation, peer, message)
             return
-        node = agent_of(peer)
         if node not in allocation.agents:
             return
         self._agent_seen(turn, run, allocation, node)
@@ -217,6 +225,8 @@ class Peers:
             case Notice():
                 self._notice(turn, run, allocation, node, message)
             case AgentLeft():
+                allocation.left_at = turn.now
+                turn.dirty.add(run.id)
                 self.agent_gone(turn, run, allocation, node, _ended(message.code))
 
     @staticmethod
@@ -227,8 +237,15 @@ class Peers:
             run.machine.hear_agent(worker, at)
 
     def _agent_hello(self, turn: Turn, run: Run, allocation: Allocation, peer: str, hello: AgentHello) -> None:
+        if allocation.end_code is not None and hello.agent in allocation.agents:
+            # It was told to end, and may not have heard so before its link broke.
+            end = AgentEnd(term=turn.book.term, code=allocation.end_code, reason=allocation.reason)
+            turn.messages.append((peer, end))
+            return
         problem = self._agent_problem(run, allocation, hello)
         if problem is not None:
+            allocation.told_to_end = True
+            turn.dirty.add(run.id)
             turn.record(run, "refuse", f"agent on {hello.node}: {problem}")
             turn.messages.append((peer, Refused(code=Exit.NO_RESTART, message=problem)))
             return
@@ -311,17 +328,18 @@ class Peers:
 
     @staticmethod
     def _notice(turn: Turn, run: Run, allocation: Allocation, node: str, notice: Notice) -> None:
-        if allocation.state is AllocationState.RELEASING or run.roster.status.ended:
+        if run.roster.status.ended:
             return
         why = f"warned by Slurm with signal {notice.signal}: preempted or cancelled"
         if allocation.end_at is not None and turn.now >= allocation.end_at:
             # Limits are looked at every 30 s, so this warning comes late, never early.
             why = "walltime"
-        turn.taken = turn.taken or (allocation.harvested and why != "walltime")
-        if allocation.kind is AllocationKind.BASE and why != "walltime":
-            # The user's own job was ended by somebody: it is not asked for again behind their back.
-            run.record.base_wanted = False
-        allocation.warned = why != "walltime"
+        is_base = allocation.kind is AllocationKind.BASE
+        # Only Slurm knows whether it was preempted or cancelled: the next poll comes soon.
+        turn.taken = turn.taken or ((allocation.harvested or is_base) and why != "walltime")
+        if why != "walltime" and not allocation.warned:
+            allocation.warned = True
+            turn.dirty.add(run.id)
         turn.release_allocation(run, allocation, why)
 
     @staticmethod

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fallow.core import budget
 from fallow.core.allocations import Allocation, Shown
+from fallow.core.cancelled import awaits_verdict
 from fallow.core.spans import follow
 from fallow.core.states import ENDED_STATES
 from fallow.head.book import Run
@@ -70,7 +71,7 @@ def renew_base(turn: Turn, run: Run, at: float) -> None:
     if run.roster.status.ended or not record.base_wanted or run.roster.finishing or record.paused:
         return
     bases = [a for a in record.allocations.values() if a.kind is AllocationKind.BASE]
-    if not bases or any(a.live for a in bases):
+    if not bases or any(a.live or awaits_verdict(a, turn.now) for a in bases):
         return
     # It will be granted what the last one was granted.
     limit_s, room = bases[-1].limit_s, left_s(run, at)

@@ -11,7 +11,7 @@ from fallow.control.protocol import BaseJob
 from fallow.core.allocations import Allocation, sent
 from fallow.core.backoff import Scope, scope_of
 from fallow.core.sbatch import base_options, harvest_options
-from fallow.core.script import harvest_copy
+from fallow.core.script import harvest_script
 from fallow.files import read_struct
 from fallow.head.book import Run
 from fallow.head.turn import Turn
@@ -50,7 +50,7 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
             part=allocation.part,
             hurried=allocation.hurried,
         )
-        script = harvest_copy(spec.script)
+        script = harvest_script(spec.script)
     else:
         options = base_options(
             spec.sbatch_options, token=allocation.token, exported=exported, barred=run.record.shunned

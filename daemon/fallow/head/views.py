@@ -279,6 +279,7 @@ def run_report(run: Run, history: list[GenerationReport], samples: SampleReport)
         rolled_back=list(r.rollbacks),
         message=r.message,
         traceback=r.traceback,
+        rest_in=next((a.token for a in run.record.allocations.values() if a.elected), ""),
         reproducible=bool(r.arithmetic),
         steps_repeated=0 if r.final is None else r.final.repeated,
     )

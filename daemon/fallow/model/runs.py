@@ -96,6 +96,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     "of its gain beside that of other runs of the same project"
     deadline_at: float | None = None
     "Unix time by which it should be done"
+    outlives_base: bool = False
+    "scancel of the base job does not end it"
     min_harvest_minutes: int = 2
     seed: int = 0
     local: bool = False

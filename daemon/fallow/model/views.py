@@ -72,6 +72,8 @@ class RunReport(Struct, frozen=True, kw_only=True):
     message: str = ""
     traceback: str = ""
     "of the failure that ended the run"
+    rest_in: str = ""
+    "token of the allocation in which the lines after `fallow run` run"
     reproducible: bool = False
     "the result does not depend on the membership, bit for bit"
     steps_repeated: int = 0

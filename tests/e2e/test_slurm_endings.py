@@ -1,0 +1,207 @@
+"""How jobs and runs end on a real Slurm: by scancel, by preemption, as planned, and when the head has let go of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slurm_rig import REACT_S, START_S, Rig, Training, telling, wait_for
+
+from fallow.model import AllocationState, RunStatus
+
+ORPHAN_S = 60.0
+"""No job of ours lives longer than this beyond what it is for."""
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def with_grace(slurm_installed: None) -> Iterator[Rig]:
+    """Preempted jobs get SIGTERM 10 s before their end."""
+    with Rig("preempt", nodes=4) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def without_grace(slurm_installed: None) -> Iterator[Rig]:
+    with Rig("nograce", nodes=2) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig(with_grace: Rig) -> Iterator[Rig]:
+    with telling(with_grace):
+        yield with_grace
+
+
+def shown(rig: Rig, job: str) -> str:
+    """What `scontrol show job` says of a job."""
+    return rig.testbed.slurm("scontrol", "show", "job", job)
+
+
+def after_ok(rig: Rig, job: str) -> str:
+    """A job that is to start once `job` has succeeded; returns its id."""
+    argv = ["sbatch", "--parsable", f"--dependency=afterok:{job}", "--time=1", "--output=/dev/null", "--wrap=true"]
+    return rig.command(*argv).strip()
+
+
+def agent_of(job: str) -> psutil.Process:
+    """The agent that runs in a job of one node."""
+    for process in psutil.process_iter():
+        try:
+            # srun's own words are longer.
+            is_agent = process.cmdline()[1:3] == ["-m", "fallow.agent"]
+            if is_agent and process.environ().get("SLURM_JOB_ID") == job:
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"job {job} has no agent")
+
+
+def test_scancel_of_the_base_job_ends_the_run(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3")
+    training.wait_members(3)
+    before = training.jobs()
+    rig.scancel(training.job)
+    training.wait_for("cancelled", lambda: training.view().status is RunStatus.CANCELLED)
+    training.wait_jobs_gone()
+    assert training.jobs() == before, "something was requested after the scancel"
+    assert training.lines_after() == []
+    assert training.view().message == f"job {training.job}, its base job, was cancelled"
+
+
+def test_a_run_outlives_its_base_job_where_the_user_says_so(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3", "--fallow=outlive-base")
+    training.wait_members(3)
+    rig.scancel(training.job)
+    training.wait_for("w0 left", lambda: "w0" not in {m.worker for m in training.members()})
+    training.wait_steps()
+    training.finish()
+    # The base job is not requested again. The script ends in a job that is left.
+    assert training.base_jobs() == [training.job]
+    (last,) = training.lines_after()
+    assert last in training.harvest_jobs()
+    assert rig.job_states()[last] == "COMPLETED"
+
+
+def test_a_finished_run_lets_jobs_start_that_depend_on_its_success(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:3")
+    successor = after_ok(rig, training.job)
+    harvested = training.wait_members(3)[1:]
+    rig.command("fallow", "drain", training.run, harvested[0].node)
+    drained = next(job for job, token in training.jobs().items() if token == harvested[0].token)
+    rig.wait_job(drained, "COMPLETED")
+    training.finish()
+    rig.wait_job(successor, "COMPLETED")
+    states = rig.job_states()
+    assert {states[job] for job in training.jobs() if job in states} == {"COMPLETED"}
+    assert "ExitCode=0:0" in shown(rig, training.job)
+    assert training.lines_after() == [training.job]
+
+
+def test_slurm_gets_the_exit_code_of_the_batch_script(rig: Rig) -> None:
+    training = rig.submit("--nodes=1:2", before="trap 'exit 7' EXIT")
+    successor = after_ok(rig, training.job)
+    training.wait_members(2)
+    (harvest,) = training.harvest_jobs()
+    training.finish()
+    rig.wait_job(training.job, "FAILED")
+    assert "ExitCode=7:0" in shown(rig, training.job)
+    # The rest of the script, its traps included, is the base job's alone.
+    rig.wait_job(harvest, "COMPLETED")
+    wait_for("never satisfied", lambda: "DependencyNeverSatisfied" in shown(rig, successor), REACT_S, rig.story)
+    rig.scancel(successor)
+
+
+@pytest.mark.parametrize("grace", [True, False])
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_preempted_base_job_comes_back(with_grace: Rig, without_grace: Rig, grace: bool, requeue: bool) -> None:
+    rig, nodes = (with_grace, 4) if grace else (without_grace, 2)
+    with telling(rig):
+        option = "--requeue" if requeue else "--no-requeue"
+        training = rig.submit("--nodes=1:1", "--partition=scavenge", option)
+        training.wait_members(1)
+        training.wait_steps()
+        other = rig.others(nodes)
+        rig.wait_job(other, "RUNNING")
+        assert not training.view().status.ended
+        if not requeue:
+            training.wait_for("the base job is submitted again", lambda: len(training.base_jobs()) == 2)
+        rig.scancel(other)
+        training.wait_members(1)
+        training.wait_steps()
+        training.finish()
+        # Slurm has put the job back into the queue, or the head has submitted another one.
+        assert len(training.base_jobs()) == (1 if requeue else 2)
+        assert ("Restarts=1" in shown(rig, training.job)) == requeue
+        assert training.lines_after() == training.base_jobs()[-1:]
+        assert rig.job_states()[training.base_jobs()[-1]] == "COMPLETED"
+
+
+def running(training: Training) -> list[str | None]:
+    """Jobs that run for the run, as the head says."""
+    return [a.job_id for a in training.view().allocations if a.state is AllocationState.RUNNING]
+
+
+def let_go_of_base(rig: Rig) -> tuple[Training, psutil.Process]:
+    """A run whose head has given its base job up, because the agent there is silent; and that agent."""
+    training = rig.submit("--nodes=1:2")
+    training.wait_members(2)
+    agent = agent_of(training.job)
+    agent.send_signal(signal.SIGSTOP)
+    try:
+        training.wait_for(
+            "the head lets go of the base job",
+            lambda: training.job not in running(training),
+        )
+    except BaseException:
+        agent.send_signal(signal.SIGCONT)
+        raise
+    return training, agent
+
+
+def test_a_base_job_that_the_head_has_let_go_of_ends(rig: Rig) -> None:
+    training, agent = let_go_of_base(rig)
+    training.wait_for(
+        "its job has ended",
+        lambda: rig.job_states()[training.job] not in ("RUNNING", "COMPLETING", "PENDING"),
+        ORPHAN_S,
+    )
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+    assert training.lines_after() == []
+    # The head asks for another one, and the lines after `fallow run` run there.
+    training.wait_for("another base job", lambda: len(training.base_jobs()) == 2)
+    training.wait_members(2, START_S)
+    training.finish()
+    assert len(training.lines_after()) == 1
+    assert training.job not in training.lines_after()
+
+
+def test_fallow_cancel_ends_a_base_job_that_the_head_has_let_go_of(rig: Rig) -> None:
+    training, _ = let_go_of_base(rig)
+    rig.command("fallow", "cancel", training.run)
+    training.wait_for("no job of it is left", lambda: not training.jobs_alive(), ORPHAN_S)
+    assert training.lines_after() == []
+
+
+def test_the_rest_of_a_script_does_not_run_where_the_agent_was_killed(rig: Rig) -> None:
+    """The training goes on elsewhere."""
+    training = rig.submit("--nodes=1:2")
+    training.wait_members(2)
+    os.kill(agent_of(training.job).pid, signal.SIGKILL)
+    training.wait_for("its job has ended", lambda: rig.job_states()[training.job] not in ("RUNNING", "COMPLETING"))
+    assert training.lines_after() == []
+    training.wait_members(2)
+    training.finish()
+    assert len(training.lines_after()) == 1
+    assert re.fullmatch(r"\d+", training.lines_after()[0])

@@ -1,0 +1,217 @@
+"""How jobs end: whose doing it was, what follows for the run, and that none of ours lives on for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from fallow.config import Config
+from fallow.core import events as ev
+from fallow.core.allocations import Allocation
+from fallow.core.cancelled import VERDICT_S, awaits_verdict
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head.book import Book, Run
+from fallow.head.harvest import Harvest
+from fallow.head.peers import Peers
+from fallow.head.turn import Turn
+from fallow.model import (
+    AllocationKind,
+    AllocationState,
+    ClusterConfig,
+    ClusterState,
+    Exit,
+    JobInfo,
+    NodeInfo,
+    PartitionInfo,
+    RunSpec,
+    RunStatus,
+)
+
+NOW = 1_000_000.0
+NODES = [f"n{i}" for i in range(1, 5)]
+
+
+class Desk:
+    """A book with one run, and polls of a cluster of four idle nodes."""
+
+    def __init__(self, folder: Path, **spec: object) -> None:
+        paths = Paths(state=folder / "s", runtime=folder / "run").create()
+        numbers = iter(range(10_000))
+        self.book = Book(paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(numbers):06}")
+        self.harvest = Harvest(Config())
+        self.at = 0.0
+        self.run: Run = self.book.create(
+            RunSpec(run="", name="train", min_nodes=1, max_nodes=4, script="#!/bin/sh\n", **spec),  # type: ignore[arg-type]
+            0.0,
+            NOW,
+        )
+        # As after the first agent: one worker per node.
+        self.run.record.slots, self.run.roster.max_members, self.run.roster.limit = 1, 4, 4
+
+    def turn(self) -> Turn:
+        return Turn(self.book, self.at, NOW + self.at)
+
+    def poll(self, *jobs: JobInfo, after_s: float = 30.0) -> Turn:
+        self.at += after_s
+        turn = self.turn()
+        nodes = [NodeInfo(node=n, state="IDLE", partitions=["p"], gpus=4) for n in NODES]
+        partitions = [
+            PartitionInfo(partition="p", nodes=NODES, preempt_mode="REQUEUE"),
+            PartitionInfo(partition="high", nodes=NODES, priority_tier=2),
+        ]
+        site = ClusterConfig(cluster="c", slurm_version="25.11.1", preempt_type="preempt/partition_prio")
+        self.harvest.polled(
+            turn, ClusterState(at=NOW + self.at, nodes=nodes, jobs=list(jobs), partitions=partitions), site
+        )
+        return turn
+
+    def hold(
+        self,
+        kind: AllocationKind = AllocationKind.HARVEST,
+        state: AllocationState = AllocationState.RUNNING,
+        **more: object,
+    ) -> Allocation:
+        allocation = self.book.new_allocation(self.run, kind, NOW, **more)
+        allocation.state = state
+        if state is not AllocationState.UNKNOWN:
+            allocation.job_id = str(100 + self.run.record.next_allocation)
+        if state is AllocationState.RUNNING:
+            allocation.start_at, allocation.agents, allocation.nodes = NOW, {"n1": []}, ["n1"]
+        return allocation
+
+    def job(self, allocation: Allocation, state: str = "RUNNING", limit_s: float = 600.0, **more: object) -> JobInfo:
+        return JobInfo(
+            job_id=allocation.job_id or "1",
+            name=allocation.token,
+            user="me",
+            state=state,
+            partition="p",
+            nodes=["n1"] if state == "RUNNING" else [],
+            start_at=NOW if state == "RUNNING" else None,
+            end_at=NOW + limit_s if state == "RUNNING" else None,
+            time_limit_s=limit_s,
+            exclusive=True,
+            **more,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_job_that_the_head_has_let_go_of_is_cancelled_and_the_end_of_a_batch_script_is_not(
+    desk: Desk, renewed: bool
+) -> None:
+    desk.run.record.base_wanted = False
+    lost = desk.hold(AllocationKind.BASE, AllocationState.LOST, renewed=renewed)
+    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
+    elected = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, end_code=Exit.OK)
+    by_itself = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed, left_at=NOW + 29.0)
+    preempted = desk.hold(AllocationKind.BASE, AllocationState.ENDED, renewed=renewed)
+    harvest = desk.hold(state=AllocationState.ENDED, end_code=Exit.OK)
+    jobs = [desk.job(a) for a in (given_up, elected, by_itself, harvest)]
+    turn = desk.poll(desk.job(lost, "PENDING"), *jobs, desk.job(preempted, preempt_at=NOW))
+    assert {token for _, token, _ in turn.cancels} == {lost.token, given_up.token}
+    # While Slurm ends a job, it is not cancelled again.
+    assert desk.poll(desk.job(given_up), after_s=5.0).cancels == []
+
+
+def test_somebody_elses_job_of_the_same_number_is_left_alone(desk: Desk) -> None:
+    given_up = desk.hold(AllocationKind.BASE, AllocationState.ENDED, submit_at=NOW)
+    theirs = replace(desk.job(given_up, submit_at=NOW + 100.0), name="theirs")
+    assert desk.poll(theirs).cancels == []
+    with_the_token = replace(theirs, job_id="999", comment=given_up.token)
+    assert desk.poll(with_the_token).cancels == []
+
+
+def test_a_base_job_that_slurm_requeues_is_taken_up_again(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    desk.poll(desk.job(base, submit_at=NOW))
+    first = dict(base.spans)
+    turn = desk.turn()
+    turn.apply(desk.run, ev.WorkerExpected(at=desk.at, worker="w0", token=base.token, node="n1"))
+    base.agents = {"n1": ["w0"]}
+    base.warned = True
+    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
+    Peers.agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    assert base.state is AllocationState.ENDED
+    turn = desk.poll(desk.job(base, "COMPLETING", submit_at=NOW + 30.0), after_s=2.0)
+    assert (turn.submissions, turn.cancels) == ([], []), "Slurm has not said yet how it ends"
+    turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 30.0, reason="BeginTime"), after_s=2.0)
+    assert base.state is AllocationState.PENDING
+    assert (base.agents, base.asked_at, base.warned, base.nodes) == ({}, None, False, [])
+    assert desk.book.allowed(base.public_key)
+    assert turn.cancels == []
+    assert AllocationKind.BASE not in [desk.run.record.allocations[t].kind for _, t in turn.submissions]
+    # What it held before stays booked.
+    assert [(key, span.start_at) for key, span in base.spans.items()] == [
+        (f"{base.job_id}.1", first[base.job_id].start_at)
+    ]
+    desk.poll(desk.job(base, submit_at=NOW + 30.0), after_s=2.0)
+    assert base.state is AllocationState.RUNNING
+    assert set(base.spans) == {f"{base.job_id}.1", base.job_id}
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_slurm_says_whether_a_warned_base_job_was_preempted_or_cancelled(desk: Desk, preempted: bool) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    desk.poll(desk.job(base, submit_at=NOW))
+    turn = desk.turn()
+    base.warned = True
+    turn.release_allocation(desk.run, base, "warned by Slurm with signal 15: preempted or cancelled")
+    Peers.agent_gone(turn, desk.run, base, "n1", "given back as planned")
+    assert desk.poll(desk.job(base, "COMPLETING"), after_s=2.0).submissions == []
+    more = {"preempt_at": NOW} if preempted else {}
+    turn = desk.poll(desk.job(base, "PREEMPTED" if preempted else "CANCELLED", **more), after_s=2.0)
+    if preempted:
+        kinds = [desk.run.record.allocations[token].kind for _, token in turn.submissions]
+        assert kinds.count(AllocationKind.BASE) == 1
+    else:
+        assert turn.submissions == []
+        assert desk.run.roster.status is RunStatus.CANCELLED
+        assert desk.run.roster.message == f"job {base.job_id}, its base job, was cancelled"
+
+
+def test_a_run_outlives_its_cancelled_base_job_where_the_user_says_so(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, outlives_base=True)
+    base = desk.hold(AllocationKind.BASE)
+    turn = desk.poll(desk.job(base, "CANCELLED"))
+    assert not desk.run.roster.status.ended
+    kinds = {desk.run.record.allocations[token].kind for _, token in turn.submissions}
+    assert kinds == {AllocationKind.HARVEST}
+
+
+def test_keys_are_kept_until_slurm_shows_that_the_job_is_over(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    key_file = desk.book.paths.run(desk.run.id).key(base.token)
+    desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
+    assert desk.book.allowed(base.public_key) and key_file.exists()
+    desk.poll(desk.job(base, "FAILED"))
+    assert not desk.book.allowed(base.public_key) and not key_file.exists()
+
+
+def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:
+    """A job may complete for hours on a node that does not answer."""
+    base = desk.hold(AllocationKind.BASE, AllocationState.ENDED, asked_at=NOW, left_at=NOW + 5.0)
+    assert [awaits_verdict(base, NOW + s) for s in (5.0, VERDICT_S + 4.0, VERDICT_S + 5.0)] == [True, True, False]
+    base.end_code = Exit.OK
+    assert not awaits_verdict(base, NOW + 5.0)
+
+
+def test_a_poll_that_is_older_than_the_first_agent_shows_no_requeued_job(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE, submit_at=NOW)
+    desk.poll(desk.job(base, "PENDING", submit_at=NOW), after_s=1.0)
+    assert base.agents == {"n1": []}
+
+
+def test_another_head_can_still_tell_the_agents_of_an_allocation_that_was_given_up(desk: Desk) -> None:
+    base = desk.hold(AllocationKind.BASE)
+    desk.book.end_allocation(desk.run, base, "agent on n1 silent for 16 s")
+    other = Book(desk.book.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "1" * 12)
+    other.add(desk.run.spec, desk.run.record, 0, 0.0)
+    assert other.allowed(base.public_key)
