@@ -222,7 +222,8 @@ class RealHead:
 
     async def play(self, until: float) -> None:
         tasks = [
-            asyncio.ensure_future(each) for each in (*self._calls.sources(self.book), self._world(), self._turns())
+            asyncio.ensure_future(each())
+            for each in (*self._calls.sources(self.book).values(), self._world, self._turns)
         ]
         await asyncio.sleep(until - self._loop.time())
         for task in tasks:
@@ -258,6 +259,8 @@ class RealHead:
         if turn.taken:
             self.harvest.neighbours.taken(turn.now)
             self._calls.pace()
+        if turn.failures:
+            raise turn.failures[0].error
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:

@@ -15,7 +15,19 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fallow.model import PROTOCOL, AgentBeat, AgentHello, Beat, Exit, FallowError, FromPeer, ToWorker
+from fallow.model import (
+    PROTOCOL,
+    AgentBeat,
+    AgentHello,
+    Beat,
+    Exit,
+    FallowError,
+    FromPeer,
+    Refused,
+    ToAgent,
+    ToWorker,
+    WorkerReady,
+)
 from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
 from fallow.wire.keys import KEY_LENGTH, KeyPair, new_keypair, public_of
 from fallow.wire.probe import Outcome, probe
@@ -266,6 +278,23 @@ async def test_garbage_changes_nothing(router: Router, dial: Dial) -> None:
     assert router.connected == {KNOWN.public}
 
 
+async def test_a_peer_whose_first_message_is_not_understood_is_told(router: Router, dial: Dial) -> None:
+    """It would send its hello for ever; a later message that is not understood is dropped."""
+    peer = dial(KNOWN)
+    peer.send(encode(hello("n1")).replace(b"slots\x01", b"slots\xff"))
+    peer.send(encode(hello("n1")))
+    peer.send(b"garbage")
+    peer.send(encode(beat("after")))
+    assert (await next_from(router))[1] == hello("n1")
+    assert (await next_from(router))[1] == beat("after")
+    refusal = Decoder[ToAgent](ToAgent).decode(await peer.received())
+    assert isinstance(refusal, Refused)
+    assert "does not understand the first message" in refusal.message
+    assert "$.slots" in refusal.message
+    assert router.refused["not a message"] == 2
+    assert not await asyncio.to_thread(peer.socket.poll, 200)
+
+
 async def test_too_large_a_message_ends_only_its_connection(router: Router, dial: Dial) -> None:
     big, good = dial(KNOWN), dial(OTHER)
     big.send(b"x" * (MAX_MESSAGE + 1))
@@ -359,7 +388,7 @@ def decode(data: bytes) -> None:
 
 def test_large_messages_are_compressed_and_bounded() -> None:
     """A few bytes must not become many, nor anything hide behind a message."""
-    message = AgentBeat(alive=[f"fallow-run-1f2e3d-h{number}-abcdef/0" for number in range(1000)])
+    message = AgentBeat(alive=[f"fallow-run-1f2e3d-h{number}-abcdef-0" for number in range(1000)])
     data = encode(message)
     assert DECODER.decode(data) == DECODER.decode(memoryview(data)) == message
     assert len(data) < len(msgspec.msgpack.encode(message)) / 4
@@ -371,8 +400,12 @@ def test_large_messages_are_compressed_and_bounded() -> None:
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_size_limit(extra: int) -> None:
-    empty = len(msgspec.msgpack.encode(AgentBeat(alive=["x" * 70_000])))
-    message = AgentBeat(alive=["x" * (70_000 + MAX_MESSAGE - empty + extra)])
+    def ready(last: int) -> WorkerReady:
+        layout = [*["x" * 100_000] * 9, "x" * last]
+        return WorkerReady(worker="w0", signature="s", layout=layout, shards=1, global_batch=1)
+
+    empty = len(msgspec.msgpack.encode(ready(100_000)))
+    message = ready(100_000 + MAX_MESSAGE - empty + extra)
     if extra > 0:
         with pytest.raises(BadMessage, match="limit"):
             encode(message)

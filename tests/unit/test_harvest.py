@@ -536,7 +536,7 @@ class Loop:
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
         """Inside, what waits in the queue is submitted; nothing is polled."""
-        polling, submitting = self.calls.sources(self.site.book)
+        polling, submitting = (serve() for serve in self.calls.sources(self.site.book).values())
         polling.close()
         task = asyncio.create_task(submitting)
         try:
@@ -644,7 +644,7 @@ async def test_no_poll_is_asked_for_before_the_one_before_it_was_taken_in(
     monkeypatch.setattr(site.harvest, "longest_interval_s", lambda _: 0.0)
     if not answers:
         monkeypatch.setattr(site.slurm, "poll", AsyncMock(side_effect=FallowError("Slurm does not answer")))
-    polling, submitting = loop.calls.sources(site.book)
+    polling, submitting = (serve() for serve in loop.calls.sources(site.book).values())
     submitting.close()
     task = asyncio.create_task(polling)
     try:

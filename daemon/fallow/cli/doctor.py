@@ -284,6 +284,11 @@ def _head() -> Check:
     if head.not_harvested:
         text = "; ".join(f"partition {name} is not harvested: {why}" for name, why in head.not_harvested.items())
         return Check("head", Level.WARN, f"running (pid {head.pid}), but {text}", "see the checks above")
+    if head.internal_errors:
+        from fallow.cli.show import internal_errors
+
+        text = f"running (pid {head.pid}), but {internal_errors(head.internal_errors)}"
+        return Check("head", Level.WARN, text, "see the head's log (journalctl --user -u fallow)")
     return Check("head", Level.OK, f"version {head.version}, pid {head.pid} on {head.host}")
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from fallow.cli.common import ask, json_option, json_text, print_json
 from fallow.cli.tables import duration, moment, number, show_table, size
-from fallow.model import CheckpointState, EventRecord, Exit, FallowError, MemberView, RunReport, RunView, Snapshot
+from fallow.model import (
+    CheckpointState,
+    EventRecord,
+    Exit,
+    FallowError,
+    InternalError,
+    MemberView,
+    RunReport,
+    RunView,
+    Snapshot,
+)
 from fallow.text import clean, clean_output, counted
 
 LAST_EVENT = 2**63 - 1
@@ -37,6 +48,16 @@ def status(run: str | None, as_json: bool) -> None:
             show_run(view, snapshot.at)
     else:
         show_runs(snapshot)
+
+
+def internal_errors(errors: Sequence[InternalError]) -> str:
+    """How often the head met an error that nobody expected, and the newest, in one line."""
+    newest = max(errors, key=lambda error: error.last_at)
+    of = f", run {newest.run}" if newest.run else ""
+    return (
+        f"{counted(sum(error.count for error in errors), 'internal error')} of the head, the newest in {newest.source} "
+        f"({newest.line}{of}): {newest.error}; the head's log has the traceback, please report it"
+    )
 
 
 @click.command(short_help="All runs with their checkpoints.")
@@ -162,6 +183,8 @@ def show_runs(snapshot: Snapshot) -> None:
         click.echo(clean(f"the head can write nothing down and waits: {head.store_problem}"))
     if head.stand_in:
         click.echo(clean(f"a stand-in head on {head.host}, in a base job, serves; `fallow daemon` takes its place"))
+    if head.internal_errors:
+        click.echo(clean(internal_errors(head.internal_errors)))
     if head.stopped:
         click.echo(clean(f"nothing is harvested: {head.stopped}"))
     for partition, why in head.not_harvested.items():

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, SUBSCRIBE, Answer, peer_uid, to_error
+from fallow.control.methods import SUBSCRIBE
+from fallow.control.protocol import MAX_ANSWER, MAX_REQUEST, Answer, peer_uid, to_error
 from fallow.files import read_struct
 from fallow.model import EventRecord, Exit, FallowError, HeadFile, Snapshot
 from fallow.text import shown

@@ -22,36 +22,6 @@ MAX_REQUEST = 1 << 20
 MAX_ANSWER = 64 << 20
 """Longest line that a client reads: a snapshot of 10,000 nodes is some MiB."""
 
-SUBSCRIBE = "subscribe"
-
-METHODS = frozenset(
-    {
-        "status",
-        "events",
-        "report",
-        "usage",
-        "prospect",
-        "cluster",
-        "create_run",
-        "base_submitted",
-        "base_failed",
-        "grow",
-        "shrink",
-        "release",
-        "drain",
-        "pause",
-        "resume",
-        "cancel",
-        "checkpoint",
-        "rollback",
-        "prune",
-        "local_allocation",
-        "shutdown",
-        SUBSCRIBE,
-    }
-)
-"""Every method; another one is refused before the head sees it."""
-
 
 class Request(Struct, frozen=True):
     method: str

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from fallow.control.protocol import MAX_REQUEST, METHODS, SUBSCRIBE, Request, error_line, peer_uid
+from fallow.control.methods import METHODS, SUBSCRIBE
+from fallow.control.protocol import MAX_REQUEST, Request, error_line, peer_uid
 from fallow.files import private_dir
 from fallow.model import EventRecord, Exit, FallowError, Snapshot
 
@@ -155,8 +156,8 @@ async def _send(writer: asyncio.StreamWriter, line: bytes) -> None:
 def _parse(line: bytes) -> Request:
     try:
         request = msgspec.json.decode(line, type=Request)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise FallowError(f"this is no request: {error}", Exit.DATA) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise FallowError(f"this is no request: {str(error)[:200]}", Exit.DATA) from error
     if request.method not in METHODS:
         raise FallowError(
             f"this head knows no method {request.method[:64]!r}; its version may differ from ours",

@@ -34,10 +34,9 @@ NO_ACCOUNT = "-"
 
 def note(turn: Turn) -> None:
     """Note who is a member now, for every run that the turn changed."""
-    for run_id in turn.dirty:
-        run = turn.book.runs[run_id]
-        if not run.spec.local:
-            _note_run(run, turn.now)
+    runs = [turn.book.runs[run_id] for run_id in turn.dirty]
+    changed = [run for run in runs if not run.spec.local]
+    turn.for_each(changed, "accounts", lambda run: _note_run(run, turn.now))
 
 
 def _note_run(run: Run, now: float) -> None:
@@ -78,27 +77,29 @@ def settle(turn: Turn, at: float) -> None:
         turn: takes the effects.
         at: Unix time of the poll.
     """
-    for run in list(turn.book.current.values()):
-        if run.spec.local:
-            continue
-        record, rests = run.record, run.roster.status.ended
-        alive = {worker.token for worker in run.roster.workers.values() if run.roster.alive(worker.worker)}
-        for token, allocation in list(record.allocations.items()):
-            lost = allocation.state is AllocationState.LOST and not allocation.spans
-            old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
-            if (allocation.settled or (lost and old)) and not allocation.counted:
-                tally(record.usage, allocation, at)
-                if allocation.harvested:
-                    record.harvested.add(held(allocation, at), at)
-                allocation.counted = True
-                turn.dirty.add(run.id)
-            if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
-                record.spent_node_s += budget.booked(allocation, at)
-                del record.allocations[token]
-                turn.dirty.add(run.id)
-            rests = rests and allocation.counted and old
-        if rests:
-            turn.book.rest(run)
+    kept = [run for run in turn.book.current.values() if not run.spec.local]
+    turn.for_each(kept, "accounts", lambda run: _settle_run(turn, run, at))
+
+
+def _settle_run(turn: Turn, run: Run, at: float) -> None:
+    record, rests = run.record, run.roster.status.ended
+    alive = {worker.token for worker in run.roster.workers.values() if run.roster.alive(worker.worker)}
+    for token, allocation in list(record.allocations.items()):
+        lost = allocation.state is AllocationState.LOST and not allocation.spans
+        old = at - _over_at(allocation.requested_at, (s.end_at for s in allocation.spans.values())) > KEEP_S
+        if (allocation.settled or (lost and old)) and not allocation.counted:
+            tally(record.usage, allocation, at)
+            if allocation.harvested:
+                record.harvested.add(held(allocation, at), at)
+            allocation.counted = True
+            turn.dirty.add(run.id)
+        if allocation.counted and old and allocation.kind is AllocationKind.HARVEST and token not in alive:
+            record.spent_node_s += budget.booked(allocation, at)
+            del record.allocations[token]
+            turn.dirty.add(run.id)
+        rests = rests and allocation.counted and old
+    if rests:
+        turn.book.rest(run)
 
 
 def _over_at(requested_at: float, ends: Iterable[float | None]) -> float:

@@ -10,19 +10,22 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import structlog
 
 from fallow.config import Config
 from fallow.control.server import ControlServer
+from fallow.core import events as ev
 from fallow.core.network import port_range
 from fallow.core.timing import Timing
 from fallow.files import Paths, write_struct
 from fallow.head import accounts, saved
 from fallow.head.asking import ordered
-from fallow.head.book import Book
+from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
+from fallow.head.faults import Faults
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Due, Heard, Inbox, Item, Polled, Submitted, Switched, Tick, TrialRefused
 from fallow.head.lease import Lease
@@ -31,17 +34,19 @@ from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
 from fallow.head.pruning import Pruning
+from fallow.head.salvage import end_now
 from fallow.head.slurm_calls import SlurmCalls
-from fallow.head.submissions import give_up_queued
+from fallow.head.submissions import give_up_queued, withdraw_queued
 from fallow.head.switch import Switch
-from fallow.head.turn import Turn
+from fallow.head.turn import Failure, Turn
 from fallow.head.whereabouts import find_address, former_port, own_keys, write_head_file
 from fallow.head.window import Window
-from fallow.model import FallowError
+from fallow.model import Exit, FallowError, RunStatus
 from fallow.slurm.client import SlurmClient
 from fallow.slurm.paced import PacedClient
 from fallow.slurm.state import own_groups
-from fallow.wire.router import Router
+from fallow.text import clean
+from fallow.wire.router import Router, RouterDown, key_of
 
 log = structlog.get_logger("fallow.head")
 
@@ -83,6 +88,7 @@ class Head:
         self._notifier = Notifier()
         self._metrics = Metrics(config.head.prometheus_port)
         self._tick_queued = False
+        self._faults = Faults()
         self._durable = Durable(paths, config.head.redis_url, self._waits_for_store)
         self._harvest = Harvest(config, own_groups())
         limits = config.slurm
@@ -90,7 +96,7 @@ class Head:
         if slurm is not None:
             paced = PacedClient(slurm, queries_per_min=limits.queries_per_min, submits_per_min=limits.submits_per_min)
         self._slurm = paced
-        self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox)
+        self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._peers = Peers(config.membership, config.checkpoint)
         self._book: Book
@@ -104,13 +110,21 @@ class Head:
 
     async def run(self) -> None:
         """Serve until `stop` or a fatal error. The state folder's lock is held by the caller."""
+        loop = asyncio.get_running_loop()
+        before = loop.get_exception_handler()
+        loop.set_exception_handler(self._stray)
         try:
             await self._open()
             async with asyncio.TaskGroup() as tasks:
-                beside = [self._hear(), self._clock(), self._switch.watch(), self._window.publish_snapshots()]
-                all_tasks = [
-                    tasks.create_task(source) for source in (*beside, *self._calls.sources(self._book), self._loop())
-                ]
+                sources: dict[str, Callable[[], Awaitable[None]]] = {
+                    "messages": self._hear,
+                    "clock": self._clock,
+                    "stop file": self._switch.watch,
+                    "snapshots": self._window.publish_snapshots,
+                    **self._calls.sources(self._book),
+                }
+                all_tasks = [tasks.create_task(self._faults.keep_running(*source)) for source in sources.items()]
+                all_tasks.append(tasks.create_task(self._loop()))
                 await self._stop.wait()
                 self._notifier.stopping()
                 for task in all_tasks:
@@ -118,6 +132,15 @@ class Head:
             await self._remember()
         finally:
             await self._close()
+            loop.set_exception_handler(before)
+
+    def _stray(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a callback, or in a task that nobody waits for."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self._faults.note(str(context.get("message", "callback")), error)
+        else:
+            loop.default_exception_handler(context)
 
     def stop(self) -> None:
         """End after the current turn. Runs go on without a head until one comes back."""
@@ -157,13 +180,21 @@ class Head:
             self._harvest,
             self._calls,
             self._inbox,
+            self._faults,
             config.usage,
             self.stop,
             stand_in=self._stand_in,
         )
         self._book.term = await self._durable.begin_term()
         await self._durable.load(self._book, time.monotonic())
-        self._harvest.recall(self._durable.notes)
+        for run_id, error in self._durable.unreadable.items():
+            words = self._faults.note("store", error, run_id)
+            await self._end(self._book.runs[run_id], f"its record in the store cannot be read ({words})")
+        try:
+            self._harvest.recall(self._durable.notes)
+        except Exception as error:
+            # What is missing is learned again.
+            self._faults.note("notes", error)
         given_up = Turn(self._book, time.monotonic(), time.time())
         give_up_queued(given_up, "the head ended before it was submitted")
         for words in config.cut:
@@ -248,22 +279,134 @@ class Head:
         # Not `while True`: a cancellation in the middle of a turn can get lost in a library's own clean-up.
         while not self._stop.is_set():
             items = await self._inbox.take()
-            turn = Turn(self._book, time.monotonic(), time.time())
-            answers = [self._take(turn, item) for item in items]
-            if turn.began:
-                self._harvest.plan_again(turn)
-            if turn.taken:
-                self._harvest.neighbours.taken(turn.now)
-                self._calls.pace()
-            accounts.note(turn)
-            await self._persist(turn)
-            self._carry_out(turn)
-            for answer in answers:
-                if answer is not None:
-                    answer()
+            for item in await self._turn(items):
+                await self._turn([item])
             if isinstance(items[0], Tick):
-                self._metrics.update(self._book)
+                try:
+                    self._metrics.update(self._book)
+                except Exception as error:
+                    self._faults.note("metrics", error)
                 self._notifier.alive(f"{len(self._book.runs)} runs, {len(self._router.connected)} peers")
+
+    async def _turn(self, items: list[Item]) -> list[Item]:
+        """One turn: decide, make it durable, carry it out.
+
+        Returns:
+            Items that are to be taken again, each by itself: what they led to was discarded with an item that failed.
+        """
+        turn = Turn(self._book, time.monotonic(), time.time())
+        answers: list[Callable[[], None] | None] = []
+        bad: set[int] = set()
+        for number, item in enumerate(items):
+            failures = len(turn.failures)
+            answers.append(self._decide(turn, item))
+            if len(turn.failures) > failures:
+                bad.add(number)
+        if turn.began:
+            self._harvest.plan_again(turn)
+        if turn.taken:
+            with turn.apart("neighbours"):
+                self._harvest.neighbours.taken(turn.now)
+            self._calls.pace()
+        accounts.note(turn)
+        await self._persist(turn)
+        self._carry_out(turn)
+        if turn.failures or isinstance(items[0], Tick):
+            await self._settle(turn, ticked=isinstance(items[0], Tick))
+        for item, answer in zip(items, answers, strict=True):
+            if isinstance(item, Asked | Due) and turn.failures and (answer is None or turn.failed):
+                _refuse(item, turn.failures[0])
+            elif answer is not None:
+                answer()
+        if len(items) == 1 or not turn.failures:
+            return []
+        whole = [item for number, item in enumerate(items) if number not in bad]
+        return [item for item in whole if self._run_of(item) in turn.failed]
+
+    def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
+        """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""
+        run, before = self._run_of(item), set(turn.dirty)
+        try:
+            return self._take(turn, item)
+        except Exception as error:
+            changed = {run} if run is not None else turn.dirty - before
+            for run_id in changed:
+                turn.fail(_label(item), error, run_id)
+            if not changed:
+                turn.fail(_label(item), error)
+            return None
+
+    def _run_of(self, item: Item) -> str | None:
+        """The one run that an item concerns, if it is one."""
+        match item:
+            case Heard(peer):
+                principal = self._book.principals.get(key_of(peer))
+                return None if principal is None else principal.run
+            case Due(run) | Submitted(run) | TrialRefused(run):
+                return run
+            case Asked(_, {"run": str() as name}):
+                with contextlib.suppress(FallowError):
+                    return self._book.get(name).id
+        return None
+
+    async def _settle(self, turn: Turn, *, ticked: bool) -> None:
+        """Count what went wrong, and make the runs that it cost anew from their durable records."""
+        for unborn in [run for run in self._book.runs.values() if run.revision == 0]:
+            # What is durable has a revision: this one's creation has failed.
+            self._book.drop(unborn)
+        reasons: dict[str, str] = {}
+        for failure in turn.failures:
+            words = self._faults.note(failure.source, failure.error, failure.run)
+            if failure.run is not None:
+                reasons[failure.run] = words
+        for run_id, words in reasons.items():
+            if run_id in self._book.runs:
+                await self._make_anew(self._book.runs[run_id], words)
+        for run in list(self._book.current.values()) if ticked else ():
+            if self._faults.ticked(run.id, failed=run.id in reasons):
+                await self._end(run, f"the head failed at it again and again ({reasons[run.id]}); its log says more")
+
+    async def _make_anew(self, run: Run, why: str) -> None:
+        try:
+            record = await self._durable.record(run.id)
+            new = self._book.make_anew(run, record, time.monotonic())
+        except FallowError:
+            raise
+        except Exception as error:
+            words = self._faults.note("store", error, run.id)
+            await self._end(run, f"it could not be made anew from its record ({words})")
+            return
+        turn = Turn(self._book, time.monotonic(), time.time())
+        turn.record(new, "fault", f"an error of the head's own, {why}: the run goes on from what was written down")
+        turn.for_each([new], "withdraw", lambda run: withdraw_queued(turn, run, "the head has begun anew with the run"))
+        await self._persist(turn)
+        self._carry_out(turn)
+
+    async def _end(self, run: Run, why: str) -> None:
+        """Stop a run that the head cannot look after."""
+        if run.roster.status.ended:
+            self._book.current.pop(run.id, None)
+            return
+        turn = Turn(self._book, time.monotonic(), time.time())
+        try:
+            turn.apply(run, ev.Cancelled(at=turn.at, reason=why, status=RunStatus.FAILED))
+            turn.dirty.add(run.id)
+            await self._persist(turn)
+            if not turn.failures:
+                self._carry_out(turn)
+                return
+        except FallowError:
+            raise
+        except Exception as error:
+            turn.fail("end", error, run.id)
+        for failure in turn.failures:
+            self._faults.note(failure.source, failure.error, failure.run)
+        end_now(run.record, why, turn.now)
+        turn = Turn(self._book, turn.at, turn.now, dirty={run.id})
+        turn.record(run, RunStatus.FAILED.value, f"run {run.id} is failed: {why}")
+        turn.cancels = [(run.id, a.token, a.job_id) for a in run.live_allocations() if a.job_id is not None]
+        await self._persist(turn)
+        self._carry_out(turn)
 
     def _take(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Let the machines have an item; returns what tells its sender, once the turn is durable."""
@@ -298,27 +441,69 @@ class Head:
         return lambda: None if item.answer.done() else item.answer.set_result(result)
 
     async def _persist(self, turn: Turn) -> None:
+        for run_id in turn.failed:
+            if run_id in self._book.runs:
+                turn.discard(self._book.runs[run_id])
         if self._lease is not None:
             await self._lease.confirm(changing=turn.changing)
         for event in await self._durable.write(turn):
             self._window.publish(event)
-            self._metrics.count_event(event)
+            try:
+                self._metrics.count_event(event)
+            except Exception as error:
+                self._faults.note("metrics", error)
             log.info(event.kind, text=event.text, run=event.run)
 
     def _carry_out(self, turn: Turn) -> None:
+        """What is durable by now; what cannot be done is counted, and the rest is done."""
         for peer, message in turn.messages:
-            self._router.send(peer, message)
+            with self._counted(f"send {type(message).__name__}"):
+                self._router.send(peer, message)
         for run_id, token in turn.submissions:
             self._calls.submit(run_id, token)
         if turn.cancels:
             self._calls.cancel([job for _, _, job in turn.cancels])
         for run_id in turn.ended:
-            run = self._book.runs[run_id]
-            try:
-                write_struct(self.paths.run(run_id).report, self._window.report(run))
-            except OSError as error:  # `fallow report` has it all the same
-                log.warning("report.unwritten", run=run_id, error=error.strerror)
+            with self._counted("report", run_id):
+                self._write_report(self._book.runs[run_id])
         if turn.removals:
-            saved.remove(turn.removals)
+            with self._counted("removal of checkpoints"):
+                saved.remove(turn.removals)
         for key in self._book.take_revoked():
             self._router.drop(key)
+
+    def _write_report(self, run: Run) -> None:
+        try:
+            write_struct(self.paths.run(run.id).report, self._window.report(run))
+        except OSError as error:  # `fallow report` has it all the same
+            log.warning("report.unwritten", run=run.id, error=error.strerror)
+
+    @contextlib.contextmanager
+    def _counted(self, source: str, run: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RouterDown:
+            raise
+        except Exception as error:
+            self._faults.note(source, error, run)
+
+
+def _label(item: Item) -> str:
+    """What an item is, in words that tell kinds of errors apart."""
+    match item:
+        case Heard(_, message):
+            return f"message {type(message).__name__}"
+        case Asked(method):
+            return f"request {method}"
+    return type(item).__name__.lower()
+
+
+def _refuse(item: Asked | Due, failure: Failure) -> None:
+    """Tell who asked that it came to nothing."""
+    if isinstance(item, Due):
+        if not item.wanted.done():
+            item.wanted.set_result(False)
+    elif not item.answer.done():
+        words = f"{type(failure.error).__name__}: {clean(str(failure.error), 200)}"
+        text = f"{item.method}: the head could not carry this out ({words}); nothing was changed, and its log says more"
+        item.answer.set_exception(FallowError(text, Exit.SOFTWARE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 from msgspec.structs import replace
@@ -84,6 +84,7 @@ class Asking:
         """
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
+        self._failures = {run: number for run, number in self._failures.items() if run in runs}
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():
@@ -93,10 +94,10 @@ class Asking:
         put_off |= {
             run.id for run in runs.values() if any(a.warned and awaits_verdict(a, turn.now) for a in _bases(run))
         }
-        for run in runs.values():
-            if run.id not in put_off and not again:
-                # First, for the nodes of a base job need not be harvested.
-                renew_base(turn, run, cluster.at)
+        if not again:
+            # First, for the nodes of a base job need not be harvested.
+            wanting = [run for run in runs.values() if run.id not in put_off]
+            turn.for_each(wanting, "base job", lambda run: renew_base(turn, run, cluster.at))
         known_nodes = {node.node: node for node in cluster.nodes}
         experience = self._known.experience
         start_s = experience.wait_s("", cluster.at) + experience.start_s("", cluster.at)
@@ -122,8 +123,8 @@ class Asking:
         left = allowance.beside(rules, allowance.held_or_asked(a for a in live if a.hurried))
         for wish in plan(cluster, demands, live, left, self._known, aims, standing, unused, again):
             match wish:
-                case Ask():
-                    _submit(turn, runs[wish.run], wish)
+                case Ask() as ask:
+                    turn.for_each([runs[ask.run]], "request", partial(_submit, turn, ask))
                 case Withdraw(token, reason):
                     run, allocation = _find(runs, token)
                     if allocation.asked_at is not None:
@@ -330,7 +331,7 @@ def _find(runs: dict[str, Run], token: str) -> tuple[Run, Allocation]:
     raise KeyError(token)
 
 
-def _submit(turn: Turn, run: Run, wish: Ask) -> None:
+def _submit(turn: Turn, wish: Ask, run: Run) -> None:
     turn.new_allocation(
         run,
         AllocationKind.HARVEST,

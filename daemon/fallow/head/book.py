@@ -320,8 +320,21 @@ class Book:
         return Path(named) if named else self.paths.run(run.id).checkpoints
 
     def drop(self, run: Run) -> None:
-        """Take back a run that was created in this turn."""
-        del self.runs[run.id], self.current[run.id]
+        """Forget a run that was never made durable."""
+        self._forget_keys(run)
+        self.runs.pop(run.id, None)
+        self.current.pop(run.id, None)
+
+    def make_anew(self, run: Run, record: RunRecord, at: float) -> Run:
+        """Put a run's durable record in the place of what is in memory, as for a head that has just begun."""
+        self._forget_keys(run)
+        new = self.add(run.spec, record, run.revision, at)
+        new.past, new.looked_for_checkpoints, new.reached = run.past, True, run.reached
+        return new
+
+    def _forget_keys(self, run: Run) -> None:
+        for key in [key for key, principal in self.principals.items() if principal.run == run.id]:
+            del self.principals[key]
 
     def rest(self, run: Run) -> None:
         """It has ended, and nothing of its jobs is left to see: polls and ticks pass it by from now on."""

@@ -13,10 +13,11 @@ import msgspec
 import structlog
 
 from fallow.files import Paths, read_private, write_private
-from fallow.head.book import Book, RunRecord
+from fallow.head.book import Book, Run, RunRecord
 from fallow.head.forgetting import old_reports
+from fallow.head.salvage import decode_record, decode_spec, salvage
 from fallow.head.turn import Turn
-from fallow.model import EventRecord, Exit, FallowError, RunSpec
+from fallow.model import EventRecord, Exit, FallowError
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 
@@ -52,6 +53,10 @@ class Durable:
         "number of the newest line of the event log"
         self.notes: dict[str, bytes] = {}
         "what an earlier head noted besides its runs, by key"
+        self.unreadable: dict[str, Exception] = {}
+        "runs whose records could not be read, as of `load`: why"
+        self._originals: dict[str, list[Write]] = {}
+        "of these runs: what keeps their unreadable values, and makes room for new ones"
         self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
@@ -105,11 +110,23 @@ class Durable:
         specs = await self.store.load("spec/")
         for key, (revision, value) in (await self.store.load("run/")).items():
             run_id = key.removeprefix("run/")
-            spec = msgspec.msgpack.decode(specs[f"spec/{run_id}"][1], type=RunSpec)
-            record = msgspec.msgpack.decode(value, type=RunRecord)
-            book.add(spec, record, revision, at)
+            spec_revision, spec = specs.get(f"spec/{run_id}", (0, b""))
+            try:
+                book.add(decode_spec(spec), decode_record(value), revision, at)
+            except Exception as error:
+                # Whatever it is, it is this run's alone.
+                self.unreadable[run_id] = error
+                known, record = salvage(self._paths, run_id, spec, value, time.time())
+                book.add(known, record, revision, at)
+                self._originals[run_id] = [
+                    Write(f"unreadable/{run_id}/{revision}", 0, value),
+                    Write(f"unreadable/{run_id}/{revision}/spec", 0, spec),
+                    Write(f"spec/{run_id}", spec_revision, msgspec.msgpack.encode(known)),
+                ]
         for key, (_, value) in (await self.store.load("past/")).items():
-            book.runs[key.split("/")[1]].past.append(value)
+            run = book.runs.get(key.split("/")[1])
+            if run is not None:
+                run.past.append(value)
         for key, (revision, value) in (await self.store.load("note/")).items():
             self.notes[key.removeprefix("note/")] = value
             self._note_revisions[key.removeprefix("note/")] = revision
@@ -132,15 +149,7 @@ class Durable:
                 self._note_back(self._idle_away)
                 self._idle_away = None
             return []
-        writes: list[Write] = []
-        for run_id in sorted(turn.dirty):
-            run = turn.book.runs[run_id]
-            if run.revision == 0:
-                writes.append(Write(f"spec/{run_id}", 0, msgspec.msgpack.encode(run.spec)))
-            chunk = old_reports(run)
-            if chunk is not None:
-                writes.append(Write(f"past/{run_id}/{len(run.past):06d}", 0, chunk))
-            writes.append(Write(f"run/{run_id}", run.revision, msgspec.msgpack.encode(run.record)))
+        writes = self._runs_of(turn)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         for run in turn.forgotten:
@@ -150,6 +159,7 @@ class Durable:
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
         for run_id in turn.dirty:
             turn.book.runs[run_id].revision += 1
+            self._originals.pop(run_id, None)
         for key in turn.notes:
             self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [
@@ -159,6 +169,60 @@ class Durable:
         if lines:
             self.last_event = lines[-1].seq
         return lines
+
+    def _runs_of(self, turn: Turn) -> list[Write]:
+        """Encode the runs and events of a turn. One that cannot be encoded costs its run its part of the turn."""
+        encoder = msgspec.msgpack.Encoder()
+        for record in list(turn.records):
+            try:
+                encoder.encode((record.at, record.text, record.data))
+            except Exception as error:
+                turn.fail("event", error, record.run)
+                turn.records.remove(record)
+        encoded: dict[str, list[Write]] = {}
+        for run_id in sorted(turn.dirty):
+            run = turn.book.runs[run_id]
+            history, past = run.roster.history, len(run.past)
+            try:
+                encoded[run_id] = self._run_writes(run)
+            except Exception as error:
+                run.roster.history = history
+                del run.past[past:]
+                turn.fail("store", error, run_id)
+        for run_id in turn.failed:
+            encoded.pop(run_id, None)
+            if run_id in turn.book.runs:
+                turn.discard(turn.book.runs[run_id])
+        return [write for writes in encoded.values() for write in writes]
+
+    def _run_writes(self, run: Run) -> list[Write]:
+        writes: list[Write] = []
+        if run.revision == 0:
+            writes.append(Write(f"spec/{run.id}", 0, msgspec.msgpack.encode(run.spec)))
+        writes += self._originals.get(run.id, [])
+        chunk = old_reports(run)
+        if chunk is not None:
+            writes.append(Write(f"past/{run.id}/{len(run.past):06d}", 0, chunk))
+        writes.append(Write(f"run/{run.id}", run.revision, msgspec.msgpack.encode(run.record)))
+        return writes
+
+    async def record(self, run_id: str) -> RunRecord:
+        """A run's record as it was written last.
+
+        Raises:
+            FallowError: the store is away for too long.
+            Exception: it cannot be read.
+        """
+        deadline = time.monotonic() + STORE_PATIENCE_S
+        while True:
+            try:
+                found = await self.store.load(f"run/{run_id}")
+                return decode_record(found[f"run/{run_id}"][1])
+            except Unavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("store.away", error=error.message)
+                await self._revive()
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
         away: _Away | None = None

@@ -87,19 +87,23 @@ class Harvest:
         if site is not None:
             self._learning.known.experience.runs(site.slurm_version)
         take_in(turn, cluster, horizon_s=horizon_s(self._config.slurm.poll_interval_s))
-        settled = follow_jobs(turn, cluster)
-        for run, allocation, _ in settled:
-            turn.book.close(run, allocation)
-        cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
+        with turn.apart("ends of jobs"):
+            settled = follow_jobs(turn, cluster)
+            for run, allocation, _ in settled:
+                turn.book.close(run, allocation)
+            cancelled.take_in(turn, settled, cluster.nodes, self._learning.known.backoff)
         accounts.settle(turn, cluster.at)
-        for run in turn.book.current.values():
-            keep_within_budget(turn, run, cluster.at)
-        standing = self._standing = self.neighbours.polled(turn, cluster, site)
-        orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
-        self.asking.interval_s = self.interval_s(turn.book)
-        rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
-        self._learning.polled(turn, cluster, rules)
-        self.asking.plan(turn, cluster, rules, standing)
+        turn.for_each(turn.book.current.values(), "budget", lambda run: keep_within_budget(turn, run, cluster.at))
+        with turn.apart("neighbours"):
+            self._standing = self.neighbours.polled(turn, cluster, site)
+        standing = self._standing
+        with turn.apart("orphans"):
+            orphans.sweep(turn, cluster, frozenset[str]().union(*standing.delayed.values()))
+        with turn.apart("plan"):
+            self.asking.interval_s = self.interval_s(turn.book)
+            rules = self.asking.rules(cluster.at, site, self.neighbours.refused)
+            self._learning.polled(turn, cluster, rules)
+            self.asking.plan(turn, cluster, rules, standing)
 
     def plan_again(self, turn: Turn) -> None:
         """Ask for nodes on what the last poll showed, while that is not older than polls usually get.
@@ -116,7 +120,8 @@ class Harvest:
                 held.update(allocation.nodes, allocation.agents)
         nodes = [replace(node, state="ALLOCATED") if node.node in held else node for node in cluster.nodes]
         rules = self.asking.rules(cluster.at, self._site, self.neighbours.refused)
-        self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
+        with turn.apart("plan"):
+            self.asking.plan(turn, replace(cluster, nodes=nodes), rules, self._standing, again=True)
 
     def request(self, state: str, run: Run, allocation: Allocation, log: str) -> JobRequest:
         """What to hand to sbatch for an allocation."""

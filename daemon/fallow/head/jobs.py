@@ -28,12 +28,15 @@ DUD = frozenset(("COMPLETED", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"))
 def take_in(turn: Turn, cluster: ClusterState, horizon_s: float) -> None:
     """Bring every allocation up to date with a poll; `horizon_s` as in `observe`."""
     jobs = Shown(cluster.jobs)
-    for run in list(turn.book.current.values()):
+
+    def observe_run(run: Run) -> None:
         _adopt_requeued(turn, run, jobs)
         for allocation in run.live_allocations():
-            if not run.spec.local:
-                left_word(turn, run, allocation)
-                _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+            left_word(turn, run, allocation)
+            _observe(turn, run, allocation, jobs.of(allocation), cluster.at, horizon_s)
+
+    kept = [run for run in turn.book.current.values() if not run.spec.local]
+    turn.for_each(kept, "jobs of a poll", observe_run)
 
 
 def _adopt_requeued(turn: Turn, run: Run, jobs: Shown) -> None:

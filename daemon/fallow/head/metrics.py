@@ -52,6 +52,8 @@ class Metrics:
         live = [a for r in runs for a in r.live_allocations()]
         for state in AllocationState:
             self._allocations.labels(state=state.value).set(sum(1 for a in live if a.state is state))
+        for ended in self._seen.keys() - book.current.keys():
+            del self._seen[ended]
         for run in runs:
             seen, history = self._seen.get(run.id, 0), run.roster.history
             if not history or history[-1].generation <= seen:

@@ -357,20 +357,23 @@ class Peers:
 
     def tick(self, turn: Turn) -> None:
         """Deadlines of everybody: leases, votes, rendezvous, walltimes."""
-        for run in list(turn.book.current.values()):
-            hearing = run.clock.tick(turn.at, expects_somebody=_expects_somebody(run))
-            if run.roster.status.ended:
-                self._end_stragglers(turn, run)
-                continue
-            run.look_how_far()
-            turn.reply(run, run.rendezvous.tick(turn.at))
-            turn.apply(run, ev.Ticked(at=turn.at, hearing=hearing))
-            margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
-            missing.look(turn, run)
-            for allocation in run.live_allocations():
-                self._watch(turn, run, allocation, margin_s)
-                again.due(turn, run, allocation, self._config.beat_s)
-            forget(turn, run)
+        turn.for_each(turn.book.current.values(), "tick", lambda run: self.tick_run(turn, run))
+
+    def tick_run(self, turn: Turn, run: Run) -> None:
+        """Deadlines of one run."""
+        hearing = run.clock.tick(turn.at, expects_somebody=_expects_somebody(run))
+        if run.roster.status.ended:
+            self._end_stragglers(turn, run)
+            return
+        run.look_how_far()
+        turn.reply(run, run.rendezvous.tick(turn.at))
+        turn.apply(run, ev.Ticked(at=turn.at, hearing=hearing))
+        margin_s = self._config.release_margin_s + views.longest_pause(run) + views.longest_save(run)
+        missing.look(turn, run)
+        for allocation in run.live_allocations():
+            self._watch(turn, run, allocation, margin_s)
+            again.due(turn, run, allocation, self._config.beat_s)
+        forget(turn, run)
 
     def _watch(self, turn: Turn, run: Run, allocation: Allocation, margin_s: float) -> None:
         """Release so long before the end; take agents that fell silent for gone."""

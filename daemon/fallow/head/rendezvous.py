@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fallow.model import KvOp, KvReply, KvRequest
+from fallow.model.bounds import MOST
 
 KEEP_GENERATIONS = 4
 MAX_KEYS = 65536
@@ -46,7 +47,9 @@ class Rendezvous:
             values[key] = request.value
             replies.append((worker, KvReply(id=request.id, ok=True)))
         elif request.op is KvOp.ADD:
-            number = int(values.get(key, b"0")) + request.amount
+            number = _sum(values.get(key, b"0"), request.amount)
+            if number is None:
+                return [(worker, KvReply(id=request.id, ok=False))]
             values[key] = str(number).encode()
             replies.append((worker, KvReply(id=request.id, ok=True, number=number)))
         elif request.op is KvOp.CAS:
@@ -78,3 +81,12 @@ class Rendezvous:
     def _forget_old(self) -> None:
         for generation in sorted(self._values)[:-KEEP_GENERATIONS]:
             del self._values[generation]
+
+
+def _sum(held: bytes, amount: int) -> int | None:
+    """None: the key holds no number, or the sum is out of bounds."""
+    try:
+        number = int(held) + amount
+    except ValueError:
+        return None
+    return number if abs(number) <= MOST else None

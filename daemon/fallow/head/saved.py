@@ -20,23 +20,26 @@ log = structlog.get_logger("fallow.head")
 
 def adopt(turn: Turn, keep: int) -> None:
     """Once per run and head: learn of checkpoints that were finished while no head was there."""
-    for run in turn.book.current.values():
-        if run.looked_for_checkpoints:
+    unseen = [run for run in turn.book.current.values() if not run.looked_for_checkpoints]
+    turn.for_each(unseen, "checkpoints on disk", lambda run: _adopt_run(turn, run, keep))
+
+
+def _adopt_run(turn: Turn, run: Run, keep: int) -> None:
+    run.looked_for_checkpoints = True
+    if run.roster.status.ended:
+        return
+    known = {saved.written.path for saved in run.roster.checkpoints}
+    for folder in complete_ones(turn.book.checkpoint_folder(run)):
+        if str(folder) in known:
             continue
-        run.looked_for_checkpoints = True
-        if run.roster.status.ended:
+        try:
+            manifest, digest = read_manifest(folder)
+            # What is out of bounds could be written to the store, and not be read from there.
+            written = msgspec.convert(msgspec.to_builtins(announcement("", folder, manifest, digest)), Checkpointed)
+        except (FallowError, msgspec.ValidationError) as error:
+            turn.record(run, "damaged", str(error), path=str(folder))
             continue
-        known = {saved.written.path for saved in run.roster.checkpoints}
-        for folder in complete_ones(turn.book.checkpoint_folder(run)):
-            if str(folder) in known:
-                continue
-            try:
-                manifest, digest = read_manifest(folder)
-            except FallowError as error:
-                turn.record(run, "damaged", error.message, path=str(folder))
-                continue
-            written = announcement("", folder, manifest, digest)
-            take(turn, run, written, min(turn.now, written.written_at), keep)
+        take(turn, run, written, min(turn.now, written.written_at), keep)
 
 
 def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int) -> None:

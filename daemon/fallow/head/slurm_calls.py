@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -15,10 +15,11 @@ from fallow.core.polling import poll_interval_s
 from fallow.files import Paths
 from fallow.head import submissions
 from fallow.head.book import Book, Run
+from fallow.head.faults import Faults
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Due, Inbox, Polled, Submitted, TrialRefused
 from fallow.head.turn import Turn
-from fallow.model import ClusterConfig, ClusterState, FallowError, OwnerView
+from fallow.model import ClusterConfig, ClusterState, Exit, FallowError, OwnerView
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 from fallow.slurm.paced import PacedClient
 
@@ -39,9 +40,12 @@ class SlurmCalls:
         paths: where the head's files are.
         harvest: who says what is submitted and looks at what the polls show.
         inbox: of the head's loop.
+        faults: counts errors that nobody expected.
     """
 
-    def __init__(self, slurm: PacedClient | None, paths: Paths, harvest: Harvest, inbox: Inbox) -> None:
+    def __init__(
+        self, slurm: PacedClient | None, paths: Paths, harvest: Harvest, inbox: Inbox, faults: Faults | None = None
+    ) -> None:
         self.config: ClusterConfig | None = None
         self.error: str | None = None
         "why Slurm does not answer"
@@ -62,15 +66,21 @@ class SlurmCalls:
         self._paths = paths
         self._harvest = harvest
         self._inbox = inbox
+        self._faults = faults or Faults()
+        self._tasks: set[asyncio.Task[None]] = set()
+        "calls beside the loop that have not ended"
         self._tested_at = -TEST_EVERY_S
         self._submissions: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._owner: OwnerView | None = None
         self._owner_at = 0.0
         self._owner_task: asyncio.Task[None] | None = None
 
-    def sources(self, book: Book) -> list[Coroutine[Any, Any, None]]:
+    def sources(self, book: Book) -> dict[str, Callable[[], Awaitable[None]]]:
         """What runs beside the head's loop, until it is cancelled."""
-        return [] if self._slurm is None else [self._poll(self._slurm, book), self._submit(self._slurm, book)]
+        slurm = self._slurm
+        if slurm is None:
+            return {}
+        return {"polls": lambda: self._poll(slurm, book), "submissions": lambda: self._submit(slurm, book)}
 
     async def _poll(self, slurm: PacedClient, book: Book) -> None:
         """One batch per interval, whatever the number of runs; slower while slurmctld is slow or does not answer."""
@@ -87,6 +97,10 @@ class SlurmCalls:
                 failures = 0
             except FallowError as error:
                 self._inbox.put_nowait(Polled(error))
+                failures += 1
+            except Exception as error:
+                words = self._faults.note("Slurm poll", error)
+                self._inbox.put_nowait(Polled(FallowError(f"its answer was not understood ({words})", Exit.SOFTWARE)))
                 failures += 1
             if slurm.backend != self.backend:
                 self.backend = slurm.backend
@@ -150,6 +164,9 @@ class SlurmCalls:
                 outcome = failure
             except FallowError as error:
                 outcome = SubmitRejected(token, error.message)
+            except Exception as error:
+                # Nobody knows how far it came: the next polls show whether there is such a job.
+                outcome = SubmitUnknown(token, self._faults.note("Slurm submit", error, run_id))
             if isinstance(outcome, SubmitUnknown):
                 # A slurmctld that hangs still carries out all that it was sent, when it wakes up.
                 self._answers.clear()
@@ -216,7 +233,7 @@ class SlurmCalls:
         asked = self._owner_task
         if asked is None or (asked.done() and time.monotonic() - self._owner_at > OWNER_EVERY_S):
             self._owner_at = time.monotonic()
-            asked = self._owner_task = asyncio.create_task(self._ask_owner(slurm))
+            asked = self._owner_task = self._keep("Slurm owner", self._ask_owner(slurm))
         return asked
 
     async def _ask_owner(self, slurm: PacedClient) -> None:
@@ -230,8 +247,21 @@ class SlurmCalls:
     def cancel(self, jobs: list[str]) -> None:
         """Cancel jobs, beside the loop."""
         if self._slurm is not None:
-            task = asyncio.get_running_loop().create_task(self._cancel(self._slurm, jobs))
-            task.add_done_callback(lambda done: done.exception())
+            self._keep("Slurm cancel", self._cancel(self._slurm, jobs))
+
+    def _keep(self, source: str, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Make a call beside the loop; its errors are counted."""
+
+        async def counted() -> None:
+            try:
+                await call
+            except Exception as error:
+                self._faults.note(source, error)
+
+        task = asyncio.get_running_loop().create_task(counted())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     @staticmethod
     async def _cancel(slurm: PacedClient, jobs: list[str]) -> None:

@@ -69,11 +69,15 @@ def job_request(config: Config, state: str, run: Run, allocation: Allocation, lo
 
 def give_up_queued(turn: Turn, why: str) -> None:
     """What was not sent while nobody looked at Slurm: the next plan asks for what is of use by then."""
-    for run in turn.book.current.values():
-        for allocation in run.live_allocations():
-            if allocation.queued:
-                turn.record(run, "withdraw", f"{allocation.token}: {why}")
-                turn.cancel(run, allocation, why)
+    turn.for_each(turn.book.current.values(), "withdraw", lambda run: withdraw_queued(turn, run, why))
+
+
+def withdraw_queued(turn: Turn, run: Run, why: str) -> None:
+    """Give up what of one run waits for its turn at sbatch."""
+    for allocation in run.live_allocations():
+        if allocation.queued:
+            turn.record(run, "withdraw", f"{allocation.token}: {why}")
+            turn.cancel(run, allocation, why)
 
 
 def submitted(turn: Turn, run: Run, token: str, job_id: str) -> None:

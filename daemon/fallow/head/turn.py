@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +47,16 @@ class NewRecord:
     data: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An unexpected error in a turn."""
+
+    run: str | None
+    "the run whose part of the turn it costs"
+    source: str
+    error: Exception
+
+
 @dataclass
 class Turn:
     """Effects of one turn, in order. `at` is monotonic, `now` Unix time."""
@@ -71,6 +83,57 @@ class Turn:
     "a run began to train"
     taken: bool = False
     "Slurm takes a node from us"
+    failures: list[Failure] = field(default_factory=list)
+    "unexpected errors; what the turn holds of their runs is discarded"
+
+    def fail(self, source: str, error: Exception, run: str | None = None) -> None:
+        """Note an unexpected error, and what it costs."""
+        self.failures.append(Failure(run, source, error))
+
+    @property
+    def failed(self) -> set[str]:
+        """Runs whose part of the turn is discarded."""
+        return {failure.run for failure in self.failures if failure.run is not None}
+
+    def for_each(self, runs: Iterable[Run], source: str, act: Callable[[Run], object]) -> None:
+        """Do something for each run. An unexpected error costs that run its part of the turn, and no other run."""
+        for run in list(runs):
+            if run.id in self.failed:
+                continue
+            try:
+                act(run)
+            except Exception as error:
+                self.fail(source, error, run.id)
+
+    @contextlib.contextmanager
+    def apart(self, source: str) -> Iterator[None]:
+        """What is done inside concerns several runs. An unexpected error ends it, and what it did by then is undone:
+        its effects are dropped, and runs that only it had changed are failed."""
+        effects: list[list[Any]] = [
+            self.messages, self.records, self.submissions, self.cancels, self.ended, self.removals
+        ]  # fmt: skip
+        before, lengths = set(self.dirty), [len(part) for part in effects]
+        try:
+            yield
+        except Exception as error:
+            for part, length in zip(effects, lengths, strict=True):
+                del part[length:]
+            for run_id in self.dirty - before:
+                self.fail(source, error, run_id)
+            if not self.dirty - before:
+                self.fail(source, error)
+
+    def discard(self, run: Run) -> None:
+        """Drop all effects on one run."""
+        keys = {a.public_key for a in run.record.allocations.values()} | set(run.record.worker_keys.values())
+        folder = f"{self.book.checkpoint_folder(run)}/"
+        self.messages = [told for told in self.messages if told[0].partition(" ")[0] not in keys]
+        self.records = [record for record in self.records if record.run != run.id]
+        self.submissions = [one for one in self.submissions if one[0] != run.id]
+        self.cancels = [one for one in self.cancels if one[0] != run.id]
+        self.ended = [ended for ended in self.ended if ended != run.id]
+        self.removals = [path for path in self.removals if not path.startswith(folder)]
+        self.dirty.discard(run.id)
 
     @property
     def changing(self) -> bool:

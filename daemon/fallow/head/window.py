@@ -8,15 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-
 from fallow import __version__
 from fallow.config import Usage
 from fallow.control.broadcast import Broadcast
+from fallow.control.methods import check
 from fallow.control.protocol import LastPoll
 from fallow.head import accounts, views
 from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
+from fallow.head.faults import Faults
 from fallow.head.forgetting import reports
 from fallow.head.harvest import Harvest
 from fallow.head.inbox import Asked, Inbox
@@ -36,6 +36,7 @@ class Window:
     Args:
         book, durable, harvest, calls: what is shown.
         inbox: of the head's loop.
+        faults: errors that nobody expected.
         prices: of node and GPU hours.
         stop: ends the head.
         stand_in: an agent has started the head.
@@ -48,6 +49,7 @@ class Window:
         harvest: Harvest,
         calls: SlurmCalls,
         inbox: Inbox,
+        faults: Faults,
         prices: Usage,
         stop: Callable[[], None],
         *,
@@ -58,6 +60,7 @@ class Window:
         self._harvest = harvest
         self._calls = calls
         self._inbox = inbox
+        self._faults = faults
         self._prices = prices
         self._stop = stop
         self._stand_in = stand_in
@@ -66,9 +69,20 @@ class Window:
 
     async def handle(self, method: str, params: dict[str, Any]) -> Any:
         """Answer one control request."""
+        params = check(method, params)
+        try:
+            return await self._answer(method, params)
+        except FallowError:
+            raise
+        except Exception as error:
+            words = self._faults.note(f"request {method}", error)
+            text = f"{method}: the head could not carry this out ({words}); its log says more"
+            raise FallowError(text, Exit.SOFTWARE) from error
+
+    async def _answer(self, method: str, params: dict[str, Any]) -> Any:
         match method:
             case "status":
-                return self.snapshot(params.get("run"))
+                return self.snapshot(**params)
             case "events":
                 return await self._events(**params)
             case "cluster":
@@ -95,7 +109,12 @@ class Window:
 
     async def subscribe(self) -> AsyncIterator[Snapshot | EventRecord]:
         """A snapshot, the last events that led to it, then everything new."""
-        stream = self._broadcast.subscribe(self.snapshot())
+        try:
+            first = self.snapshot()
+        except Exception as error:
+            self._faults.note("snapshots", error)
+            raise
+        stream = self._broadcast.subscribe(first)
         yield await anext(stream)
         seen = 0
         for event in await self._durable.store.events(max(0, self._durable.last_event - RECENT_EVENTS), RECENT_EVENTS):
@@ -139,8 +158,8 @@ class Window:
             owner=await self._calls.owner(),
         )
 
-    def _prospect(self, spec: dict[str, Any]) -> Prospect:
-        return self._harvest.prospect(self._book, msgspec.convert(spec, RunSpec))
+    def _prospect(self, spec: RunSpec) -> Prospect:
+        return self._harvest.prospect(self._book, spec)
 
     def report(self, run: Run) -> RunReport:
         if (kept := kept_report(self._book, run)) is not None:
@@ -148,10 +167,10 @@ class Window:
         history = reports(run)
         return views.run_report(run, history, count_samples(self._book.paths.run(run.id).ledger, run.roster, history))
 
-    def snapshot(self, only: str | None = None) -> Snapshot:
+    def snapshot(self, run: str | None = None) -> Snapshot:
         """The head and its runs, or one of them, as they are now."""
         at, now = time.monotonic(), time.time()
-        runs = list(self._book.runs.values()) if only is None else [self._book.get(only)]
+        runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         calls, config = self._calls, self._calls.config
         live = [a for r in runs for a in r.live_allocations()]
         head = HeadView(
@@ -172,6 +191,7 @@ class Window:
             store_problem=self._durable.problem,
             stand_in=self._stand_in,
             not_harvested=self._harvest.neighbours.refused,
+            internal_errors=self._faults.view(),
             agents=sum(len(set(a.agents) - set(a.agents_gone)) for a in live),
             workers=sum(len(r.members) for r in (x.roster for x in runs) if not r.status.ended),
         )

@@ -5,6 +5,25 @@ from __future__ import annotations
 from enum import StrEnum
 
 from fallow.model.base import Message, Struct
+from fallow.model.bounds import (
+    Amount,
+    Blob,
+    Code,
+    Count,
+    Few,
+    Finite,
+    Id,
+    Key,
+    Many,
+    Moment,
+    Name,
+    Prose,
+    Rate,
+    Scalars,
+    Seconds,
+    Shards,
+    Slots,
+)
 from fallow.model.runs import DataNetwork
 
 # Worker -> head
@@ -13,31 +32,31 @@ from fallow.model.runs import DataNetwork
 class WorkerHello(Message, frozen=True, kw_only=True):
     """First message after every (re)connect; answered by `Welcome` or `Refused`."""
 
-    worker: str
-    protocol: int
-    pid: int
-    version: str
-    torch: str
-    address: str
+    worker: Id
+    protocol: Code
+    pid: Count
+    version: Name
+    torch: Name
+    address: Name
     "address on which this worker's process group listens"
-    generation: int = 0
+    generation: Count = 0
     "0 while it is not a member"
-    step: int = 0
+    step: Count = 0
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
     """Rehearsal done. Sent again until the head answers with a `Prepare` or a `BeatAck(ready=True)`."""
 
-    worker: str
-    signature: str
+    worker: Id
+    signature: Name
     "SHA-256 over names, shapes and dtypes of the prepared state"
-    layout: list[str]
+    layout: Many[Prose]
     'one line per tensor, e.g. "model.0.weight float32[64,3]"; used to say what differs'
-    shards: int
+    shards: Shards
     "shards in one global batch: the most members that can do something useful"
-    global_batch: int
-    total_steps: int | None = None
-    arithmetic: list[str] = []
+    global_batch: Shards
+    total_steps: Count | None = None
+    arithmetic: Few[Name] = []
     "reproducible mode: what makes its bits, one fact per line; empty in the fast mode"
     restarts: bool = False
     "its script knows nothing of Fallow: every change of the membership restarts it, on all members"
@@ -46,13 +65,13 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 class Vote(Message, frozen=True, kw_only=True):
     """Answer to `Prepare`: the group of that generation stands (ok) or could not be built."""
 
-    worker: str
-    generation: int
+    worker: Id
+    generation: Count
     ok: bool
-    reason: str = ""
-    unreachable: list[str] = []
+    reason: Prose = ""
+    unreachable: Many[Id] = []
     "workers to whom no connection could be made"
-    tried: list[str] = []
+    tried: Many[Prose] = []
     "for each of them ADDRESS:PORT to which the connection was to lead; empty: nobody has said"
 
 
@@ -70,62 +89,62 @@ class Doing(StrEnum):
 class Beat(Message, frozen=True, kw_only=True):
     """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
 
-    worker: str
-    generation: int
+    worker: Id
+    generation: Count
     "generation it computes in; 0: none"
-    prepared: int
+    prepared: Count
     "highest generation whose group stands here; 0: none"
-    step: int
+    step: Count
     "finished optimizer steps since the run began"
     held: bool
     "stopped at the turn of the loop: its group is broken, it waits for a new generation"
-    epoch: int = 0
-    reached: tuple[int, int] = (0, 0)
+    epoch: Count = 0
+    reached: tuple[Count, Count] = (0, 0)
     "number of the pass over data in progress, finished steps in it"
     loss: float | None = None
-    samples_per_s: float = 0.0
+    samples_per_s: Rate = 0.0
     "of the whole global batch"
-    shards: int = 0
+    shards: Shards = 0
     "of a full step that it computes"
-    pace_s: float = 0.0
+    pace_s: Seconds = 0.0
     "seconds per shard that it measured; 0: not known yet"
-    total_steps: int | None = None
-    scalars: dict[str, float] = {}
+    total_steps: Count | None = None
+    scalars: Scalars = {}
     doing: Doing = Doing.WORKING
-    stalled_s: float = 0.0
+    stalled_s: Finite = 0.0
     "seconds since its training thread last got on: began a body or a wait, or ended one"
     in_mean: bool = False
     "its script is in a `run.mean` or `run.barrier` of a body"
-    unrecorded: int | None = None
+    unrecorded: Count | None = None
     "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
 
 
 class Parts(Struct, frozen=True, kw_only=True):
     """Where a pause went, in seconds."""
 
-    drain: float = 0.0
+    drain: Seconds = 0.0
     "waiting for the slowest member's last step"
-    group: float = 0.0
-    state: float = 0.0
-    data: float = 0.0
+    group: Seconds = 0.0
+    state: Seconds = 0.0
+    data: Seconds = 0.0
     "the new plan, the old group's dismissal, and the wait for the first batch"
 
 
 class Active(Message, frozen=True, kw_only=True):
     """The worker took part in the first exchange of `generation`, now computes in it and has all of the state."""
 
-    worker: str
-    generation: int
-    first_step: int
+    worker: Id
+    generation: Count
+    first_step: Count
     "the step (0-based) that this generation computes first"
-    pause_s: float
+    pause_s: Seconds
     "end of the last step in the old generation to start of the first in this one; 0 for a newcomer"
     parts: Parts
-    bytes_received: int = 0
+    bytes_received: Count = 0
     "bytes of state that it received while others stood still"
-    bytes_behind: int = 0
+    bytes_behind: Count = 0
     "bytes of state that it received while others computed"
-    steps_discarded: int = 0
+    steps_discarded: Count = 0
     healed: bool = False
     "it was as far as the others with other weights than most of them, and received theirs"
 
@@ -133,81 +152,81 @@ class Active(Message, frozen=True, kw_only=True):
 class Held(Message, frozen=True, kw_only=True):
     """Its group broke (a peer's connection was lost): it has stopped at the turn of the loop."""
 
-    worker: str
-    generation: int
-    step: int
-    reason: str
+    worker: Id
+    generation: Count
+    step: Count
+    reason: Prose
 
 
 class Aligned(Message, frozen=True, kw_only=True):
     """Between two steps it has received the others' state anew: its weights had come apart from theirs."""
 
-    worker: str
-    generation: int
-    step: int
+    worker: Id
+    generation: Count
+    step: Count
 
 
 class Left(Message, frozen=True, kw_only=True):
     """The worker switched out of `generation` at a boundary and is ending its process."""
 
-    worker: str
-    generation: int
-    step: int
+    worker: Id
+    generation: Count
+    step: Count
 
 
 class Checkpointed(Message, frozen=True, kw_only=True):
     """A durable checkpoint is complete on disk. Sent again with the beats until `CheckpointNoted`."""
 
-    worker: str
-    generation: int
+    worker: Id
+    generation: Count
     "in which it was written"
-    step: int
+    step: Count
     "finished optimizer steps that it holds"
-    epoch: int
-    path: str
+    epoch: Count
+    path: Name
     "its folder"
-    digest: str
+    digest: Name
     "SHA-256 of its manifest, which holds those of all its files"
-    nbytes: int
-    written_at: float
+    nbytes: Count
+    written_at: Moment
     "Unix time of the snapshot"
     asked: bool = False
     "somebody asked for it by hand"
-    took_s: float = 0.0
+    took_s: Seconds = 0.0
     "from the snapshot until it was complete"
 
 
 class CheckpointFailed(Message, frozen=True, kw_only=True):
     """A checkpoint was given up; training goes on and older ones are untouched."""
 
-    worker: str
-    generation: int
-    step: int
-    reason: str
+    worker: Id
+    generation: Count
+    step: Count
+    reason: Prose
 
 
 class CheckpointDamaged(Message, frozen=True, kw_only=True):
     """A checkpoint that should have been loaded is missing, torn or changed; an older one is tried."""
 
-    worker: str
-    path: str
-    reason: str
+    worker: Id
+    path: Name
+    reason: Prose
 
 
 class Finished(Message, frozen=True, kw_only=True):
     """The user's script came to its end on a member, in order or by a SystemExit: `WorkerExit` tells its exit code."""
 
-    worker: str
-    generation: int
-    steps: int
-    digest: str
+    worker: Id
+    generation: Count
+    steps: Count
+    digest: Name
     "SHA-256 over the model's state, names sorted"
     loss: float | None
-    samples: int
+    samples: Count
     "samples consumed by all finished steps of the run"
-    repeated: int = 0
+    repeated: Count = 0
     "finished steps that were done again because a gradient outgrew its scale (reproducible mode)"
-    agreed: int = 0
+    agreed: Count = 0
     "ends of loops, means and barriers outside of them that the members have gone through together"
     answer: float = 0.0
     "what the last of them gave"
@@ -216,14 +235,14 @@ class Finished(Message, frozen=True, kw_only=True):
 class Failed(Message, frozen=True, kw_only=True):
     """The user's script raised, or Fallow refused something it did. The process ends after this."""
 
-    worker: str
-    code: int
-    message: str
+    worker: Id
+    code: Code
+    message: Prose
     "what failed, on which object, what to do"
-    traceback: str = ""
-    signature: str = ""
+    traceback: Prose = ""
+    signature: Prose = ""
     "type of the exception and the line of the script, the same wherever the same thing fails"
-    step: int = 0
+    step: Count = 0
     "finished steps"
 
 
@@ -242,14 +261,14 @@ class KvRequest(Message, frozen=True, kw_only=True):
     `CAS` sets `value` where the key holds `expected` (or is missing and `expected` is empty).
     """
 
-    id: int
-    generation: int
+    id: Count
+    generation: Count
     op: KvOp
-    keys: list[str]
-    value: bytes = b""
-    expected: bytes = b""
-    amount: int = 0
-    timeout_s: float = 0.0
+    keys: Many[Name]
+    value: Blob = b""
+    expected: Blob = b""
+    amount: Amount = 0
+    timeout_s: Seconds = 0.0
 
 
 FromWorker = (
@@ -432,56 +451,56 @@ ToWorker = (
 class AgentHello(Message, frozen=True, kw_only=True):
     """First message of an agent after every (re)connect; answered by `AgentPlan` or `Refused`."""
 
-    agent: str
+    agent: Name
     "unique among the agents of a token: the node's name"
-    token: str
-    protocol: int
-    version: str
-    job_id: str
+    token: Id
+    protocol: Code
+    version: Name
+    job_id: Id
     "Slurm job id of the allocation (the leader's of a heterogeneous job), or local-PID"
-    node: str
+    node: Id
     "SLURMD_NODENAME, else the host name"
-    slots: int
+    slots: Slots
     "workers this node runs"
-    pid: int
-    running: list[str] = []
+    pid: Count
+    running: Few[Id] = []
     "workers already started (the head or the connection came back)"
 
 
 class WorkerKey(Message, frozen=True, kw_only=True):
     """Public key (Z85) made in memory for one worker; answered by `KeyAccepted`, after which it is started."""
 
-    worker: str
-    public_key: str
+    worker: Id
+    public_key: Key
 
 
 class WorkerExit(Message, frozen=True, kw_only=True):
     """A worker's process is gone. Sent until acknowledged by `ExitNoted`."""
 
-    worker: str
-    code: int | None
+    worker: Id
+    code: Code | None
     "exit status; None when a signal ended it"
-    signal: int | None
-    tail: str = ""
+    signal: Code | None
+    tail: Prose = ""
     "last lines of its standard error, sanitized"
 
 
 class AgentBeat(Message, frozen=True, kw_only=True):
-    alive: list[str]
-    stopped: list[str] = []
+    alive: Few[Id]
+    stopped: Few[Id] = []
     "workers whose process is stopped (SIGSTOP)"
 
 
 class Notice(Message, frozen=True, kw_only=True):
     """The node was warned: SIGTERM at the step (preemption, scancel or time limit)."""
 
-    signal: int
+    signal: Code
 
 
 class AgentLeft(Message, frozen=True, kw_only=True):
     """All its workers are gone and the agent is ending."""
 
-    code: int
+    code: Code
 
 
 FromAgent = AgentHello | WorkerKey | WorkerExit | AgentBeat | Notice | AgentLeft

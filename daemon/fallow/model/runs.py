@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from fallow.model.base import AllocationKind, Struct
+from fallow.model.bounds import (
+    Environment,
+    Few,
+    Id,
+    Many,
+    Minutes,
+    Mode,
+    Moment,
+    Name,
+    Nodes,
+    Seed,
+    Share,
+    Slots,
+    Text,
+)
 
 
 class HeadFile(Struct, frozen=True, kw_only=True):
@@ -72,37 +87,37 @@ class WorkerSecret(Struct, frozen=True, kw_only=True):
 class RunSpec(Struct, frozen=True, kw_only=True):
     """What the user asked for; fixed for the life of the run."""
 
-    run: str
-    name: str
-    min_nodes: int
-    max_nodes: int
-    workers_per_node: int | None = None
-    harvest_partitions: list[str] = []
+    run: Id
+    name: Name
+    min_nodes: Nodes
+    max_nodes: Nodes
+    workers_per_node: Slots | None = None
+    harvest_partitions: Few[Name] = []
     "empty: the head's configured ones"
-    script: str = ""
+    script: Text = ""
     "the batch script as submitted"
-    args: list[str] = []
-    sbatch_options: list[str] = []
+    args: Many[Text] = []
+    sbatch_options: Few[Text] = []
     "options of the base submission, in canonical --long=value form, script header included"
-    harvest_options: list[str] = []
+    harvest_options: Few[Text] = []
     "the subset that may reach harvest jobs (account, gres, constraint ...)"
-    harvest_account: str = ""
+    harvest_account: Name = ""
     "of harvest jobs, before what the configuration says; empty: nothing was said"
-    environment: dict[str, str] = {}
-    cwd: str = ""
-    umask: int = 0o077
-    budget_node_hours: float | None = None
-    weight: float = 1.0
+    environment: Environment = {}
+    cwd: Name = ""
+    umask: Mode = 0o077
+    budget_node_hours: Share | None = None
+    weight: Share = 1.0
     "of its gain beside that of other runs of the same project"
-    deadline_at: float | None = None
+    deadline_at: Moment | None = None
     "Unix time by which it should be done"
     outlives_base: bool = False
     "scancel of the base job does not end it"
-    min_harvest_minutes: int = 2
-    seed: int = 0
+    min_harvest_minutes: Minutes = 2
+    seed: Seed = 0
     local: bool = False
     "True under `fallow local`: no Slurm"
-    created_at: float = 0.0
+    created_at: Moment = 0.0
 
     @property
     def harvest_given(self) -> dict[str, str]:

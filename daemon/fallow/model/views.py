@@ -220,6 +220,23 @@ class NodeView(Struct, frozen=True, kw_only=True):
     "why an idle node is not used, as of the last plan"
 
 
+class InternalError(Struct, frozen=True, kw_only=True):
+    """Errors of one kind that nobody expected: a bug, or input that should have been refused."""
+
+    source: str
+    "what was being done: tick, plan, Slurm poll, message Beat ..."
+    error: str
+    "type and words of the last one"
+    line: str
+    "file and line of the code"
+    count: int
+    "since the head's start"
+    run: str | None
+    "the run that the last one cost; None: none"
+    first_at: float
+    last_at: float
+
+
 class HeadView(Struct, frozen=True, kw_only=True):
     version: str
     host: str
@@ -245,6 +262,8 @@ class HeadView(Struct, frozen=True, kw_only=True):
     "an agent has started this head on a node of a base job"
     not_harvested: dict[str, str] = {}
     "partition -> why nodes are not asked for there, though the configuration would have it"
+    internal_errors: list[InternalError] = []
+    "empty: all went as it should since the head's start"
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from fallow.model import AgentHello, Exit, FallowError, FromPeer, ToAgent, ToWorker
+from fallow.model import AgentHello, Exit, FallowError, FromPeer, Refused, ToAgent, ToWorker
 from fallow.wire.codec import MAX_MESSAGE, BadMessage, Decoder, encode
 from fallow.wire.keys import KEY_LENGTH, new_keypair
 from fallow.wire.probe import Outcome, probe
@@ -210,7 +210,9 @@ class Router:
             return self._reject("revoked key", frames[1])
         try:
             message = self._decoder.decode(frames[1].buffer)
-        except BadMessage:
+        except BadMessage as error:
+            if frames[0].bytes not in self._peers:
+                self._answer_unknown(frames[0].bytes, error)
             return self._reject("not a message", frames[1])
         route = frames[0].bytes
         peer = self._peers.get(route)
@@ -224,6 +226,11 @@ class Router:
             peer = key
         self._learn(peer, route)
         return peer, message
+
+    def _answer_unknown(self, route: bytes, error: BadMessage) -> None:
+        """Tell a peer whose first message is not understood, and who would wait for an answer for ever."""
+        words = f"the head does not understand the first message of this process ({error}); use one Fallow version"
+        self._open().send([route, encode(Refused(code=Exit.CONFIG, message=words))])
 
     def _learn(self, peer: str, route: bytes) -> None:
         self._unreachable.discard(peer)

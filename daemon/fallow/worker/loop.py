@@ -9,6 +9,7 @@ from typing import Any
 
 from fallow.core.failures import Apart
 from fallow.model import Exit, FallowError, WorkerReady
+from fallow.model.bounds import MOST
 from fallow.worker.additions import additions_seen
 from fallow.worker.capture import backward_seen
 from fallow.worker.clipping import nothing_may_be_clipped
@@ -205,6 +206,7 @@ class Loop:
         total = min((end for end in ends if end is not None), default=None)
         if total is not None:
             total *= self._member.place.epochs_in_loop
+            total = total if total <= MOST else None
         session.progress.total_steps = total
         prepared = self._member.prepared
         layout = prepared.layout()

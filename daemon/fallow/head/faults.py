@@ -1,0 +1,110 @@
+"""Errors that nobody expected: each costs what it came from, is counted, and is logged once with its traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import PurePath
+
+import structlog
+
+from fallow.model import FallowError, InternalError
+from fallow.text import clean
+from fallow.wire.router import RouterDown
+
+log = structlog.get_logger("fallow.head")
+
+MAX_KINDS = 64
+"""So many kinds of errors are told apart; what comes after them is counted as others."""
+
+TEXT = 300
+"""Characters of an error's own words that are kept."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a task that has failed is started again."""
+
+GIVE_UP_AFTER = 3
+"""A run whose ticks fail so often in a row is stopped."""
+
+
+class Faults:
+    """Counts unexpected errors. Two of one source, type and line of code are of one kind."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str, str], InternalError] = {}
+        self._in_a_row: Counter[str] = Counter()
+        "run -> ticks that failed since one was good"
+
+    def note(self, source: str, error: BaseException, run: str | None = None) -> str:
+        """Count an error.
+
+        Args:
+            source: what was being done, in words.
+            error: what was raised.
+            run: the run that it cost, or None.
+
+        Returns:
+            The error in words.
+        """
+        words = clean(f"{type(error).__name__}: {_words(error)}", TEXT)
+        line = _line(error)
+        kind = (source, type(error).__name__, line)
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            kind = ("others", "", "")
+        now = time.time()
+        before = self._kinds.get(kind)
+        if before is None:
+            trace = "".join(traceback.format_exception(error, limit=-40))
+            log.error("internal.error", source=source, run=run, error=words, traceback=trace)
+        count = 1 if before is None else before.count + 1
+        first_at = now if before is None else before.first_at
+        self._kinds[kind] = InternalError(
+            source=kind[0], error=words, line=line, count=count, run=run, first_at=first_at, last_at=now
+        )
+        return words
+
+    def view(self) -> list[InternalError]:
+        """One entry of each kind, in the order in which they first came."""
+        return list(self._kinds.values())
+
+    def ticked(self, run: str, *, failed: bool) -> bool:
+        """Note how a run's tick went; True: it has failed too often in a row, and the run is to be stopped."""
+        if not failed:
+            self._in_a_row.pop(run, None)
+            return False
+        self._in_a_row[run] += 1
+        return self._in_a_row[run] >= GIVE_UP_AFTER
+
+    async def keep_running(self, source: str, serve: Callable[[], Awaitable[None]]) -> None:
+        """Run a task of the head's; one that fails is started again, after a pause that grows while it goes on failing.
+
+        Raises:
+            RouterDown: nobody can be heard any more.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            try:
+                return await serve()
+            except RouterDown:
+                raise
+            except Exception as error:
+                self.note(source, error)
+            if time.monotonic() - began > LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+
+
+def _words(error: BaseException) -> str:
+    return error.message if isinstance(error, FallowError) else str(error)
+
+
+def _line(error: BaseException) -> str:
+    """File and line of the innermost code of ours that was at work."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "fallow" in PurePath(frame.filename).parts] or frames
+    return f"{PurePath(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""

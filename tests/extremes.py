@@ -1,0 +1,135 @@
+"""Values at and beyond the ends of a type, derived from the type itself."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import msgspec.inspect as mi
+from hypothesis import strategies as st
+
+LONG = "x" * 300_000
+WRONG: tuple[Any, ...] = (None, True, -1, 0, 2**31, 2**53, 2**63, 2**64, -(2**63), 0.5, 1e300, "", "\0", "../x", LONG,
+                          "\u202e\x1b]52;c;x\x07", [], [[]], ["x"], [None], {}, {"x": 1})  # fmt: skip
+"""What anybody may put in the place of anything."""
+ON_THE_WIRE: tuple[Any, ...] = (*WRONG, float("nan"), float("inf"), -float("inf"), b"", b"\xff" * 9)
+"""What MessagePack has besides."""
+
+
+def deep(levels: int = 200) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def example(kind: mi.Type) -> Any:
+    """A value of that type, somewhere in the middle."""
+    match kind:
+        case mi.BoolType():
+            return False
+        case mi.IntType():
+            return max(1, kind.ge or 0)
+        case mi.FloatType():
+            return 1.0
+        case mi.StrType():
+            return "x" * max(1, kind.min_length or 0)
+        case mi.BytesType():
+            return b"x"
+        case mi.EnumType():
+            return next(iter(kind.cls)).value
+        case mi.ListType():
+            return [example(kind.item_type)]
+        case mi.TupleType():
+            return [example(item) for item in kind.item_types]
+        case mi.DictType():
+            return {example(kind.key_type): example(kind.value_type)}
+        case mi.StructType():
+            found = {f.encode_name: example(f.type) for f in kind.fields}
+            return {kind.tag_field: kind.tag, **found} if kind.tag_field else found
+        case mi.UnionType():
+            return example(kind.types[0])
+    return None
+
+
+def ends(kind: mi.Type) -> Iterator[Any]:
+    """The least and the greatest values that are still allowed, and the ones next to them that are not."""
+    match kind:
+        case mi.IntType() | mi.FloatType():
+            for end in (kind.ge, kind.le):
+                if end is not None:
+                    yield from (type(end)(end), end - 1, end + 1)
+        case mi.StrType():
+            for length in (kind.min_length, kind.max_length):
+                if length is not None and length < 1 << 20:
+                    yield from ("x" * length, "x" * (length + 1))
+        case mi.EnumType():
+            yield from (member.value for member in kind.cls)
+        case mi.UnionType():
+            for one in kind.types:
+                yield from ends(one)
+        case mi.ListType():
+            yield from ([value] for value in ends(kind.item_type))
+        case mi.DictType():
+            yield from ({key: example(kind.value_type)} for key in ends(kind.key_type))
+            yield from ({example(kind.key_type): value} for value in ends(kind.value_type))
+
+
+def cases(type_: Any, usual: dict[str, Any], others: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+    """Objects of a struct type, each with one thing wrong or at its end: fields missing, unknown or extreme."""
+    info = mi.type_info(type_)
+    assert isinstance(info, mi.StructType)
+    yield {**usual, "unknown": 1}
+    for field in info.fields:
+        yield {name: value for name, value in usual.items() if name != field.encode_name}
+        for value in (*ends(field.type), *others, deep()):
+            yield {**usual, field.encode_name: value}
+
+
+def within(kind: mi.Type, words: typing.Sequence[str]) -> st.SearchStrategy[Any]:
+    """Any allowed value of a type; `words`: texts that mean something."""
+    match kind:
+        case mi.BoolType():
+            return st.booleans()
+        case mi.IntType():
+            least, most = kind.ge or 0, kind.le if kind.le is not None else 2**53
+            return st.one_of(
+                st.integers(least, most), st.integers(max(least, 0), min(most, 5)), st.sampled_from([least, most])
+            )
+        case mi.FloatType():
+            if kind.le is None:
+                return st.floats()
+            return st.floats(kind.ge, kind.le)
+        case mi.StrType():
+            return (
+                st.sampled_from([*words, "x" * max(1, kind.min_length or 0)])
+                if not kind.min_length
+                else st.just("k" * 40)
+            )
+        case mi.BytesType():
+            return st.binary(max_size=8)
+        case mi.EnumType():
+            return st.sampled_from([member.value if isinstance(member, enum.Enum) else member for member in kind.cls])
+        case mi.ListType():
+            return st.lists(within(kind.item_type, words), max_size=3)
+        case mi.TupleType():
+            return st.tuples(*(within(item, words) for item in kind.item_types)).map(list)
+        case mi.DictType():
+            return st.dictionaries(within(kind.key_type, words), within(kind.value_type, words), max_size=3)
+        case mi.UnionType():
+            return st.one_of(*(within(one, words) for one in kind.types))
+        case mi.StructType():
+            fixed = {kind.tag_field: st.just(kind.tag)} if kind.tag_field else {}
+            return st.fixed_dictionaries({**fixed, **{f.encode_name: within(f.type, words) for f in kind.fields}})
+        case mi.NoneType():
+            return st.none()
+    return st.none()
+
+
+def struct_info(type_: type[msgspec.Struct]) -> mi.StructType:
+    info = mi.type_info(type_)
+    assert isinstance(info, mi.StructType)
+    return info
