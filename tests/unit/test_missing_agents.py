@@ -58,7 +58,9 @@ def test_a_job_whose_agent_does_not_come_is_told_of_in_status_and_once_in_the_ev
     assert said == expected
     assert views.run_view(run, turn.at, turn.now).without_agent == [expected]
     assert "since 55 s" in tick(turn, run, 15.0)
-    assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [("network", expected)]
+    assert [(record.kind, record.text) for record in turn.records if record.kind == "network"] == [
+        ("network", expected)
+    ]
     allocation.agents["n3"] = ["w0"]
     assert "no agent" not in tick(turn, run, 1.0)
     assert views.run_view(run, turn.at, turn.now).without_agent == []
