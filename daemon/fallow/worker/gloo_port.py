@@ -146,7 +146,7 @@ def _watcher(fd: int) -> tuple[int, ctypes.Array[ctypes.c_char]]:
 
 def _listeners(address: str) -> dict[int, int]:
     """Descriptor -> port, of this process's TCP sockets that listen on an address."""
-    found = {}
+    found: dict[int, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         # Other threads close theirs meanwhile.
         with contextlib.suppress(OSError):
