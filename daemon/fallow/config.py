@@ -95,7 +95,7 @@ class HeadSection(_Section, frozen=True):
 
 
 class Network(_Section, frozen=True):
-    """Where the members of a run listen for each other. The job's GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first."""
+    """Where the members of a run listen for each other. The variables of the job come first."""
 
     interface: str | None = None
     "as NCCL_SOCKET_IFNAME has it: ib0, =eth1, ^docker; None: the one that leads to the head"

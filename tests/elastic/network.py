@@ -19,6 +19,9 @@ from pathlib import Path
 HUB = "10.77.0.1"
 """The head's address."""
 
+FAST = "10.78.0.0/24"
+"""The second network, see `Network.add_fast`."""
+
 _CLONE_NEWNET = 0x40000000
 _QUEUE = 8192
 """Bytes that wait before a slow link; what comes when it is full is lost."""
@@ -103,6 +106,16 @@ class Network:
         for source, target in ((one, other), (other, one)):
             self._do(self._hub, f"ip rule add from {_address(source)} to {_address(target)} blackhole")
 
+    def open_only(self, ports: range) -> None:
+        """A firewall between all nodes: what leads to no port of the range, nor comes from one, vanishes."""
+        span = f"{ports[0]}-{ports[-1]}"
+        for source in range(len(self._nodes)):
+            for target in range(len(self._nodes)):
+                way = f"from {_address(source)} to {_address(target)}"
+                for end in ("sport", "dport"):
+                    self._do(self._hub, f"ip rule add pref 100 {way} ipproto tcp {end} {span} lookup main")
+                self._do(self._hub, f"ip rule add pref 200 {way} blackhole")
+
     def slow_down(self, source: int, target: int, bits_per_s: int) -> None:
         """What goes from `source` to `target` goes no faster than that from now on."""
         self._by_another_link(source, target, f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}")
@@ -117,6 +130,14 @@ class Network:
             self._do(self._nodes[here], "ip link set beside up")
             self._do(self._nodes[here], f"ip route add {_address(there)} dev beside src {_address(here)}")
         self._do(self._nodes[source], f"tc qdisc add dev beside root tbf {queue}")
+
+    def add_fast(self, name: str) -> None:
+        """A second network that joins the first two nodes, without the hub: an interface of that name on each."""
+        here, there = self._nodes[0], self._nodes[1]
+        self._do(here, f"ip link add {name} type veth peer name {name} netns {there}")
+        for number, node in enumerate((here, there)):
+            self._do(node, f"ip addr add {fast_address(number)}/24 dev {name}")
+            self._do(node, f"ip link set {name} up")
 
     def mend_slow(self, source: int, target: int) -> None:
         """The other way leads through the hub again."""
@@ -160,6 +181,11 @@ class Network:
         with self._inside(where):
             environ = {**os.environ, "PATH": _path()}
             subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=30, env=environ)
+
+
+def fast_address(node: int) -> str:
+    """On the second network."""
+    return f"10.78.0.{node + 1}"
 
 
 def _address(node: int, host: int = 2) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from elastic_rig import Elastic, Rig, judge, phase
-from network import HUB, Network, NoNetworkError
+from network import FAST, HUB, Network, NoNetworkError, fast_address
 
 from conftest import MakeRig, Undisturbed
 from fallow.worker.reach import Reach
@@ -82,6 +82,35 @@ async def begin(rig: Rig, network: Network, members: int, *options: object) -> E
     await run.grow(members)
     await run.becomes([f"w{number}" for number in range(members)])
     return run
+
+
+async def test_members_train_through_a_firewall_that_lets_their_ports_through(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """`[network] member_ports`: with every other port they do not come together."""
+    network, ports = make_network(3), range(21000, 21064)
+    network.open_only(ports)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB, network__member_ports=f"{ports[0]}-{ports[-1]}") as rig:
+            run = await begin(rig, network, 3, "--steps", 40)
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 40))
+    assert report.generations[-1].members == ["w0", "w1", "w2"]
+
+
+async def test_members_meet_on_the_network_that_the_configuration_names(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """A second network beside that of the head."""
+    network = make_network(2)
+    network.add_fast("fast0")
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB, network__subnet=FAST) as rig:
+            run = await begin(rig, network, 2, "--steps", 40)
+            addresses = [worker.address for worker in (await run.roster()).workers.values()]
+            report = await run.ends()
+    judge(report, await undisturbed("--steps", 40))
+    assert addresses == [fast_address(0), fast_address(1)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
-from fallow.files import Paths, write_struct
+from fallow.files import Paths, read_struct, write_struct
 from fallow.model import (
     PROTOCOL,
     AgentBeat,
@@ -171,6 +173,23 @@ async def test_hello_key_start_exit_end(head: Head) -> None:
     log = head.run.log("w0")
     assert log.read_bytes().startswith(b"hello\n")
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+async def test_a_head_that_is_not_reached_is_named_in_the_jobs_output(head: Head) -> None:
+    """With the address and port that were tried, while the agent goes on trying."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        told = msgspec.structs.replace(read_struct(head.paths.head_file, HeadFile), endpoint=silent)
+        write_struct(head.paths.head_file, told)
+        agent = await head.launch("print('x')")
+        assert agent.stderr is not None
+        async with asyncio.timeout(DEADLINE_S):
+            line = (await agent.stderr.readline()).decode()
+        assert line.startswith(f"fallow agent: no connection from node1 (127.0.0.1) to the head at {silent} for ")
+        assert "[head] address" in line
+        assert agent.returncode is None
+        agent.kill()
+        await agent.wait()
 
 
 async def test_signal_is_reported_fast(head: Head) -> None:

@@ -39,6 +39,12 @@ GPU = PartitionInfo(partition="gpu", nodes=["n1"])
     [
         (checks.slurm_commands([]), Level.OK, "sbatch"),
         (checks.slurm_commands(["srun"]), Level.FAIL, "srun"),
+        (checks.head_address("10.77.0.3", True, True), Level.OK, "10.77.0.3"),
+        (checks.head_address("127.0.1.1", True, True), Level.FAIL, "127.0.1.1 is loopback"),
+        (checks.head_address("127.0.0.1", False, True), Level.OK, "127.0.0.1"),
+        (checks.head_address("10.77.0.3", True, False), Level.OK, "a head that is started here"),
+        (checks.head_address(None, True, False), Level.FAIL, "no network address"),
+        (checks.agents(["job 12 runs on n3"]), Level.FAIL, "job 12 runs on n3"),
         (checks.slurm_version(config()), Level.OK, "22.05.8"),
         (checks.slurm_version(config(slurm_version="20.11.9")), Level.WARN, "20.11.9"),
         (checks.slurm_version(config(slurm_version="git")), Level.WARN, "git"),
@@ -177,7 +183,7 @@ def test_a_head_is_asked_instead_of_slurm(age_s: float | None, asked: bool, monk
         with pytest.raises(AssertionError, match="Slurm was asked"):
             doctor._slurm()
         return
-    found, seen = doctor._slurm()
+    found, seen, _ = doctor._slurm()
     assert seen == last.cluster
     assert {"slurm version", "harvest low", "priority"} <= {check.name for check in found}
 

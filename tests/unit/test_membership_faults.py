@@ -348,6 +348,15 @@ def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> No
     assert m.roster.change.members == ["w0", "w2"]
 
 
+def test_who_is_cut_off_is_told_with_the_node_the_address_and_the_port_that_were_tried() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.WorkerGone(at=1, worker="w2", reason="killed", signal=9))
+    vote = Vote(worker="w1", generation=m.roster.high, ok=False, unreachable=["w0"], tried=["10.77.1.2:40123"])
+    (kill,) = kills(m.handle(ev.Said(at=5, message=vote)))
+    node = m.roster.workers["w0"].node
+    assert kill.reason == f"no connection between it and w0 ({node}; tried 10.77.1.2:40123)"
+
+
 def test_without_further_votes_it_is_decided_after_a_second() -> None:
     m = started("w0", "w1", "w2", "w3")
     m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))

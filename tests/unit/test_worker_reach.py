@@ -38,8 +38,8 @@ class Store:
         return [self._values[key] for key in keys] if there else None
 
 
-def meet(store: Store, ranks: list[int], size: int, timeout_s: float) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+def meet(store: Store, ranks: list[int], size: int, timeout_s: float) -> dict[int, dict[int, str]]:
+    found: dict[int, dict[int, str]] = {}
 
     def one(rank: int) -> None:
         found[rank] = unreachable(store, rank, size, "127.0.0.1", timeout_s)  # type: ignore[arg-type]
@@ -62,20 +62,23 @@ def mute() -> Iterator[socket.socket]:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_reach_each_other_at_once(size: int) -> None:
     began = time.monotonic()
-    assert meet(Store(), list(range(size)), size, 20.0) == {rank: [] for rank in range(size)}
+    assert meet(Store(), list(range(size)), size, 20.0) == {rank: {} for rank in range(size)}
     assert time.monotonic() - began < 5, "nobody waited for a deadline"
 
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_one_that_never_comes_is_named_by_all(missing: int) -> None:
     others = [rank for rank in range(4) if rank != missing]
-    assert meet(Store(), others, 4, 1.0) == {rank: [missing] for rank in others}
+    found = meet(Store(), others, 4, 1.0)
+    assert {rank: list(lost) for rank, lost in found.items()} == {rank: [missing] for rank in others}
 
 
 def test_one_that_does_not_answer_is_named_by_all(mute: socket.socket) -> None:
-    store = Store()
-    store.set("reach/0", f"127.0.0.1 {mute.getsockname()[1]} {'00' * 16}".encode())
-    assert meet(store, [1, 2], 3, 1.0) == {1: [0], 2: [0]}
+    """With the address and port that were tried."""
+    store, port = Store(), mute.getsockname()[1]
+    store.set("reach/0", f"127.0.0.1 {port} {'00' * 16}".encode())
+    lost = {0: f"127.0.0.1:{port}"}
+    assert meet(store, [1, 2], 3, 1.0) == {1: lost, 2: lost}
 
 
 def test_whoever_does_not_know_the_word_is_nobody() -> None:

@@ -50,7 +50,8 @@ def head_address(address: str | None, other_hosts: bool, running: bool) -> Check
 
 def agents(absent: Sequence[str]) -> Check | None:
     """`absent`: what is said of jobs that run without an agent; None: nothing to say."""
-    return Check("agents", Level.FAIL, "; ".join(absent)) if absent else None
+    fix = "look at the job's output; where a firewall is between, open a range and set it as [network] head_ports"
+    return Check("agents", Level.FAIL, "; ".join(absent), fix) if absent else None
 
 
 def slurm_version(config: ClusterConfig) -> Check:

@@ -102,7 +102,11 @@ class Router:
             self._configure(socket)
             # Only where it is needed: with it, an IPv4 address would come out as ::ffff:a.b.c.d.
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-            self.endpoint = _bind(socket, host, port, ports)
+            try:
+                self.endpoint = _bind(socket, host, port, ports)
+            except FallowError:
+                socket.close()  # else the context waits for it without end
+                raise
             self._socket = AsyncSocket(socket)
             await self.self_test()
         except BaseException:
