@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fallow.model import Exit, FallowError
-from fallow.worker import rng
+from fallow.worker import extra_state, rng
 from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.exact import Exact
 from fallow.worker.modes import Modes
@@ -33,6 +33,15 @@ class _Home(NamedTuple):
     "its name in messages"
     statistics: bool
     "of a layer that normalizes: a forward changes it, and only one in evaluation reads it"
+
+
+class ModelNames(NamedTuple):
+    """Where a module's `state_dict` differs from the module's tensors, each of which is exported once."""
+
+    transient: frozenset[str] = frozenset()
+    "buffers that it leaves out (`persistent=False`)"
+    aliases: Mapping[str, str] = {}
+    "further names of tied tensors -> the name under which the tensor is exported"
 
 
 class Gate:
@@ -116,6 +125,7 @@ class Prepared:
         if isinstance(thing, nn.Module):
             _check_module(thing)
         if isinstance(thing, nn.Module) and not averaged:
+            extra_state.pack(extra_state.read([thing]), f"prepare: {type(thing).__name__}")
             self.modules.append(thing)
             self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
             return
@@ -335,6 +345,10 @@ class Prepared:
             "arithmetic": self.arithmetic.export(),
         }
 
+    def names(self) -> list[ModelNames]:
+        """How each module's `state_dict` calls the tensors that `export` has."""
+        return [_names_of(module) for module in self.modules]
+
     def load(self, state: dict[str, Any]) -> None:
         """Put an exported state into the live objects.
 
@@ -392,6 +406,7 @@ class Prepared:
         for number, optimizer in enumerate(self.optimizers):
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
             lines.append(f"optimizer.{number} {type(optimizer).__name__}")
+        lines += list(extra_state.holders(self.modules))
         lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
         return lines
 
@@ -512,6 +527,22 @@ def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {plain_name(name): tensor for name, tensor in named.items()}
+
+
+def _names_of(module: nn.Module) -> ModelNames:
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in ((plain_name(name), tensor) for name, tensor in every):
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    transient = {
+        plain_name(".".join(filter(None, (within, name))))
+        for within, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    kept = {name: own for name, own in aliases.items() if name not in transient}
+    return ModelNames(frozenset(transient), kept)
 
 
 def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:

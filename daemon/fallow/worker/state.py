@@ -1,8 +1,8 @@
 """State as bytes, without pickle: a tree of plain values as MessagePack, tensors beside it.
 
 What a `state_dict` may hold: None, bool, int, float, str, bytes, list, tuple, set, dict (any encodable key),
-OrderedDict, Counter, defaultdict of a basic type, numpy scalars and arrays, torch tensors, dtypes. Anything else is
-refused by name: reading a state never runs code.
+OrderedDict, Counter, defaultdict of a basic type, io.BytesIO, numpy scalars and arrays, torch tensors, dtypes. Anything
+else is refused by name: reading a state never runs code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import mmap
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -113,6 +114,8 @@ def _pack(value: Any, where: str, tensors: list[torch.Tensor]) -> list[Any]:
         if factory and _FACTORIES.get(factory) is not value.default_factory:
             raise _refused(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
+    if kind is io.BytesIO:
+        return ["bytesio", value.getvalue()]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
@@ -125,7 +128,7 @@ def _pack(value: Any, where: str, tensors: list[torch.Tensor]) -> list[Any]:
 def _refused(where: str, what: str) -> FallowError:
     return FallowError(
         f"{where}: its state holds a {what}, which cannot be handed to another member; "
-        "return plain values, arrays and tensors from state_dict()",
+        "return plain values, arrays and tensors from state_dict() and get_extra_state()",
         Exit.DATA,
     )
 
@@ -146,6 +149,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if tag == "defaultdict":
             return defaultdict(_FACTORIES[tree[2]] if tree[2] else None, items)
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](dict(items))
+    if tag == "bytesio":
+        return io.BytesIO(tree[1])
     if tag == "dtype":
         return dtype_named(tree[1])
     if tag == "np":
@@ -213,7 +218,8 @@ def _row_sums(words: torch.Tensor) -> torch.Tensor:
     factors = _factors().to(words.device).repeat(chunk // row)
     mixed, folded = torch.empty_like(factors), torch.empty_like(factors)
     sums = []
-    for part in words.split(chunk):
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk]
         size = part.numel()
         torch.mul(part, factors[:size], out=mixed[:size])
         torch.bitwise_right_shift(mixed[:size], 32, out=folded[:size])
@@ -248,7 +254,8 @@ def plain_name(name: str) -> str:
 
 
 def digest(states: Sequence[dict[str, Any]]) -> str:
-    """SHA-256 over models' state: names sorted (see `plain_name`); name, dtype, shape and raw bytes of each tensor.
+    """SHA-256 over models' state: names sorted (see `plain_name`); name, dtype, shape and raw bytes of each tensor,
+    name and encoding of extra state.
 
     Args:
         states: one `state_dict()` per model; names carry the model's number where there are several.
@@ -257,10 +264,14 @@ def digest(states: Sequence[dict[str, Any]]) -> str:
         plain_name(f"{number}.{name}" if len(states) > 1 else name): value
         for number, state in enumerate(states)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor)
     }
     total = hashlib.sha256()
     for name in sorted(named):
+        if not isinstance(named[name], torch.Tensor):  # extra state
+            encoded, parts = encode(named[name], name)
+            total.update(f"{name} {len(encoded.tree)}\n".encode() + encoded.tree)
+            total.update(bytes.fromhex(digest([{str(number): part for number, part in enumerate(parts)}])))
+            continue
         tensor = named[name].detach().to("cpu").contiguous()
         total.update(f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode())
         total.update(as_bytes(tensor).numpy().data)

@@ -10,7 +10,7 @@ import torch
 
 from fallow.core.shards import Cut, lone
 from fallow.model import Exit, FallowError
-from fallow.worker import rng
+from fallow.worker import extra_state, rng
 from fallow.worker.control import Cutting, StepPlan, check_cuts
 from fallow.worker.group import Interrupted
 from fallow.worker.ledger import Done, Fed
@@ -284,7 +284,7 @@ class Step:
     def rehearse(self, loader: Source) -> Iterator[Any]:
         """One body with a real batch whose results are thrown away: compiles, starts loader processes."""
         member, gate = self._member, self._member.gate
-        before = member.buffers()
+        before, extra = member.buffers(), extra_state.pack(extra_state.read(member.prepared.modules))
         at = member.place.position
         with rng.kept():
             batch = loader.example(member.reached)
@@ -310,6 +310,7 @@ class Step:
             self.watch.check_others(others)
             self.phases.end_body()
         member.restore(before)
+        extra_state.write(member.prepared.modules, extra_state.unpack(extra))
         member.drop_gradients()
         if member.saver is not None:
             member.saver.asked = False
