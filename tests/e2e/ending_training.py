@@ -169,7 +169,7 @@ def main() -> None:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late" and run.is_main:
         raise ValueError("the disk is full, say")
-    words = {"told": told, "main": run.is_main, "rate": optimizer.param_groups[0]["lr"], "step": run.step}
+    words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words))
     if run.is_main:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}

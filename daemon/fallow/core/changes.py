@@ -255,7 +255,6 @@ class Changes:
             # Beats that were on their way when it was said do not show that anybody missed it.
             self._effects.note_sent(name, change.generation, Commit, at)
             self._effects.tell(name, commit)
-        self._effects.add(ev.MembersChanged(change.members[0] if change.members else None))
 
     def _complete(self, change: Change, at: float) -> None:
         r = self._roster

@@ -177,13 +177,6 @@ class RemoveCheckpoint(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class MembersChanged(Instruction):
-    """A generation was committed: rank 0 (whose output is shown) may be another."""
-
-    main: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class NodeBarred(Instruction):
     """Too much has failed on this node: whatever else of it the run has is given back, and it is not asked for."""
 

@@ -222,6 +222,27 @@ class Roster(msgspec.Struct, kw_only=True):
         ready = [w for w in self.workers.values() if w.phase is WorkerPhase.READY]
         return [w.worker for w in sorted(ready, key=lambda w: w.index)]
 
+    def speaker(self, before: str | None) -> str | None:
+        """The one worker that is main, and whose output is shown; None: there is no worker.
+
+        It is rank 0. Before the first generation it is the oldest worker, as long as that lives: the first generation
+        makes the oldest of its members rank 0.
+
+        Args:
+            before: what this gave last.
+        """
+        if self.members:
+            return self.members[0]
+        if self.change is not None and self.change.members:
+            return self.change.members[0]
+        if before is not None and self._may_speak(before):
+            return before
+        candidates = [worker for worker in self.workers.values() if self._may_speak(worker.worker)]
+        return min(candidates, key=lambda worker: worker.index).worker if candidates else None
+
+    def _may_speak(self, worker: str) -> bool:
+        return self.alive(worker) and not self.workers[worker].leaving_because
+
     @property
     def front(self) -> int:
         """Finished steps of the worker that got furthest."""

@@ -44,7 +44,6 @@ from fallow.model import (
     Left,
     Notice,
     Refused,
-    ShowOutput,
     Vote,
     Welcome,
     WorkerExit,
@@ -135,6 +134,7 @@ class Peers:
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
+            main=run.speaker == worker,
         )
         turn.tell(run, worker, welcome)
 
@@ -155,6 +155,7 @@ class Peers:
             reached=run.reached,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoint_given_up=run.roster.checkpoint_given_up,
+            main=run.speaker == worker,
         )
         turn.tell(run, worker, ack)
 
@@ -230,9 +231,8 @@ class Peers:
         turn.dirty.add(run.id)
         plan = again.plan_of(turn, run, allocation, hello.agent, self._config.beat_s)
         turn.messages.append((peer, plan))
-        main = run.roster.members[0] if run.roster.members else None
-        shown = main if main in plan.workers else None
-        turn.messages.append((peer, ShowOutput(term=turn.book.term, worker=shown)))
+        turn.choose_speaker(run)
+        turn.show_output(run, allocation, hello.agent)
         if allocation.state is AllocationState.RELEASING and first:
             # It was to be given back before it came.
             turn.apply(run, ev.ReleaseWanted(at=turn.at, workers=plan.workers, reason=allocation.reason))

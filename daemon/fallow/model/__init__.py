@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from fallow.model.base import (
     ACCOUNT_PATTERN,
+    HIDDEN,
     ID_PATTERN,
+    OUTPUT_PIPES,
     PROTOCOL,
+    SHOWN,
     STACK_SIGNAL,
     AllocationKind,
     AllocationState,
@@ -128,8 +131,11 @@ from fallow.model.views import (
 
 __all__ = [
     "ACCOUNT_PATTERN",
+    "HIDDEN",
     "ID_PATTERN",
+    "OUTPUT_PIPES",
     "PROTOCOL",
+    "SHOWN",
     "STACK_SIGNAL",
     "Abort",
     "Active",

@@ -292,6 +292,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
     reached: tuple[int, int] = (0, 0)
     "where the foremost member is in its data, see `Beat.reached`: a newcomer to a stream reads its way there"
+    main: bool = False
+    "it is the main one as long as there is no generation"
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -369,6 +371,8 @@ class BeatAck(Message, frozen=True, kw_only=True):
     "see `Welcome.checkpoint_in_s`"
     checkpoint_given_up: tuple[int, int] = (0, 0)
     "(generation, step) of the last one that was not written"
+    main: bool = False
+    "see `Welcome.main`"
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
@@ -511,7 +515,8 @@ class StopWorker(Message, frozen=True, kw_only=True):
 
 
 class ShowOutput(Message, frozen=True, kw_only=True):
-    """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
+    """Copy this worker's output to the agent's own, unless the worker itself says otherwise (`model.SHOWN`); None: no
+    worker's."""
 
     term: int
     worker: str | None
