@@ -7,6 +7,7 @@ usage: talking_training.py [--fail import|init] [--pace SECONDS] [--kill WORKER]
 Every line that it prints begins with `TALK`. Lines with `all` are printed by every member.
 """
 
+# ruff: noqa: E402  # its first line comes before everything
 import os
 
 print("TALK all: the first line", flush=True)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 sys.path.insert(0, str(Path(__file__).parent))
+import torch
 from talking_training import Net
 from test_local import Box, box
 

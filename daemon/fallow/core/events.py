@@ -15,6 +15,7 @@ from fallow.model import (
     CheckpointDamaged,
     Checkpointed,
     CheckpointFailed,
+    Deserted,
     Failed,
     Finished,
     Held,
@@ -34,6 +35,7 @@ AboutMembership = (
     | Active
     | Held
     | Aligned
+    | Deserted
     | Left
     | Failed
     | Finished

@@ -36,6 +36,8 @@ class Worker(msgspec.Struct, kw_only=True):
     "it took part in a generation's first exchange, so it holds the model's state"
     step: int = 0
     finished: bool = False
+    deserted: bool = False
+    "its script has ended inside of a loop in which others go on; its process has not ended yet, or nobody saw how"
     ended_because: str = ""
     "why it is gone before its script had ended; its traceback, where there is one, in `traceback`"
     traceback: str = ""
@@ -264,6 +266,10 @@ class Roster(msgspec.Struct, kw_only=True):
         """The main member of the generation in which the training ended; None: it has not, or nobody knows it."""
         name = None if self.final is None else self.main_of(self.final.generation)
         return None if name is None else self.workers.get(name)
+
+    def deserters(self) -> list[str]:
+        """Members whose script has ended in the middle of the training, and whose process has not."""
+        return [w for w in self.members if self.alive(w) and self.workers[w].deserted]
 
     @property
     def finishing(self) -> bool:

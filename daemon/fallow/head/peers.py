@@ -33,6 +33,7 @@ from fallow.model import (
     Checkpointed,
     CheckpointFailed,
     CheckpointNoted,
+    Deserted,
     Exit,
     ExitNoted,
     Failed,
@@ -103,7 +104,7 @@ class Peers:
                 self._take(turn, run, message)
             case CheckpointFailed():
                 saved.give_up(turn, run, message)
-            case Vote() | Held() | Aligned() | Left() | CheckpointDamaged():
+            case Vote() | Held() | Deserted() | Aligned() | Left() | CheckpointDamaged():
                 self._take(turn, run, message)
 
     @staticmethod

@@ -136,6 +136,14 @@ class Held(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Deserted(Message, frozen=True, kw_only=True):
+    """Its script has ended inside of a run.steps loop in which others go on. The exit code comes from its agent."""
+
+    worker: str
+    generation: int
+    step: int
+
+
 class Aligned(Message, frozen=True, kw_only=True):
     """Between two steps it has received the others' state anew: its weights had come apart from theirs."""
 
@@ -256,6 +264,7 @@ FromWorker = (
     | Beat
     | Active
     | Held
+    | Deserted
     | Aligned
     | Left
     | Checkpointed

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.model import Exit, Failed, FallowError, Finished, Welcome
+from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Welcome
 from fallow.worker import fixed, process, state
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
@@ -202,7 +202,10 @@ class Run:
 
     @property
     def is_main(self) -> IsMain:
-        """True on the one member that should print and write files. Looked up when asked: it may be kept in a variable."""
+        """True on the one member that should print and write files.
+
+        The value is looked up whenever it is asked for, so `main = run.is_main` may stand before the loop.
+        """
         return self._is_main
 
     def _speaks(self) -> bool:
@@ -360,6 +363,9 @@ class Run:
         except EndedAlone:
             # Whether it wanted to is told by its exit code.
             if session is not None:
+                step = self._place.position.step
+                deserted = Deserted(worker=session.worker, generation=self.generation, step=step)
+                session.deliver(deserted, _DELIVERY_S)
                 session.close()
             return None
         self._member.ledger.flush(LAST_S)
