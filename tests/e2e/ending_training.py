@@ -8,7 +8,8 @@ are divided anew. `late`: it raises after the loop.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
 loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
 `hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `linger`: so it does, and its
-process takes its time to end. `last`: w2 dies in the step in which the others leave the loop for good. `behind`: all leave the loop by break behind a step that w1 has to receive,
+process takes its time to end. `last`: w2 dies in the step in which the others leave the loop for good.
+`behind`: all leave the loop by break behind a step that w1 has to receive,
 since its group breaks just when the others have the step's mean.
 """
 

@@ -18,6 +18,7 @@ from fallow.worker import extra_state, rng
 from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.exact import Exact
 from fallow.worker.modes import Modes
+from fallow.worker.scaling import Scaling
 from fallow.worker.state import plain_name, tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
@@ -98,7 +99,8 @@ class Prepared:
         self.others: list[Any] = []
         self.generators: list[Any] = []
         "of random numbers; no part of the state, for each body seeds them"
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaling = Scaling()
+        "which GradScaler belongs to which loss and optimizer"
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
         self._homes: list[_Home] | None = None
@@ -143,7 +145,7 @@ class Prepared:
         else:
             self.others.append(thing)
         if isinstance(thing, torch.amp.GradScaler):
-            self.scaler = thing
+            self.scaling.scalers.append(thing)
         names = [name for name in _GATED if callable(getattr(thing, name, None))]
         if isinstance(thing, torch.optim.Optimizer):
             # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
@@ -163,6 +165,8 @@ class Prepared:
                 "__reduce_ex__": _as_plain(cls),
                 **methods,
             }
+            if isinstance(thing, torch.amp.GradScaler):
+                body["scale"] = self.scaling.noted(thing)
             thing.__class__ = type(cls.__name__, (cls,), body)
 
     def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
@@ -179,6 +183,8 @@ class Prepared:
             closure = args[0] if args else kwargs.get("closure")
             if is_optimizer and gate.in_body and callable(closure):
                 return _with_closure(inner, gate, closure)
+            if takes_step and not gate.acting:
+                self.scaling.note_step(_stepped(thing, args, kwargs), None if is_optimizer else thing)
             if takes_step and gate.in_body:
                 if gate.in_backward:
                     raise gate.refuse(
