@@ -7,14 +7,16 @@ that moment), and w2 dies in one. `break`: the main member alone leaves the loop
 are divided anew. `late`: it raises after the loop.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
 loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
-`hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `last`: w2 dies in the step in
-which the others leave the loop for good. `behind`: all leave the loop by break behind a step that w1 has to receive,
+`hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `linger`: so it does, and its
+process takes its time to end. `last`: w2 dies in the step in which the others leave the loop for good.
+`behind`: all leave the loop by break behind a step that w1 has to receive,
 since its group breaks just when the others have the step's mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import os
@@ -37,6 +39,7 @@ from fallow.worker.group import Interrupted
 from fallow.worker.together import Kind
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
+LINGERS_S = 12.0
 
 
 def cut_off(run: Any) -> None:
@@ -113,6 +116,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if args.harm == "linger" and WORKER == "w1":
+        atexit.register(time.sleep, LINGERS_S)  # runs behind what Fallow has registered
     run = fallow.init()
     if args.harm == "links":
         harm(run)
@@ -161,7 +166,7 @@ def main() -> None:
         mean = run.mean(loss)  # something has acted by now
         if run.final_shard:
             schedule.step(mean)
-            if (args.harm == "exit0" and run.step == 9) or (args.harm == "desert" and WORKER == "w1"):
+            if (args.harm == "exit0" and run.step == 9) or (args.harm in ("desert", "linger") and WORKER == "w1"):
                 sys.exit(0)
     if args.harm == "exit3":
         raise SystemExit(3 if run.is_main else 4)
@@ -169,7 +174,7 @@ def main() -> None:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
     if args.harm == "late" and run.is_main:
         raise ValueError("the disk is full, say")
-    words = {"told": told, "main": run.is_main, "rate": optimizer.param_groups[0]["lr"], "step": run.step}
+    words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words))
     if run.is_main:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}

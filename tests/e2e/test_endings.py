@@ -94,6 +94,15 @@ def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> N
     assert "inside of the run.steps loop while the others go on" in done.report["message"]
 
 
+def test_a_member_that_deserts_is_refused_however_long_its_process_takes_to_end(box: Box) -> None:
+    """Longer than the others wait for its vote on a group in place of the broken one."""
+    words = [SCRIPT, "--folder", str(box.folder), "--harm", "linger"]
+    done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__LEASE_S="60"))
+    assert (done.code, done.report["status"]) == (70, "failed")
+    assert "w1" in done.report["message"]
+    assert "inside of the run.steps loop while the others go on" in done.report["message"]
+
+
 def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_the_run(box: Box) -> None:
     done = train(box, "last", members=3)
     assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 9), done.report["message"]

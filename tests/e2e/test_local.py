@@ -582,7 +582,7 @@ def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> No
     ours = {name for name in worker.environ() if name.startswith("FALLOW_")} - {MARK}
     assert ours == {
         *("FALLOW_WORKER", "FALLOW_RUN", "FALLOW_CHANNEL_FD", "FALLOW_STATE_DIR", "FALLOW_CONFIG"),
-        *("FALLOW_SLURM__CLIENT", "FALLOW_HEAD__ADDRESS", "FALLOW_MEMBERSHIP__BEAT_S"),
+        *("FALLOW_SLURM__CLIENT", "FALLOW_HEAD__ADDRESS", "FALLOW_MEMBERSHIP__BEAT_S", "FALLOW_OUTPUT_PIPES"),
     }
     listening = {
         connection.laddr.ip

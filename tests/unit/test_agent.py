@@ -19,7 +19,9 @@ import pytest
 
 from fallow.files import Paths, read_struct, write_struct
 from fallow.model import (
+    HIDDEN,
     PROTOCOL,
+    SHOWN,
     AgentBeat,
     AgentBeatAck,
     AgentEnd,
@@ -252,6 +254,31 @@ async def test_output_is_shown_on_demand(head: Head) -> None:
     head.send(AgentEnd(term=1, code=0, reason="test"))
     code_, out, err = await head.ended()
     assert (code_, out, err) == (0, "shown\n", "loud\n")
+
+
+async def test_what_a_worker_says_of_its_own_output_counts_for_more(head: Head) -> None:
+    """Neither a line too many nor one too few where it becomes the main member, or is it no more."""
+    code = (
+        "import os\n"
+        f"shown, hidden = {SHOWN!r}, {HIDDEN!r}\n"
+        "print('before the loop', flush=True)\n"
+        "os.write(1, b'start' + hidden[:5])\nos.write(1, hidden[5:] + b'of others' + shown)\n"
+        "print('of all')\nos.write(2, b'loud' + hidden + b'quiet')\n"
+        "os.write(1, hidden)\nprint('of others')\n"
+    )
+    await head.launch(code)
+    await head.hear(AgentHello)
+    head.plan("w0")
+    head.send(ShowOutput(term=1, worker="w0"))
+    await head.hear(WorkerKey)
+    head.send(KeyAccepted(worker="w0"))
+    await head.hear(WorkerExit)
+    log = head.run.log("w0").read_bytes()
+    head.send(AgentEnd(term=1, code=0, reason="test"))
+    code_, out, err = await head.ended()
+    assert (code_, out, err) == (0, "before the loop\nstart\nof all\n", "loud\n")
+    assert b"fallow output" not in log
+    assert b"of othersof all\n" in log
 
 
 async def test_relay_shows_everything(head: Head) -> None:

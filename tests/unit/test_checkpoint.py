@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from fallow.model import Checkpointed, CheckpointFailed, FallowError  # noqa: E402
+from fallow.worker import extra_state  # noqa: E402
 from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.writer import Writer  # noqa: E402
+from fallow.worker.position import Position  # noqa: E402
+from fallow.worker.prepared import Gate, Prepared  # noqa: E402
 from fallow.worker.state import TensorSpec  # noqa: E402
+from fallow.worker.switch import export_state, load_state  # noqa: E402
 
 Report = Checkpointed | CheckpointFailed
 
@@ -55,10 +59,11 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     """Let `world` members (or `only` some of them) write a checkpoint at the same time; what they report."""
     reports: list[Report] = []
     members = []
+    tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
         about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0, "modes": []} | known
         member = Writer(f"w{rank}", folder, reports.append)
-        member.begin(take(state(), rank, world, step=step, **about))
+        member.begin(take(tree, rank, world, step=step, **about))
         members.append(member)
     for member in members:
         member.hurry()
@@ -101,7 +106,7 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     folder = Path(done.path)
     assert list(tmp_path.iterdir()) == [folder] == complete_ones(tmp_path)
     assert folder.name == "g00000002-s000000000007"
-    assert same(load(folder), state() | {"modes": ["frozen model.0.weight"]})
+    assert same(load(folder), state() | {"modes": ["frozen model.0.weight"], "extra": {}})
     manifest, digest = read_manifest(folder)
     assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
     assert done.nbytes == manifest.nbytes
@@ -138,7 +143,7 @@ def test_one_that_comes_late_to_claim_does_no_harm(tmp_path: Path, monkeypatch: 
     (done,) = write(tmp_path, 7, 2)
     assert late == [False]
     assert isinstance(done, Checkpointed)
-    assert same(load(Path(done.path)), state() | {"modes": []})
+    assert same(load(Path(done.path)), state() | {"modes": [], "extra": {}})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -158,6 +163,66 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     some = {"models.0.0.weight": torch.zeros(33, 7)}
     dcp.load(some, checkpoint_id=done.path)
     assert torch.equal(some["models.0.0.weight"], wanted["models"][0]["0.weight"])
+
+
+class Scaled(torch.nn.Linear):
+    """Keeps scales as FP8 layers do: not in buffers."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__(wide, wide, bias=False)
+        self.scales: Any = {"amax": torch.zeros(3), "steps": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.scales
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = state
+
+
+class Tied(torch.nn.Module):
+    """As a GPT: tied weights, a mask that is no part of the state, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 5)
+        self.inner = Scaled(5)
+        self.same = self.inner
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.register_buffer("mask", torch.ones(5, 5).tril(), persistent=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
+    tmp_path: Path, world: int, compiled: bool
+) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    torch.manual_seed(1)
+    model = Tied()
+    model.inner.scales = {"amax": torch.rand(3), "steps": 41}
+    prepared = Prepared(Gate())
+    prepared.add(torch.compile(model) if compiled else model)
+    tree = export_state(prepared, Position())
+    extra = extra_state.read(prepared.modules)
+    (done,) = write(tmp_path, 7, world, tree=tree, names=prepared.names(), extra=extra)
+    assert isinstance(done, Checkpointed)
+    dcp_to_torch_save(done.path, tmp_path / "whole.pt")
+    plain = Tied()
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)["models"][0]
+    plain.load_state_dict(found, strict=True)
+    assert same(dict(plain.state_dict()), dict(model.state_dict()))
+    assert plain.inner.scales["steps"] == 41
+
+    again = Prepared(Gate())
+    again.add(back := Tied())
+    back.mask.zero_()
+    load_state(again, load(Path(done.path)))
+    assert same(dict(back.state_dict()), dict(model.state_dict()))
+    assert torch.equal(back.mask, model.mask), "it is no part of state_dict, but of the run's state"
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest"])

@@ -22,9 +22,11 @@ from fallow.model import (
     Aligned,
     Beat,
     Commit,
+    Deserted,
     Doing,
     Failed,
     Finished,
+    Held,
     Interrupt,
     Message,
     OthersFinished,
@@ -725,6 +727,37 @@ def test_a_script_that_ends_in_order_inside_of_the_loop_while_others_go_on_is_re
     exits(m, "w1", 2, 0)
     assert m.roster.status is RunStatus.FAILED
     assert "its script ended (exit code 0) inside of the run.steps loop while the others go on" in m.roster.message
+
+
+@pytest.mark.parametrize("rebuilding", [False, True])
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_deserter_is_waited_for_however_long_its_process_takes_to_end(rebuilding: bool, code: int | None) -> None:
+    """Its exit code says whether it is to blame; a group without it must not be built before that is known."""
+    m = started("w0", "w1", "w2")
+    deserted = ev.Said(at=1.0, message=Deserted(worker="w1", generation=1, step=3))
+    held = ev.Said(at=1.0, message=Held(worker="w0", generation=1, step=3, reason="the script of a member has ended"))
+    for event in (held,) if rebuilding else (deserted, held):
+        m.handle(event)
+    if rebuilding:
+        assert tells(m.handle(ev.Ticked(at=1.9)), Prepare) == ["w0", "w1", "w2"]
+        aborted = tells(m.handle(deserted), Abort)
+        assert aborted == ["w0", "w1", "w2"]
+    for at in range(2, 10):
+        for worker in ("w0", "w2"):
+            m.handle(ev.Said(at=at, message=Beat(worker=worker, generation=1, prepared=1, step=3, held=True)))
+        assert not tells(m.handle(ev.Ticked(at=at)), Prepare)
+    assert m.roster.members == ["w0", "w1", "w2"]
+    if code is None:  # it does not end within its lease
+        m.handle(ev.Ticked(at=11.5))
+    else:
+        exits(m, "w1", 10, code)
+    if code == 3:
+        assert m.roster.status is not RunStatus.FAILED, "one node's failure"
+        assert m.roster.change is not None
+        assert m.roster.change.members == ["w0", "w2"]
+    else:
+        assert m.roster.status is RunStatus.FAILED
+        assert "inside of the run.steps loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("first", [True, False])

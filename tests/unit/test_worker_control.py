@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fallow.core.failures import Apart
 from fallow.core.shares import divide
 from fallow.worker import control
 from fallow.worker.control import Head
@@ -47,7 +49,7 @@ def test_every_part_arrives_as_it_is_and_sums_are_exact(
     assert {part.dtype for part in parts} == {torch.uint8}
     found = control.decode(parts, shards, most, params)
     assert found.head == Head(*(math.fsum(column) for column in zip(*heads, strict=True)))
-    assert (found.paces, found.pieces) == (paces, pieces)
+    assert (found.rows, found.paces, found.pieces) == (heads, paces, pieces)
     assert found.losses == [loss for own in losses for loss in own]
     assert found.touched == [any(column) for column in zip(*touched, strict=True)]
     assert found.extent == [max(column) for column in zip(*extents, strict=True)]
@@ -58,3 +60,28 @@ def test_a_step_of_fewer_shards_gives_no_member_more(shards: int, fewer: int, pa
     """So the place for a full step's losses is enough for a last step of an epoch."""
     fewer = min(shards, fewer)
     assert all(few <= full for few, full in zip(divide(fewer, paces), divide(shards, paces), strict=True))
+
+
+def told_by_three(**parts: tuple[float, float, float]) -> control.Control:
+    """What three members tell each other in step 7, and the rest alike; `parts` gives each one's part of a field."""
+    alike = {"contributors": 1.0, "step": 7.0, "agreement": 50.0, "frozen": 60.0, "resting": 70.0, "samples": 4.0}
+    heads = [
+        Head(**{**dict.fromkeys(Head._fields, 0.0), **alike, **{name: own[rank] for name, own in parts.items()}})
+        for rank in range(3)
+    ]
+    encoded = [control.encode(head, 0.0, 0, {rank: 0.0}, 1, [True], []) for rank, head in enumerate(heads)]
+    return control.decode(encoded, 3, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["agreement", "step", "round", "frozen", "resting"])
+@given(off=st.integers(1, 2**31))
+def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off: int) -> None:
+    own = {"agreement": 50.0, "step": 7.0, "round": 0.0, "frozen": 60.0, "resting": 70.0}[name]
+    plan = control.StepPlan(7, 12, 0, 3)
+
+    def check(told: control.Control) -> None:
+        control.check(told, plan, 3, 0, 50, frozen=60, resting=70, drift=False)
+
+    check(told_by_three())
+    with pytest.raises(Apart):
+        check(told_by_three(**{name: (own - off, own, own + off)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import socket
 import threading
 import time
@@ -258,6 +259,62 @@ def test_where_members_have_switched_different_things_a_newcomer_stays_as_its_sc
     assert [name for name, part in new.model.named_modules() if not part.training] == ["norm"]
     assert other.model.training
     assert not old.model.training
+
+
+class Scaled(nn.Linear):
+    """Keeps scales as FP8 layers do: not in buffers."""
+
+    def __init__(self, scales: Any = None) -> None:
+        super().__init__(8, 8)
+        self.scales: Any = scales
+
+    def get_extra_state(self) -> Any:
+        return self.scales
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scales = state
+
+
+def scaled(scales: Any) -> Member:
+    member = Member(1, OPTIMIZERS["momentum"], lambda: nn.Sequential(Scaled(0.0), nn.ReLU(), Scaled(1.5)))
+    member.model[0].scales = scales
+    return member
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([3.0, 0.5]), {"amax": torch.rand(2, 3), "steps": [7, 1 << 70]}, io.BytesIO(b"fp8"), None]
+)
+def test_extra_state_reaches_newcomers_as_a_whole(value: Any) -> None:
+    """Two donors whose own extra states differ, since a forward changes it: a newcomer has all of the first one's."""
+    members = [scaled("of a newcomer"), scaled(value), scaled({"of": "another donor", "long": list(range(999))})]
+    for member in members[1:]:
+        member.standing.value = HOLDS
+    change(3, members)
+    new = members[0].model[0].scales
+    if isinstance(value, io.BytesIO):
+        assert new.getvalue() == value.getvalue()
+    elif isinstance(value, dict):
+        assert torch.equal(new["amax"], value["amax"])
+        assert new["steps"] == value["steps"]
+    else:
+        assert (torch.equal(new, value)) if isinstance(value, torch.Tensor) else new == value
+    assert members[0].model[2].scales == 1.5
+    assert members[2].model[0].scales["of"] == "another donor"
+
+
+def test_extra_state_that_cannot_travel_is_refused_by_name_before_the_training() -> None:
+    with pytest.raises(FallowError) as refused:
+        Prepared(Gate()).add(nn.Sequential(Scaled(1.0), Scaled({"lock": threading.Lock()})))
+    assert refused.value.message == (
+        "prepare: Sequential.model.0.1._extra_state.lock: its state holds a _thread.lock, which cannot be handed to "
+        "another member; return plain values, arrays and tensors from state_dict() and get_extra_state()"
+    )
+
+
+def test_a_member_with_other_extra_state_is_of_another_layout() -> None:
+    with_state, without = scaled(1.0).prepared.layout(), Prepared(Gate())
+    without.add(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    assert "model.0.0._extra_state" in set(with_state) - set(without.layout())
 
 
 def test_several_donors_and_several_receivers_and_rank_0_is_new() -> None:

@@ -20,6 +20,7 @@ from fallow.agent.process import WorkerProcess
 from fallow.agent.stand_in import StandIn
 from fallow.files import RunPaths, check_id
 from fallow.model import (
+    OUTPUT_PIPES,
     PROTOCOL,
     AgentBeat,
     AgentBeatAck,
@@ -68,7 +69,7 @@ _STACK_S = 0.3
 "A worker that hangs has so long to write its stack before it is killed."
 _PR_SET_PDEATHSIG = 1
 _WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-_OWN_VARIABLES = ("FALLOW_CHANNEL_FD", "FALLOW_WORKER")
+_OWN_VARIABLES = ("FALLOW_CHANNEL_FD", "FALLOW_WORKER", OUTPUT_PIPES)
 
 
 @dataclass
@@ -372,8 +373,10 @@ class Agent:
             "FALLOW_WORKER": name,
             "FALLOW_RUN": self._keys.run,
         }
-        shown = self._relay or self._shown == name
-        worker.process = WorkerProcess(name, self._command, environment, secret, self._folder.log(name), shown=shown)
+        shown, log_file = self._shown == name, self._folder.log(name)
+        worker.process = WorkerProcess(
+            name, self._command, environment, secret, log_file, shown=shown, relays=self._relay
+        )
         if worker.process.ended:
             self._ended(worker, worker.process)
 
@@ -392,7 +395,7 @@ class Agent:
         self._shown = name
         for worker in self._workers.values():
             if worker.process is not None:
-                worker.process.show(self._relay or worker.name == name)
+                worker.process.show(worker.name == name)
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
+from fallow.model import HIDDEN, SHOWN
 from fallow.text import tail
 
 TAIL_LINES = 40
@@ -62,6 +63,45 @@ class LogFile:
             self._descriptor = None
 
 
+class Marked:
+    """One stream of a worker, cut where the worker says that it becomes the main member, or is it no more."""
+
+    def __init__(self) -> None:
+        self.speaks: bool | None = None
+        "what the worker has last said; None: nothing yet"
+        self._rest = b""
+        "what may be the beginning of a mark"
+
+    def cut(self, data: bytes) -> list[tuple[bool | None, bytes]]:
+        """The output without marks, in pieces, each with what `speaks` was when the worker wrote it."""
+        data, self._rest = self._rest + data, b""
+        pieces = []
+        while (at := _find_mark(data)) >= 0 and len(data) >= at + len(SHOWN):
+            pieces.append((self.speaks, data[:at]))
+            self.speaks = data[at : at + len(SHOWN)] == SHOWN
+            data = data[at + len(SHOWN) :]
+        if at >= 0:
+            data, self._rest = data[:at], data[at:]
+        pieces.append((self.speaks, data))
+        return [piece for piece in pieces if piece[1]]
+
+    def end(self) -> bytes:
+        """What was held back, now that nothing follows."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+def _find_mark(data: bytes) -> int:
+    """Where the first mark begins, or what may become one with the bytes that follow; -1: nowhere."""
+    at = data.find(SHOWN[:1])
+    while at >= 0:
+        some = data[at : at + len(SHOWN)]
+        if SHOWN.startswith(some) or HIDDEN.startswith(some):
+            return at
+        at = data.find(SHOWN[:1], at + 1)
+    return -1
+
+
 class Pump(threading.Thread):
     """Moves what a worker writes. A thread of its own: a slow log or terminal holds up this worker and no other.
 
@@ -71,9 +111,14 @@ class Pump(threading.Thread):
     def __init__(self, worker: str, stdout: int, stderr: int, log: LogFile, *, shown: bool) -> None:
         super().__init__(name=f"output-{worker}", daemon=True)
         self.shown = shown
-        "Copy to our own output, too. Set by the agent at any time."
+        "Copy to our own output, too, as long as the worker itself has not said whether. Set by the agent at any time."
+        self.relays = False
+        "Copy everything, whatever the worker says."
         self._log = log
         self._sources = {stdout: sys.stdout, stderr: sys.stderr}
+        self._marked = {stdout: Marked(), stderr: Marked()}
+        self._mid_line = {stdout: False, stderr: False}
+        "what was copied last is a line without its end"
         self._stderr = stderr
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._part = b""
@@ -90,22 +135,29 @@ class Pump(threading.Thread):
                 for source in open_ends.intersection(ready):
                     data = os.read(source, _CHUNK)
                     if data:
-                        self._move(source, data)
+                        for speaks, piece in self._marked[source].cut(data):
+                            self._move(source, speaks, piece)
                     else:
                         selector.unregister(source)
                         open_ends.discard(source)
                 # Only when nothing more is there to read: what the worker wrote before its end counts.
                 if ready == [self._stop_read]:
                     break
+        for source, marked in self._marked.items():
+            self._move(source, marked.speaks, marked.end())
         for descriptor in (*self._sources, self._stop_read):
             os.close(descriptor)
         self._log.close()
 
-    def _move(self, source: int, data: bytes) -> None:
+    def _move(self, source: int, speaks: bool | None, data: bytes) -> None:
         self._log.write(data)
         if source == self._stderr:
             self._keep(data)
-        if self.shown:
+        shown = self.relays or (self.shown if speaks is None else speaks)
+        if not shown and self._mid_line[source]:
+            data, shown = b"\n", True  # another worker's output follows
+        if shown and data:
+            self._mid_line[source] = not data.endswith(b"\n")
             own = self._sources[source]
             with contextlib.suppress(OSError, ValueError):
                 own.buffer.write(data)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fallow.agent.output import LogFile, Pump
-from fallow.model import STACK_SIGNAL, WorkerSecret
+from fallow.model import OUTPUT_PIPES, STACK_SIGNAL, WorkerSecret
 
 EXEC_FAILED = 127
 
@@ -34,6 +34,7 @@ class WorkerProcess:
         log: Path,
         *,
         shown: bool,
+        relays: bool = False,
     ) -> None:
         self.worker = worker
         self.code: int | None = None
@@ -45,10 +46,11 @@ class WorkerProcess:
         channel = _pipe_with(msgspec.msgpack.encode(secret))
         out_read, out_write = os.pipe()
         error_read, error_write = os.pipe()
+        pipes = " ".join(str(os.fstat(end).st_ino) for end in (out_write, error_write))
         try:
             self._process = subprocess.Popen(
                 list(command),
-                env={**environment, "FALLOW_CHANNEL_FD": str(channel)},
+                env={**environment, "FALLOW_CHANNEL_FD": str(channel), OUTPUT_PIPES: pipes},
                 pass_fds=(channel,),
                 stdin=subprocess.DEVNULL,
                 stdout=out_write,
@@ -62,6 +64,7 @@ class WorkerProcess:
             for descriptor in (channel, out_write, error_write):
                 os.close(descriptor)
         self._pump = Pump(worker, out_read, error_read, LogFile(log), shown=shown)
+        self._pump.relays = relays
         self._pump.start()
 
     @property

@@ -107,7 +107,7 @@ class Changes:
         """
         r = self._roster
         reason = self._watch.confirmed(at)
-        if reason is not None:
+        if reason is not None and not self._roster.deserters():
             self.break_off(at, f"the group broke ({reason})")
             news = True
         if news:
@@ -267,7 +267,6 @@ class Changes:
             # Beats that were on their way when it was said do not show that anybody missed it.
             self._effects.note_sent(name, change.generation, Commit, at)
             self._effects.tell(name, commit)
-        self._effects.add(ev.MembersChanged(change.members[0] if change.members else None))
 
     def _complete(self, change: Change, at: float) -> None:
         r = self._roster
@@ -347,6 +346,17 @@ class Changes:
             self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {self._kept()}")
             for name in names:  # those who were leaving, before they had the state
                 self._effects.dismiss(name, Exit.OK, r.workers[name].leaving_because)
+
+    def await_deserter(self, worker: str) -> None:
+        """Build no group with a member whose script has ended: it would be taken for one that is cut off or slow."""
+        change = self._roster.change
+        if change is None or change.committed or worker not in change.members:
+            return
+        for name in change.participants:
+            if self._roster.alive(name):
+                reason = f"the script of {worker} has ended"
+                self._effects.tell(name, Abort(term=self._effects.term, generation=change.generation, reason=reason))
+        self._roster.change = None
 
     def _kept(self) -> str:
         """Where those begin who come when nobody is left."""

@@ -16,6 +16,7 @@ from fallow.model import (
     CheckpointDamaged,
     Checkpointed,
     CheckpointFailed,
+    Deserted,
     Failed,
     Finished,
     Held,
@@ -35,6 +36,7 @@ AboutMembership = (
     | Active
     | Held
     | Aligned
+    | Deserted
     | Left
     | Failed
     | Finished
@@ -178,13 +180,6 @@ class RemoveCheckpoint(Instruction):
     """Delete a checkpoint's folder."""
 
     path: str
-
-
-@dataclass(frozen=True, slots=True)
-class MembersChanged(Instruction):
-    """A generation was committed: rank 0 (whose output is shown) may be another."""
-
-    main: str | None
 
 
 @dataclass(frozen=True, slots=True)

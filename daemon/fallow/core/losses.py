@@ -20,7 +20,7 @@ CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
 
 _DESERTED = (
-    "its script ended (exit code 0) inside of the run.steps loop while the others go on; all have to leave it in the "
+    "its script ended ({how}) inside of the run.steps loop while the others go on; all have to leave it in the "
     "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
 )
 
@@ -71,7 +71,8 @@ class Losses:
         elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):
             kind, signature = FailureKind.EXCEPTION, f"exit code {event.code}"
         elif event.code == Exit.OK and self._deserts(worker):
-            kind, signature, reason = FailureKind.EXCEPTION, failures.APART + "exit code 0", _DESERTED
+            kind, signature = FailureKind.EXCEPTION, failures.APART + "exit code 0"
+            reason = _DESERTED.format(how="exit code 0")
         if kind is not None and not worker.leaving_because:
             if kind is FailureKind.EXCEPTION and worker.phase is not WorkerPhase.STARTING:
                 text = f"{worker.worker} on node {worker.node}: the script ended with exit code {event.code}"
@@ -109,6 +110,11 @@ class Losses:
     def eject(self, at: float, overdue: Sequence[Overdue]) -> None:
         """Have these killed, and go on without them."""
         for one in overdue:
+            if one.worker.deserted and self._deserts(one.worker):
+                text = _DESERTED.format(how=f"its process did not: {one.reason}")
+                self._effects.add(ev.Kill(one.worker.worker, one.reason))
+                if self._is_the_scripts(at, one.worker, FailureKind.EXCEPTION, failures.APART + "desertion", text, ""):
+                    return
             if one.kind is not None:
                 self._note(at, one.worker, one.kind, one.kind.value, one.reason)
             self._effects.add(ev.Kill(one.worker.worker, one.reason, stack=one.kind is FailureKind.HANG))

@@ -38,6 +38,7 @@ from fallow.model import (
     CheckpointDamaged,
     CheckpointFailed,
     Commit,
+    Deserted,
     Dismiss,
     Exit,
     Failed,
@@ -97,6 +98,7 @@ class Membership:
             Active: self._active,
             Held: self._held,
             Aligned: self._aligned,
+            Deserted: self._deserted,
             Left: self._left,
             Failed: self._losses.failed,
             Finished: self._finished,
@@ -315,6 +317,16 @@ class Membership:
         change.steps_discarded = max(change.steps_discarded, active.steps_discarded)
         if active.pause_s > (change.pause_s or 0.0):
             change.pause_s, change.parts = active.pause_s, active.parts
+
+    def _deserted(self, deserted: Deserted, at: float) -> None:
+        """Its exit code tells whether it is to blame: nothing is rebuilt until its process has ended, or its lease."""
+        worker = self.roster.workers.get(deserted.worker)
+        if worker is None or worker.phase is WorkerPhase.GONE or worker.finished or worker.deserted:
+            return
+        self._watch.hear(deserted.worker, at)
+        worker.deserted = True
+        worker.step = max(worker.step, deserted.step)
+        self._changes.await_deserter(deserted.worker)
 
     def _aligned(self, aligned: Aligned, at: float) -> None:
         worker = self.roster.workers.get(aligned.worker)

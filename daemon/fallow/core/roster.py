@@ -36,6 +36,8 @@ class Worker(msgspec.Struct, kw_only=True):
     "it took part in a generation's first exchange, so it holds the model's state"
     step: int = 0
     finished: bool = False
+    deserted: bool = False
+    "its script has ended inside of a loop in which others go on; its process has not ended yet, or nobody saw how"
     ended_because: str = ""
     "why it is gone before its script had ended; its traceback, where there is one, in `traceback`"
     traceback: str = ""
@@ -224,6 +226,27 @@ class Roster(msgspec.Struct, kw_only=True):
         ready = [w for w in self.workers.values() if w.phase is WorkerPhase.READY]
         return [w.worker for w in sorted(ready, key=lambda w: w.index)]
 
+    def speaker(self, before: str | None) -> str | None:
+        """The one worker that is main, and whose output is shown; None: there is no worker.
+
+        It is rank 0. Before the first generation it is the oldest worker, as long as that lives: the first generation
+        makes the oldest of its members rank 0.
+
+        Args:
+            before: what this gave last.
+        """
+        if self.members:
+            return self.members[0]
+        if self.change is not None and self.change.members:
+            return self.change.members[0]
+        if before is not None and self._may_speak(before):
+            return before
+        candidates = [worker for worker in self.workers.values() if self._may_speak(worker.worker)]
+        return min(candidates, key=lambda worker: worker.index).worker if candidates else None
+
+    def _may_speak(self, worker: str) -> bool:
+        return self.alive(worker) and not self.workers[worker].leaving_because
+
     @property
     def front(self) -> int:
         """Finished steps of the worker that got furthest."""
@@ -245,6 +268,10 @@ class Roster(msgspec.Struct, kw_only=True):
         """The main member of the generation in which the training ended; None: it has not, or nobody knows it."""
         name = None if self.final is None else self.main_of(self.final.generation)
         return None if name is None else self.workers.get(name)
+
+    def deserters(self) -> list[str]:
+        """Members whose script has ended in the middle of the training, and whose process has not."""
+        return [w for w in self.members if self.alive(w) and self.workers[w].deserted]
 
     @property
     def finishing(self) -> bool:

@@ -14,6 +14,7 @@ from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 STRIPPED = (
     *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "CUDA_VISIBLE_DEVICES"),
     *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
+    "FALLOW_OUTPUT_PIPES",
 )
 """Beginnings of variables that belong to a job or a submission and must not reach another one."""
 

@@ -47,6 +47,7 @@ def due(turn: Turn, run: Run, allocation: Allocation, beat_s: float) -> None:
         allocation.exited.remove(worker)
         turn.apply(run, ev.WorkerExpected(at=turn.at, worker=name, token=allocation.token, node=node))
         turn.messages.append((agent_peer(allocation, node), plan_of(turn, run, allocation, node, beat_s)))
+        turn.show_output(run, allocation, node)
 
 
 def plan_of(turn: Turn, run: Run, allocation: Allocation, node: str, beat_s: float) -> AgentPlan:

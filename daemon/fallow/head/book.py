@@ -164,6 +164,8 @@ class Run:
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
         "revision and view (`head.views`), once it has ended"
+        self.speaker: str | None = None
+        "the worker that agents have been told to show (`Roster.speaker`)"
         self.unwritten = False
         "the record has changed since it was written down, in what can wait for the next tick"
         self.held_back = ""

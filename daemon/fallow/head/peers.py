@@ -37,6 +37,7 @@ from fallow.model import (
     Checkpointed,
     CheckpointFailed,
     CheckpointNoted,
+    Deserted,
     Exit,
     ExitNoted,
     Failed,
@@ -48,7 +49,6 @@ from fallow.model import (
     Left,
     Notice,
     Refused,
-    ShowOutput,
     Vote,
     Welcome,
     WorkerExit,
@@ -114,7 +114,7 @@ class Peers:
                 self._take(turn, run, message)
             case CheckpointFailed():
                 saved.give_up(turn, run, message)
-            case Vote() | Held() | Aligned() | Left() | CheckpointDamaged():
+            case Vote() | Held() | Deserted() | Aligned() | Left() | CheckpointDamaged():
                 self._take(turn, run, message)
 
     @staticmethod
@@ -146,6 +146,7 @@ class Peers:
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
+            main=run.speaker == worker,
         )
         turn.tell(run, worker, welcome)
 
@@ -176,6 +177,7 @@ class Peers:
             reached=run.reached,
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoint_given_up=run.roster.checkpoint_given_up,
+            main=run.speaker == worker,
         )
         turn.tell(run, worker, ack)
 
@@ -275,9 +277,8 @@ class Peers:
         turn.dirty.add(run.id)
         plan = again.plan_of(turn, run, allocation, hello.agent, self._config.beat_s)
         turn.messages.append((peer, plan))
-        main = run.roster.members[0] if run.roster.members else None
-        shown = main if main in plan.workers else None
-        turn.messages.append((peer, ShowOutput(term=turn.book.term, worker=shown)))
+        turn.choose_speaker(run)
+        turn.show_output(run, allocation, hello.agent)
         if allocation.state is AllocationState.RELEASING and first:
             # It was to be given back before it came.
             turn.apply(run, ev.ReleaseWanted(at=turn.at, workers=plan.workers, reason=allocation.reason))

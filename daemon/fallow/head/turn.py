@@ -181,12 +181,11 @@ class Turn:
                     self._let_go_of_node(run, node, reason)
                 case ev.Record(kind, text, data):
                     self.record(run, kind, text, **data)
-                case ev.MembersChanged(main):
-                    self.show_output(run, main)
                 case ev.RemoveCheckpoint(path):
                     self.removals.append(path)
                 case ev.RunEnded(status, message):
                     self._end_run(run, status, message)
+        self.choose_speaker(run)
         if not all(isinstance(instruction, ev.Tell) for instruction in instructions):
             # Where workers are only told something, nobody has gone; and in a large run much is told.
             self.let_go_of_empty(run)
@@ -234,12 +233,20 @@ class Turn:
             stop = StopWorker(term=self.book.term, worker=worker, reason=reason, stack=stack)
             self.messages.append((agent_peer(allocation, node), stop))
 
-    def show_output(self, run: Run, main: str | None) -> None:
-        """Let the main member's agent copy its output into the job's, and no other."""
-        for allocation in run.live_allocations():
-            for node, workers in allocation.agents.items():
-                shown = main if main in workers else None
-                self.messages.append((agent_peer(allocation, node), ShowOutput(term=self.book.term, worker=shown)))
+    def choose_speaker(self, run: Run) -> None:
+        """Have one worker's output copied into its job's, from its first line on. Workers that have become members say
+        by themselves, in their output, from where on it is shown."""
+        speaker = run.roster.speaker(run.speaker)
+        if speaker != run.speaker:
+            run.speaker = speaker
+            for allocation in run.live_allocations():
+                for node in allocation.agents:
+                    self.show_output(run, allocation, node)
+
+    def show_output(self, run: Run, allocation: Allocation, node: str) -> None:
+        """Tell one agent which of its workers is shown, if any."""
+        shown = run.speaker if run.speaker in allocation.agents[node] else None
+        self.messages.append((agent_peer(allocation, node), ShowOutput(term=self.book.term, worker=shown)))
 
     def release_allocation(self, run: Run, allocation: Allocation, reason: str) -> None:
         """Get every worker of an allocation out at the next boundary; its job ends when they are gone."""

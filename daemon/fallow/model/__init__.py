@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from fallow.model.base import (
     ACCOUNT_PATTERN,
+    HIDDEN,
     ID_PATTERN,
+    OUTPUT_PIPES,
     PROTOCOL,
+    SHOWN,
     STACK_SIGNAL,
     AllocationKind,
     AllocationState,
@@ -55,6 +58,7 @@ from fallow.model.messages import (
     CheckpointFailed,
     CheckpointNoted,
     Commit,
+    Deserted,
     Dismiss,
     Doing,
     ExitNoted,
@@ -130,8 +134,11 @@ from fallow.model.views import (
 
 __all__ = [
     "ACCOUNT_PATTERN",
+    "HIDDEN",
     "ID_PATTERN",
+    "OUTPUT_PIPES",
     "PROTOCOL",
+    "SHOWN",
     "STACK_SIGNAL",
     "Abort",
     "Active",
@@ -162,6 +169,7 @@ __all__ = [
     "DataNetwork",
     "DelayReport",
     "DelayedJobs",
+    "Deserted",
     "Dismiss",
     "Doing",
     "DryRun",

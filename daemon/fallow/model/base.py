@@ -13,6 +13,12 @@ PROTOCOL = 5
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 """Has a worker write its training thread's stack to its log. A real-time signal: scripts and Slurm use the others."""
 
+SHOWN, HIDDEN = b"\x00\x16fallow output 1\x16", b"\x00\x16fallow output 0\x16"
+"""Marks that a worker writes into its own output, of one length: what follows is the main member's, or it is not."""
+
+OUTPUT_PIPES = "FALLOW_OUTPUT_PIPES"
+"""Variable with the inode numbers of the pipes that are a worker's standard output and error."""
+
 ACCOUNT_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}\Z"
 """Names of accounts and QOSes, where they are taken as options of sbatch."""
 

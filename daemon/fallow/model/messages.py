@@ -158,6 +158,14 @@ class Held(Message, frozen=True, kw_only=True):
     reason: Prose
 
 
+class Deserted(Message, frozen=True, kw_only=True):
+    """Its script has ended inside of a run.steps loop in which others go on. The exit code comes from its agent."""
+
+    worker: str
+    generation: int
+    step: int
+
+
 class Aligned(Message, frozen=True, kw_only=True):
     """Between two steps it has received the others' state anew: its weights had come apart from theirs."""
 
@@ -278,6 +286,7 @@ FromWorker = (
     | Beat
     | Active
     | Held
+    | Deserted
     | Aligned
     | Left
     | Checkpointed
@@ -316,6 +325,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     "epoch that the members are in; a hint for `run.epochs`, corrected at the switch"
     reached: tuple[int, int] = (0, 0)
     "where the foremost member is in its data, see `Beat.reached`: a newcomer to a stream reads its way there"
+    main: bool = False
+    "it is the main one as long as there is no generation"
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -393,6 +404,8 @@ class BeatAck(Message, frozen=True, kw_only=True):
     "see `Welcome.checkpoint_in_s`"
     checkpoint_given_up: tuple[int, int] = (0, 0)
     "(generation, step) of the last one that was not written"
+    main: bool = False
+    "see `Welcome.main`"
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
@@ -536,7 +549,8 @@ class StopWorker(Message, frozen=True, kw_only=True):
 
 
 class ShowOutput(Message, frozen=True, kw_only=True):
-    """Copy this worker's output to the agent's own (it is the main member now); None: none of yours is."""
+    """Copy this worker's output to the agent's own, unless the worker itself says otherwise (`model.SHOWN`); None: no
+    worker's."""
 
     term: int
     worker: str | None

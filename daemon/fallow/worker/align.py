@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from fallow.worker import state
+from fallow.worker import extra_state, state
 from fallow.worker.group import Group
 from fallow.worker.prepared import Prepared
 
@@ -32,7 +32,7 @@ def align(group: Group, prepared: Prepared, root: int) -> None:
     Raises:
         Interrupted: the group broke; nothing has changed here.
     """
-    encoded, tensors = state.encode(prepared.export(), "run")
+    encoded, tensors = state.encode([prepared.export(), extra_state.read(prepared.modules)], "run")
     text = torch.frombuffer(bytearray(msgspec.msgpack.encode(encoded)), dtype=torch.uint8)
     length = torch.tensor([text.numel()])
     group.broadcast(length, root)
@@ -49,4 +49,6 @@ def align(group: Group, prepared: Prepared, root: int) -> None:
             group.broadcast(state.as_bytes(tensor), root)
     group.wait()
     if group.rank != root:
-        prepared.load(state.decode(encoded, tensors))
+        objects, extra = state.decode(encoded, tensors)
+        prepared.load(objects)
+        extra_state.write(prepared.modules, extra)

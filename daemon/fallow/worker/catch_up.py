@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from fallow.worker import extra_state
 from fallow.worker.prepared import Prepared
 from fallow.worker.state import Encoded, decode, encode
 
@@ -28,7 +29,7 @@ class CatchUp:
     def keep(self, prepared: Prepared) -> None:
         """The state is here, and the script is elsewhere. What is kept already stays: the script has gone on since."""
         if self._state is None:
-            self._state, tensors = encode(prepared.export(), "run")
+            self._state, tensors = encode([prepared.export(), extra_state.read(prepared.modules)], "run")
             self._tensors = [tensor.clone() for tensor in tensors]
             self._modes = prepared.modes.export()
 
@@ -37,5 +38,7 @@ class CatchUp:
         kept, self._state = self._state, None
         tensors, self._tensors = self._tensors, []
         if kept is not None:
-            prepared.load(decode(kept, tensors))
+            objects, extra = decode(kept, tensors)
+            prepared.load(objects)
+            extra_state.write(prepared.modules, extra)
             prepared.modes.load(self._modes)

@@ -87,6 +87,9 @@ class Control:
     """What a finished exchange told."""
 
     head: Head
+    "sums over the members"
+    rows: list[Head]
+    "each member's part, by rank"
     paces: list[float]
     "seconds per shard that each member measured, by rank; 0: not yet"
     pieces: list[int]
@@ -175,14 +178,21 @@ def decode(parts: Sequence[torch.Tensor], shards: int, most: int, params: int) -
                 losses[int(shard)] += loss
     touched = {text[bounds[0] : bounds[1]] for text in texts}
     extents = {text[bounds[1] :] for text in texts}
+    heads = [Head(*row[:fields]) for row in rows]
     return Control(
-        Head(*(sum(column) for column in zip(*(row[:fields] for row in rows), strict=True))),
+        summed(heads),
+        heads,
         [row[fields] for row in rows],
         [int(row[fields + 1]) for row in rows],
         losses,
         [any(column) for column in zip(*touched, strict=True)],
         [max(column) for column in zip(*(array("i", extent) for extent in extents), strict=True)],
     )
+
+
+def summed(rows: Sequence[Head]) -> Head:
+    """The sum of each field over the members."""
+    return Head(*(sum(column) for column in zip(*rows, strict=True)))
 
 
 def check(
@@ -224,9 +234,11 @@ def check(
             "exception that the script caught) while the others go on; all have to leave it in the same step: decide "
             "by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank",
         )
-    unlike = got.agreement != size * agreement or (control.drifted and not drift)
-    unlike = unlike or (frozen != 0 and got.frozen != (size - got.skipped) * frozen)
-    together = got.contributors == size and got.step == size * plan.step
+    # Row by row: in a sum over three members the differences of two of them can cancel.
+    trained = [row for row in control.rows if not row.skipped]
+    unlike = any(row.agreement != agreement for row in control.rows) or (control.drifted and not drift)
+    unlike = unlike or (frozen != 0 and any(row.frozen != frozen for row in trained))
+    together = got.contributors == size and all(row.step == plan.step for row in control.rows)
     if together and unlike:
         raise Apart(
             f"at step {plan.step}: the members' weights, learning rates, buffers, frozen parameters or counts of "
@@ -235,24 +247,26 @@ def check(
             "run.mean); and no other code changes weights, nor buffers (a forward in train mode behind the backward), "
             "nor gradients by random numbers (draw them in the optimizer's step)",
         )
-    if together and resting and got.resting != (size - got.skipped) * resting:
+    if together and resting and any(row.resting != resting for row in trained):
         raise Apart(
             f"at step {plan.step}: some prepared modules are in eval() on some members and in train() on others, so "
             "what dropout and batch norm do would depend on who computes which shard; where one member alone "
             "evaluates, write `model.train()` behind that, on the same branch, or for a model that is never trained "
             "`eval()` before the loop, on all members",
         )
-    wanted = {
-        "members": (got.contributors, size),
-        "step": (got.step, size * plan.step),
-        "backward of the step": (got.round, size * rounds),
-        "samples": (got.samples, plan.samples if first else 0),
-        "checksum of the samples": (got.crc, plan.crc if first else 0),
-    }
-    for what, (seen, planned) in wanted.items():
+    step = next((row.step for row in control.rows if row.step != plan.step), plan.step)
+    finished = next((row.round for row in control.rows if row.round != rounds), rounds)
+    wanted = [
+        ("the number of members", got.contributors, size),
+        ("a member's step", step, plan.step),
+        ("a member's number of backward calls in this step", finished, rounds),
+        ("the members' sum of samples", got.samples, plan.samples if first else 0),
+        ("the members' sum of the checksum of the samples", got.crc, plan.crc if first else 0),
+    ]
+    for what, seen, planned in wanted:
         if seen != planned:
             raise Apart(
-                f"step {plan.step}: the members' sum of {what} is {seen:.0f}, the plan says {planned}: they did "
+                f"step {plan.step}: {what} is {seen:.0f}, the plan says {planned}: they did "
                 "not do the same work; every member's final body must make the same number of backward calls, "
                 "and the dataset must be the same on every node. An IterableDataset gives every process the same "
                 "samples in the same order: it is not divided by rank, and draws from the generators of torch, NumPy "

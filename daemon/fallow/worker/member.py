@@ -25,6 +25,7 @@ from fallow.worker.session import Session
 from fallow.worker.signature import enforce
 from fallow.worker.source import Key, Reached, Source
 from fallow.worker.standing import Standing
+from fallow.worker.voice import Voice
 
 
 class Member:
@@ -66,6 +67,7 @@ class Member:
         "of the run.steps call at work"
         self.saver = Saver(session, welcome) if session and welcome else None
         "None in a fixed world, which has no folder"
+        self.voice = Voice()
         self.on_resize: list[Callable[[], None]] = []
         self.boundary = time.monotonic()
         "when the last step ended"

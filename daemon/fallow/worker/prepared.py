@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fallow.model import Exit, FallowError
-from fallow.worker import rng
+from fallow.worker import extra_state, rng
 from fallow.worker.arithmetic import Arithmetic, Floating, all_zero
 from fallow.worker.exact import Exact
 from fallow.worker.modes import Modes
+from fallow.worker.scaling import Scaling
 from fallow.worker.state import plain_name, tensors_in
 
 _GATED = ("step", "update", "unscale_", "update_parameters")
@@ -33,6 +34,15 @@ class _Home(NamedTuple):
     "its name in messages"
     statistics: bool
     "of a layer that normalizes: a forward changes it, and only one in evaluation reads it"
+
+
+class ModelNames(NamedTuple):
+    """Where a module's `state_dict` differs from the module's tensors, each of which is exported once."""
+
+    transient: frozenset[str] = frozenset()
+    "buffers that it leaves out (`persistent=False`)"
+    aliases: Mapping[str, str] = {}
+    "further names of tied tensors -> the name under which the tensor is exported"
 
 
 class Gate:
@@ -89,7 +99,8 @@ class Prepared:
         self.others: list[Any] = []
         self.generators: list[Any] = []
         "of random numbers; no part of the state, for each body seeds them"
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaling = Scaling()
+        "which GradScaler belongs to which loss and optimizer"
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
         self._homes: list[_Home] | None = None
@@ -116,6 +127,7 @@ class Prepared:
         if isinstance(thing, nn.Module):
             _check_module(thing)
         if isinstance(thing, nn.Module) and not averaged:
+            extra_state.pack(extra_state.read([thing]), f"prepare: {type(thing).__name__}")
             self.modules.append(thing)
             self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
             return
@@ -133,7 +145,7 @@ class Prepared:
         else:
             self.others.append(thing)
         if isinstance(thing, torch.amp.GradScaler):
-            self.scaler = thing
+            self.scaling.scalers.append(thing)
         names = [name for name in _GATED if callable(getattr(thing, name, None))]
         if isinstance(thing, torch.optim.Optimizer):
             # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
@@ -153,6 +165,8 @@ class Prepared:
                 "__reduce_ex__": _as_plain(cls),
                 **methods,
             }
+            if isinstance(thing, torch.amp.GradScaler):
+                body["scale"] = self.scaling.noted(thing)
             thing.__class__ = type(cls.__name__, (cls,), body)
 
     def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
@@ -169,6 +183,8 @@ class Prepared:
             closure = args[0] if args else kwargs.get("closure")
             if is_optimizer and gate.in_body and callable(closure):
                 return _with_closure(inner, gate, closure)
+            if takes_step and not gate.acting:
+                self.scaling.note_step(_stepped(thing, args, kwargs), None if is_optimizer else thing)
             if takes_step and gate.in_body:
                 if gate.in_backward:
                     raise gate.refuse(
@@ -335,6 +351,10 @@ class Prepared:
             "arithmetic": self.arithmetic.export(),
         }
 
+    def names(self) -> list[ModelNames]:
+        """How each module's `state_dict` calls the tensors that `export` has."""
+        return [_names_of(module) for module in self.modules]
+
     def load(self, state: dict[str, Any]) -> None:
         """Put an exported state into the live objects.
 
@@ -392,6 +412,7 @@ class Prepared:
         for number, optimizer in enumerate(self.optimizers):
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
             lines.append(f"optimizer.{number} {type(optimizer).__name__}")
+        lines += list(extra_state.holders(self.modules))
         lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
         return lines
 
@@ -512,6 +533,22 @@ def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {plain_name(name): tensor for name, tensor in named.items()}
+
+
+def _names_of(module: nn.Module) -> ModelNames:
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in ((plain_name(name), tensor) for name, tensor in every):
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    transient = {
+        plain_name(".".join(filter(None, (within, name))))
+        for within, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    kept = {name: own for name, own in aliases.items() if name not in transient}
+    return ModelNames(frozenset(transient), kept)
 
 
 def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:

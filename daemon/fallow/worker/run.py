@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.model import Exit, Failed, FallowError, Finished, Welcome
+from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Welcome
 from fallow.worker import fixed, process, state
 from fallow.worker.exact import Exact
 from fallow.worker.group import Group, Interrupted
@@ -27,6 +27,7 @@ from fallow.worker.source import Source
 from fallow.worker.stream_loader import StreamLoader
 from fallow.worker.together import Kind
 from fallow.worker.turn import SwitchedOut
+from fallow.worker.voice import IsMain
 
 _DELIVERY_S = 5.0
 """How long the end of a process waits for the head to have heard of it."""
@@ -63,6 +64,7 @@ class Run:
         self._place = self._member.place
         self._loop = Loop(self._member)
         self._released = False
+        self._is_main = IsMain(self._speaks)
         self._call: Generator[Any, None, None] | None = None
         "the run.steps call at work, or the last one"
 
@@ -199,9 +201,19 @@ class Run:
         return self._session.deadline_in_s if self._session is not None else None
 
     @property
-    def is_main(self) -> bool:
-        """True on the one member that should print and write files."""
-        return self._member.group.rank == 0 and (self._place.joined or self._session is None)
+    def is_main(self) -> IsMain:
+        """True on the one member that should print and write files.
+
+        The value is looked up whenever it is asked for, so `main = run.is_main` may stand before the loop.
+        """
+        return self._is_main
+
+    def _speaks(self) -> bool:
+        if self._released or self._loop.step.rehearsing:
+            return False
+        if self._session is None or self._place.joined:
+            return self._member.group.rank == 0
+        return self._session.is_main
 
     @property
     def final_shard(self) -> bool:
@@ -351,6 +363,9 @@ class Run:
         except EndedAlone:
             # Whether it wanted to is told by its exit code.
             if session is not None:
+                step = self._place.position.step
+                deserted = Deserted(worker=session.worker, generation=self.generation, step=step)
+                session.deliver(deserted, _DELIVERY_S)
                 session.close()
             return None
         self._member.ledger.flush(LAST_S)

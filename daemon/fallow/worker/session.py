@@ -123,6 +123,8 @@ class Session:
         self._acks = 0
         self.members_reached = 0, 0
         "where the members are in their data, as the head has last told"
+        self.is_main = False
+        "as long as this worker is in no generation: as the head has last told"
         self._closed = threading.Event()
         self._link = connect(self._on_message, lambda: self.send(self._hello()))
 
@@ -241,6 +243,7 @@ class Session:
             match message:
                 case Welcome():
                     self._welcome = message
+                    self.is_main = message.main
                     self.members_reached = message.reached
                     self._date_checkpoint(message.checkpoint_in_s)
                 case Prepare():
@@ -255,6 +258,7 @@ class Session:
                 case BeatAck():
                     self._acks += 1
                     self._ready_seen = message.ready
+                    self.is_main = message.main
                     self.members_reached = message.reached
                     if message.deadline_in_s is not None:
                         self._deadline = time.monotonic() + message.deadline_in_s

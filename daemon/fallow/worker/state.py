@@ -1,14 +1,16 @@
 """State as bytes, without pickle: a tree of plain values as MessagePack, tensors beside it.
 
 What a `state_dict` may hold: None, bool, int, float, str, bytes, list, tuple, set, dict (any encodable key),
-OrderedDict, Counter, defaultdict of a basic type, numpy scalars and arrays, torch tensors, dtypes. Anything else is
-refused by name: reading a state never runs code.
+OrderedDict, Counter, defaultdict of a basic type, io.BytesIO, numpy scalars and arrays, torch tensors, dtypes. Anything
+else is refused by name: reading a state never runs code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import io
 import mmap
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +30,9 @@ _HUGE = 1 << 21
 """Blocks from this size on ask the kernel for huge pages."""
 
 _BLOCK = 4096
+
+_MIXED_CPU, _MIXED_DEVICE = 1 << 17, 1 << 24
+"""Words that `fingerprint` mixes at a time."""
 
 _SMALL = range(-(2**63), 2**64)
 
@@ -109,6 +114,8 @@ def _pack(value: Any, where: str, tensors: list[torch.Tensor]) -> list[Any]:
         if factory and _FACTORIES.get(factory) is not value.default_factory:
             raise _refused(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
+    if kind is io.BytesIO:
+        return ["bytesio", value.getvalue()]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
@@ -121,7 +128,7 @@ def _pack(value: Any, where: str, tensors: list[torch.Tensor]) -> list[Any]:
 def _refused(where: str, what: str) -> FallowError:
     return FallowError(
         f"{where}: its state holds a {what}, which cannot be handed to another member; "
-        "return plain values, arrays and tensors from state_dict()",
+        "return plain values, arrays and tensors from state_dict() and get_extra_state()",
         Exit.DATA,
     )
 
@@ -142,6 +149,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if tag == "defaultdict":
             return defaultdict(_FACTORIES[tree[2]] if tree[2] else None, items)
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](dict(items))
+    if tag == "bytesio":
+        return io.BytesIO(tree[1])
     if tag == "dtype":
         return dtype_named(tree[1])
     if tag == "np":
@@ -185,19 +194,45 @@ def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Ten
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     """A 62-bit hash over tensors' bits: one pass at the speed of memory, on the tensors' own device.
 
-    Large tensors are reduced to sums of 64-bit words over blocks of 4 KiB, and those are hashed: any single changed
-    bit changes the result; so do blocks that are exchanged. Not secure against an adversary.
+    Each 64-bit word of a large tensor is multiplied by an odd number that belongs to the word's place in its row of
+    4 KiB, and its upper half is folded into its lower half. The sums over rows are hashed in order. So a changed bit
+    changes the hash, and neither exchanged words nor changes of opposite sign cancel. Not secure against an adversary.
     """
     total = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         raw = as_bytes(tensor.detach().contiguous())
-        even = raw.numel() // _BLOCK * _BLOCK if raw.storage_offset() % 8 == 0 else 0
+        if raw.storage_offset() % 8:
+            raw = raw.clone()  # the hash must not depend on where in memory a tensor begins
+        even = raw.numel() // _BLOCK * _BLOCK
         if even:
-            sums = raw[:even].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
-            total.update(as_bytes(sums.to("cpu")).numpy().data)
+            total.update(as_bytes(_row_sums(raw[:even].view(torch.int64)).to("cpu")).numpy().data)
         total.update(as_bytes(raw[even:].to("cpu").contiguous()).numpy().data)
         total.update(raw.numel().to_bytes(8, "little"))
     return int.from_bytes(total.digest(), "little") >> 2
+
+
+def _row_sums(words: torch.Tensor) -> torch.Tensor:
+    """For each row of `_BLOCK` bytes the sum of its mixed words. Chunks of 1 MiB stay in the processor's cache."""
+    chunk = min(words.numel(), _MIXED_CPU if words.device.type == "cpu" else _MIXED_DEVICE)
+    row = _BLOCK // 8
+    factors = _factors().to(words.device).repeat(chunk // row)
+    mixed, folded = torch.empty_like(factors), torch.empty_like(factors)
+    sums = []
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk]
+        size = part.numel()
+        torch.mul(part, factors[:size], out=mixed[:size])
+        torch.bitwise_right_shift(mixed[:size], 32, out=folded[:size])
+        folded[:size].bitwise_xor_(mixed[:size])
+        sums.append(folded[:size].view(-1, row).sum(1))
+    return torch.cat(sums)
+
+
+@functools.cache
+def _factors() -> torch.Tensor:
+    """One odd number for each word of a row, the same in every process."""
+    seed = hashlib.shake_128(b"fallow fingerprint").digest(_BLOCK)
+    return torch.frombuffer(bytearray(seed), dtype=torch.int64) | 1
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -219,7 +254,8 @@ def plain_name(name: str) -> str:
 
 
 def digest(states: Sequence[dict[str, Any]]) -> str:
-    """SHA-256 over models' state: names sorted (see `plain_name`); name, dtype, shape and raw bytes of each tensor.
+    """SHA-256 over models' state: names sorted (see `plain_name`); name, dtype, shape and raw bytes of each tensor,
+    name and encoding of extra state.
 
     Args:
         states: one `state_dict()` per model; names carry the model's number where there are several.
@@ -228,10 +264,14 @@ def digest(states: Sequence[dict[str, Any]]) -> str:
         plain_name(f"{number}.{name}" if len(states) > 1 else name): value
         for number, state in enumerate(states)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor)
     }
     total = hashlib.sha256()
     for name in sorted(named):
+        if not isinstance(named[name], torch.Tensor):  # extra state
+            encoded, parts = encode(named[name], name)
+            total.update(f"{name} {len(encoded.tree)}\n".encode() + encoded.tree)
+            total.update(bytes.fromhex(digest([{str(number): part for number, part in enumerate(parts)}])))
+            continue
         tensor = named[name].detach().to("cpu").contiguous()
         total.update(f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode())
         total.update(as_bytes(tensor).numpy().data)

@@ -10,7 +10,7 @@ import torch
 
 from fallow.core.shards import Cut, lone
 from fallow.model import Exit, FallowError
-from fallow.worker import rng
+from fallow.worker import extra_state, rng
 from fallow.worker.control import Cutting, StepPlan, check_cuts
 from fallow.worker.group import Interrupted
 from fallow.worker.ledger import Done, Fed
@@ -184,6 +184,7 @@ class Step:
         at = member.place.position
         self.shard = shard
         self._backwards = 0
+        member.prepared.scaling.begin_body()
         member.seed_random("body", at.step, shard)
         reducer.begin_body(shard, self.weight, final=self.final_shard, live=True)
         gate.open, gate.in_body, gate.stepped, gate.acted, gate.called = False, True, False, False, False
@@ -284,7 +285,7 @@ class Step:
     def rehearse(self, loader: Source) -> Iterator[Any]:
         """One body with a real batch whose results are thrown away: compiles, starts loader processes."""
         member, gate = self._member, self._member.gate
-        before = member.buffers()
+        before, extra = member.buffers(), extra_state.pack(extra_state.read(member.prepared.modules))
         at = member.place.position
         with rng.kept():
             batch = loader.example(member.reached)
@@ -310,6 +311,7 @@ class Step:
             self.watch.check_others(others)
             self.phases.end_body()
         member.restore(before)
+        extra_state.write(member.prepared.modules, extra_state.unpack(extra))
         member.drop_gradients()
         if member.saver is not None:
             member.saver.asked = False
@@ -380,15 +382,7 @@ class Step:
                 Exit.DATA,
             )
         self._member.gate.open = True
-        scaler = prepared.scaler
-        for optimizer in prepared.optimizers:
-            if scaler is not None:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        if scaler is not None:
-            scaler.update()
+        prepared.scaling.step_all(prepared.optimizers)
 
     def before_backward(self, root: Any) -> None:
         """An outermost backward begins on `root`."""
@@ -430,9 +424,7 @@ class Step:
         self._backwards += 1
         reducer.before_backward()
         if isinstance(root, torch.Tensor) and root.numel() == 1:
-            scaler = self._member.prepared.scaler
-            scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-            reducer.add_loss(root.detach(), scale)
+            reducer.add_loss(*self._member.prepared.scaling.unscaled(root))
 
     def after_backward(self) -> None:
         """An outermost backward has returned."""

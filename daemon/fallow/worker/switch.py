@@ -6,13 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker import state
+from fallow.worker import extra_state, state
 from fallow.worker.group import Group
 from fallow.worker.intake import Changed, Intake
 from fallow.worker.modes import fingerprint as modes_fingerprint
@@ -41,6 +41,8 @@ class View(NamedTuple):
     "see `Standing.whole`"
     modes: int = 0
     "fingerprint of what is frozen and what rests"
+    extra: int = 0
+    "1: its modules have extra state"
     agreed: int = 0
     "this and the rest: see `together.Told`"
     answer: int = 0
@@ -97,6 +99,8 @@ def load_state(prepared: Prepared, tree: dict[str, object]) -> Position:
     prepared.load(objects)
     if isinstance(modes, list):
         prepared.modes.load(modes)
+    if "extra" in tree:
+        extra_state.write(prepared.modules, cast("dict[str, object]", tree["extra"]))
     prepared.order = msgspec.convert(tree.get("order", prepared.order), list[int])
     return msgspec.convert(tree["position"], Position)
 
@@ -137,7 +141,9 @@ def exchange(
     own = prepared.modes.export()
     modes: object = own
     known = modes_fingerprint(own)
-    views = _views(group, _view(group, standing, position, total, known, pace, part, doubtful=doubtful))
+    has_extra = bool(extra_state.holders(prepared.modules))
+    mine = _view(group, standing, position, total, known, pace, part, doubtful=doubtful, extra=has_extra)
+    views = _views(group, mine)
     agreed = time.monotonic()
     told = [Told(*view[-len(Told._fields) :]) for view in views]
     complete, answer = conclude(told)
@@ -162,10 +168,12 @@ def exchange(
     # Who trains on with the old state if the new one does not come is not torn, but gets none of it in place.
     whole = standing.whole or not begun or any(views[rank].standing == HOLDS for rank in receivers)
     plan = sources(donors, receivers)
+    extra = extra_state.share(group, prepared.modules, donors[0]) if any(view.extra for view in views) else {}
     intake: Intake | None = None
     if group.rank in plan:
         total = views[donors[0]].fingerprint
         intake, position = _receive(group, plan[group.rank], prepared, standing, total, begun=begun)
+        extra_state.write(prepared.modules, extra)
     else:
         pieces = sum(row.count(group.rank) for row in plan.values())
         if pieces:
@@ -203,6 +211,7 @@ def _view(
     part: Told,
     *,
     doubtful: bool,
+    extra: bool = False,
 ) -> View:
     return View(
         generation=group.generation,
@@ -213,6 +222,7 @@ def _view(
         pace=round(pace * 1e9),
         whole=standing.whole,
         modes=modes,
+        extra=extra,
         **part._asdict(),
     )
 

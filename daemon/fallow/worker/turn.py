@@ -224,6 +224,7 @@ class Turn:
         if newcomer:
             place.joined, place.since = True, group.generation
             member.boundary = entered  # it was waiting before, and stands still from here on
+        member.voice.speak(speaks=group.rank == 0)
         member.reducer.attach(group, member.prepared.order)
         member.prepared.acts[:] = [0] * len(member.prepared.acts)
         at = place.position
@@ -353,6 +354,7 @@ class Turn:
     def _leave(self, upcoming: Upcoming) -> None:
         member, session = self._member, self._member.session
         assert session is not None
+        member.voice.speak(speaks=False)
         if member.saver is not None:
             if upcoming.prepare.members:
                 member.saver.finish()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fallow.worker.checkpoint.manifest import Chunk, TensorInfo
+from fallow.worker.checkpoint.manifest import EXTRA, Chunk, Extra, TensorInfo
 from fallow.worker.checkpoint.parts import Slice, Snapshot
 from fallow.worker.state import dtype_named
 
@@ -84,20 +85,36 @@ def write_part(folder: Path, snapshot: Snapshot) -> list[Chunk]:
     return chunks
 
 
-def write_index(folder: Path, tensors: Sequence[TensorInfo], chunks: Sequence[Chunk]) -> None:
-    """Write `.metadata`: torch's index of all parts."""
+def write_index(
+    folder: Path, tensors: Sequence[TensorInfo], chunks: Sequence[Chunk], extra: Sequence[Extra] = ()
+) -> None:
+    """Write `.metadata`: torch's index of all parts. A tied tensor is in it under each of its names."""
     stored: dict[str, Any] = {}
     results = []
     for chunk in chunks:
         info = tensors[chunk.tensor]
-        index = _index(info, Slice(chunk.tensor, chunk.first, chunk.end))
+        piece = _chunk(info, Slice(chunk.tensor, chunk.first, chunk.end))
         where = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-        results.append(WriteResult(index=index, size_in_bytes=chunk.length, storage_data=where))
-        stored.setdefault(
-            info.name, TensorStorageMetadata(properties=_properties(info), size=torch.Size(info.shape), chunks=[])
-        ).chunks.append(_chunk(info, Slice(chunk.tensor, chunk.first, chunk.end)))
-    metadata = Metadata(state_dict_metadata=stored, planner_data={info.name: tuple(info.path) for info in tensors})
+        for name in (info.name, *map(_joined, info.aliases)):
+            index = MetadataIndex(name, piece.offsets)
+            results.append(WriteResult(index=index, size_in_bytes=chunk.length, storage_data=where))
+            stored.setdefault(
+                name, TensorStorageMetadata(properties=_properties(info), size=torch.Size(info.shape), chunks=[])
+            ).chunks.append(piece)
+    paths = {info.name: info.path for info in tensors}
+    paths |= {_joined(path): path for info in tensors for path in info.aliases}
+    for blob in extra:
+        if blob.path:
+            name = _joined(blob.path)
+            where = _StorageInfo(EXTRA, blob.offset, blob.length)
+            results.append(WriteResult(index=MetadataIndex(name), size_in_bytes=blob.length, storage_data=where))
+            stored[name], paths[name] = BytesStorageMetadata(), blob.path
+    metadata = Metadata(state_dict_metadata=stored, planner_data={name: tuple(path) for name, path in paths.items()})
     FileSystemWriter(folder, sync_files=True).finish(metadata, [results])
+
+
+def _joined(path: Sequence[str | int]) -> str:
+    return ".".join(map(str, path))
 
 
 def _chunk(info: TensorInfo, piece: Slice) -> ChunkStorageMetadata:

@@ -2,6 +2,7 @@
 
 gGGGGGGGG-sSSSSSSSSSSSS.tmp/    being written; the suffix goes when everything below is there
     __RANK_0.distcp             one part of the tensors, in the format of torch.distributed.checkpoint
+    extra.distcp                extra state of modules, if they have some: as Fallow reads it, then as torch does
     part-RANK.json              what is in it; its last act
 gGGGGGGGG-sSSSSSSSSSSSS/
     __RANK_0.distcp ...
@@ -22,10 +23,11 @@ from fallow.model import Checkpointed, Exit, FallowError
 
 MANIFEST = "manifest"
 METADATA = ".metadata"
+EXTRA = "extra.distcp"
 TEMPORARY = ".tmp"
 REMOVED = ".old"
 "A folder that is being deleted."
-FORMAT = 1
+FORMAT = 2
 LARGEST_MANIFEST = 1 << 30
 _NAME = re.compile(r"^g(\d{8,})-s(\d{12,})$")
 
@@ -39,6 +41,17 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     "place in the tree that torch's tools rebuild: str is a key, int a place in a list"
     dtype: str
     shape: list[int]
+    aliases: list[list[str | int]] = []
+    "further places of a tied tensor, for torch's tools"
+
+
+class Extra(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the file `EXTRA`."""
+
+    path: list[str | int]
+    "as in `TensorInfo`; empty: all extra state, as `extra_state.pack` gives it"
+    offset: int
+    length: int
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +79,9 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     "SHA-256 over all tensors' names, dtypes and shapes: equal on all members, or they wrote different states"
     file: FileInfo
     chunks: list[Chunk]
+    extra_file: FileInfo | None = None
+    extra: list[Extra] = []
+    "of the first rank"
     modes: list[str]
     "what is frozen and what rests on that member, see `worker.modes`"
 
@@ -87,6 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorInfo]
     chunks: list[Chunk]
     files: list[FileInfo]
+    extra: list[Extra] = []
     modes: list[str] | None = None
     "what the members had frozen and what rested, if they agreed on it"
 

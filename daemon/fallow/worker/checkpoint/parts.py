@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fallow.worker.checkpoint.manifest import TensorInfo
+from fallow.worker.extra_state import pack
+from fallow.worker.prepared import ModelNames
 from fallow.worker.state import TensorSpec, encode
 
 TREE = "fallow.tree"
@@ -41,6 +44,8 @@ class Snapshot:
     "CPU, contiguous, in the order of `slices`"
     modes: list[str]
     "what is frozen and what rests here: the members need not agree on it"
+    extra: list[tuple[list[str | int], bytes]]
+    "extra state of modules by path, see `manifest.Extra`; on the first rank only"
     asked: bool
     taken_at: float
     "Unix time"
@@ -76,11 +81,21 @@ def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Slice]]:
     return parts
 
 
-def take(tree: dict[str, Any], rank: int, world: int, **known: Any) -> Snapshot:
+def take(
+    tree: dict[str, Any],
+    rank: int,
+    world: int,
+    *,
+    names: Sequence[ModelNames] = (),
+    extra: Mapping[str, Any] | None = None,
+    **known: Any,
+) -> Snapshot:
     """Copy part `rank` of `world` of a state.
 
     Args:
         tree: as `switch.export_state` returns it; the same on all members.
+        names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
+        extra: extra state of modules by name, see `extra_state.read`.
         known: the snapshot's other fields.
     """
     encoded, tensors = encode(tree, "checkpoint")
@@ -88,24 +103,45 @@ def take(tree: dict[str, Any], rank: int, world: int, **known: Any) -> Snapshot:
     specs = [*encoded.tensors, TensorSpec("uint8", [len(encoded.tree)])]
     slices = cut(specs, world)[rank]
     infos = [
-        TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape)
-        for (name, path), spec in zip(_named(tree), specs, strict=True)
+        TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=_aliases(path, names))
+        for (name, path), spec in zip(_named(tree, names), specs, strict=True)
     ]
     copies = [_rows(tensors[piece.tensor], piece).clone() for piece in slices]
-    return Snapshot(rank=rank, world=world, tensors=infos, slices=slices, copies=copies, **known)
+    blobs = [] if rank or not extra else _blobs(extra)
+    return Snapshot(rank=rank, world=world, tensors=infos, slices=slices, copies=copies, extra=blobs, **known)
+
+
+def _blobs(extra: Mapping[str, Any]) -> list[tuple[list[str | int], bytes]]:
+    found: list[tuple[list[str | int], bytes]] = [([], pack(extra).numpy().tobytes())]
+    for name, value in extra.items():
+        _, number, key = name.split(".", 2)
+        file = io.BytesIO()
+        torch.save(value, file)
+        found.append((["models", int(number), key], file.getvalue()))
+    return found
+
+
+def _aliases(path: list[str | int], names: Sequence[ModelNames]) -> list[list[str | int]]:
+    if path[0] != "models" or not names:
+        return []
+    _, number, name = path
+    assert isinstance(number, int)
+    return [["models", number, alias] for alias, own in names[number].aliases.items() if own == name]
 
 
 def _rows(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
     return tensor[piece.first : piece.end] if tensor.dim() else tensor
 
 
-def _named(tree: dict[str, Any]) -> list[tuple[str, list[str | int]]]:
+def _named(tree: dict[str, Any], names: Sequence[ModelNames] = ()) -> list[tuple[str, list[str | int]]]:
     """Names and paths of all tensors in the order of `state.encode`, then those of the tree itself."""
     seen: Counter[str] = Counter()
     found: list[tuple[str, list[str | int]]] = []
     paths: list[list[str | int]] = [path for top in tree.values() for path in _paths(top, [])]
     paths.append([TREE])
     for path in paths:
+        if path[0] == "models" and names and path[2] in names[cast("int", path[1])].transient:
+            path[0] = "transient"
         name = ".".join(map(str, path))
         seen[name] += 1
         if seen[name] > 1:

@@ -13,8 +13,9 @@ import torch
 
 from fallow.files import open_private
 from fallow.model import Exit, FallowError
-from fallow.worker.checkpoint.manifest import METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
+from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
 from fallow.worker.checkpoint.parts import TREE
+from fallow.worker.extra_state import unpack
 from fallow.worker.state import Encoded, TensorSpec, decode, dtype_named
 
 _BLOCK = 64 << 20
@@ -73,7 +74,18 @@ def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
     _check_whole(folder, manifest, filled)
     specs = [TensorSpec(info.dtype, info.shape) for info in manifest.tensors[:-1]]
     tree = decode(Encoded(tree=tensors[-1].numpy().tobytes(), tensors=specs), tensors[:-1])
-    return {**tree, "modes": manifest.modes}
+    return {**tree, "modes": manifest.modes, "extra": _read_extra(folder, manifest)}
+
+
+def _read_extra(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Extra state, from a file whose digest was checked."""
+    own = next((blob for blob in manifest.extra if not blob.path), None)
+    if own is None:
+        return {}
+    with open_private(folder / EXTRA) as source:
+        source.seek(own.offset)
+        data = source.read(own.length)
+    return unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _read_file(

@@ -9,6 +9,7 @@ from pathlib import Path
 from fallow.core.saving import RETRY_S
 from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
+from fallow.worker import extra_state
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
 from fallow.worker.group import Group
@@ -98,6 +99,8 @@ class Saver:
             export_state(prepared, position),
             group.rank,
             group.size,
+            names=prepared.names(),
+            extra=extra_state.read(prepared.modules) if group.rank == 0 else None,
             generation=group.generation,
             step=position.step,
             epoch=position.loop_epoch,

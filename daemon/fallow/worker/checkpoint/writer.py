@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import threading
@@ -21,12 +22,14 @@ import msgspec
 from fallow.files import check_dir, read_private, sync_dir, write_private
 from fallow.model import Checkpointed, CheckpointFailed, FallowError
 from fallow.worker.checkpoint.manifest import (
+    EXTRA,
     FORMAT,
     LARGEST_MANIFEST,
     MANIFEST,
     METADATA,
     REMOVED,
     TEMPORARY,
+    Extra,
     FileInfo,
     Manifest,
     PartInfo,
@@ -197,7 +200,8 @@ class Writer:
         from fallow.worker.checkpoint.dcp import write_index
 
         chunks = [chunk for part in parts for chunk in part.chunks]
-        write_index(temporary, snapshot.tensors, chunks)
+        extra = [blob for part in parts for blob in part.extra]
+        write_index(temporary, snapshot.tensors, chunks, extra)
         (temporary / METADATA).chmod(0o600)
         manifest = Manifest(
             format=FORMAT,
@@ -209,7 +213,11 @@ class Writer:
             asked=snapshot.asked,
             tensors=snapshot.tensors,
             chunks=chunks,
-            files=[*(part.file for part in parts), _describe(temporary / METADATA)],
+            files=[
+                *(file for part in parts for file in (part.file, part.extra_file) if file is not None),
+                _describe(temporary / METADATA),
+            ],
+            extra=extra,
             modes=parts[0].modes if all(part.modes == parts[0].modes for part in parts) else None,
         )
         data, digest = encode_manifest(manifest)
@@ -258,11 +266,21 @@ def _write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
     chunks = write_part(folder, snapshot)
     name = f"__{snapshot.rank}_0.distcp"
     (folder / name).chmod(0o600)
+    extra = []
+    if snapshot.extra:
+        write_private(folder / EXTRA, b"".join(data for _, data in snapshot.extra))
+        ends = itertools.accumulate(len(data) for _, data in snapshot.extra)
+        extra = [
+            Extra(path=path, offset=end - len(data), length=len(data))
+            for (path, data), end in zip(snapshot.extra, ends, strict=True)
+        ]
     return PartInfo(
         rank=snapshot.rank,
         outline=outline(snapshot.tensors),
         file=_describe(folder / name),
         chunks=chunks,
+        extra_file=_describe(folder / EXTRA) if extra else None,
+        extra=extra,
         modes=snapshot.modes,
     )
 

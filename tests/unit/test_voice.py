@@ -1,0 +1,100 @@
+"""Who is main, and how a worker's output is cut where that changes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.agent.output import Marked
+from fallow.core import events as ev
+from fallow.core.membership import Membership
+from fallow.core.roster import Roster
+from fallow.core.timing import Timing
+from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN
+from fallow.worker.voice import IsMain, Voice
+
+
+def test_is_main_is_looked_up_whenever_it_is_asked_for() -> None:
+    now = [False]
+    main = IsMain(lambda: now[0])
+    for value in (False, True, False):
+        now[0] = value
+        assert bool(main) is value
+        assert (not main) is (not value)
+        assert main == value
+        assert main != (not value)
+        assert main == IsMain(lambda: True) or not value
+        assert (main and "yes") == ("yes" if value else main)
+        assert [str(main), repr(main), f"{main}", f"{main!s:>6}"] == [str(value)] * 3 + [f"{value!s:>6}"]
+        assert (main & True, True & main, main | False, False | main, int(main)) == (*[value] * 4, int(value))
+        assert pickle.loads(pickle.dumps(main)) is value
+        assert copy.deepcopy({"main": main}) == {"main": value}
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(main)
+
+
+PIECES = st.lists(
+    st.one_of(st.sampled_from([SHOWN, HIDDEN]), st.binary(max_size=6), st.just(b"\0"), st.just(SHOWN[:9]))
+)
+
+
+@given(PIECES, st.data())
+def test_output_is_cut_at_the_marks_however_it_comes(pieces: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(pieces)
+    wanted: list[tuple[bool | None, int]] = []
+    speaks, rest = None, whole
+    while rest:
+        if rest.startswith((SHOWN, HIDDEN)):
+            speaks, rest = rest.startswith(SHOWN), rest[len(SHOWN) :]
+        else:
+            wanted.append((speaks, rest[0]))
+            rest = rest[1:]
+    marked, found = Marked(), list[tuple[bool | None, int]]()
+    while whole:
+        size = data.draw(st.integers(1, len(whole)))
+        found += [(speaks, byte) for speaks, piece in marked.cut(whole[:size]) for byte in piece]
+        whole = whole[size:]
+    found += [(marked.speaks, byte) for byte in marked.end()]
+    assert found == wanted
+
+
+def test_a_worker_marks_its_own_pipes_and_no_file(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv(OUTPUT_PIPES, f"{os.fstat(1).st_ino} 0")
+    voice = Voice()
+    voice.speak(speaks=False)
+    print("of others")
+    voice.speak(speaks=True)
+    voice.speak(speaks=True)
+    print("of all")
+    out, error = capfd.readouterr()
+    assert out.encode() == HIDDEN + b"of others\n" + SHOWN + b"of all\n"
+    assert error == ""
+
+
+def machine(*workers: str) -> Membership:
+    roster = Roster(run="r", min_members=2, max_members=8, limit=8)
+    made = Membership(roster, term=1, timing=Timing(), at=0.0, validate=True)
+    for worker in workers:
+        made.handle(ev.WorkerExpected(at=0.0, worker=worker, token="t" + worker, node="n" + worker))
+    return made
+
+
+def test_before_the_first_generation_the_first_that_came_speaks_as_long_as_it_lives() -> None:
+    run = machine()
+    assert run.roster.speaker(None) is None
+    run = machine("w0", "w1", "w2")
+    assert run.roster.speaker(None) == "w0"
+    run.handle(ev.WorkerGone(at=1.0, worker="w0", reason="killed by signal 9", signal=9))
+    assert run.roster.speaker("w0") == "w1"
+    run.handle(ev.WorkerExpected(at=1.0, worker="w3", token="t3", node="n3"))
+    assert run.roster.speaker("w1") == "w1"
+    assert run.roster.speaker("w2") == "w2", "nothing changes without need"
+    run.handle(ev.ReleaseWanted(at=2.0, workers=["w1"], reason="walltime"))
+    assert run.roster.speaker("w1") == "w2", "who has to leave will not be rank 0"
