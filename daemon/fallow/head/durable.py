@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -33,6 +34,8 @@ _PAUSE_S = (0.2, 2.0)
 """Before the first attempt to have the store back, and at most."""
 
 _SHOW_AGAIN_S = 30.0
+
+T = TypeVar("T")
 
 
 class Durable:
@@ -213,26 +216,27 @@ class Durable:
             FallowError: the store is away for too long.
             Exception: it cannot be read.
         """
-        deadline = time.monotonic() + STORE_PATIENCE_S
-        while True:
-            try:
-                found = await self.store.load(f"run/{run_id}")
-                return decode_record(found[f"run/{run_id}"][1])
-            except Unavailable as error:
-                if time.monotonic() > deadline:
-                    raise
-                log.warning("store.away", error=error.message)
-                await self._revive()
+        found = await self._patiently(lambda: self.store.load(f"run/{run_id}"))
+        return decode_record(found[f"run/{run_id}"][1])
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
+        try:
+            return await self._patiently(lambda: self.store.save(writes, new))
+        except Fenced:
+            raise FallowError(
+                f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
+            ) from None
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the store, once more each time that it is back.
+
+        Raises:
+            FallowError: it is away for too long.
+        """
         away: _Away | None = None
         while True:
             try:
-                seqs = await self.store.save(writes, new)
-            except Fenced:
-                raise FallowError(
-                    f"another head has taken over {self._paths.state}; this one ends", Exit.CANTCREAT
-                ) from None
+                answer = await ask()
             except Unavailable as error:
                 away = away or _Away(STORE_PATIENCE_S)
                 self._note_away(away, error)
@@ -240,7 +244,7 @@ class Durable:
                     pass
             else:
                 self._note_back(away)
-                return seqs
+                return answer
 
     async def _revive(self, away: _Away) -> bool:
         """The private server died or was restarted: start it, and check that it did not go back in time.
