@@ -155,12 +155,12 @@ def test_a_wrong_line_in_the_script(prompt: Prompt, line: str, message: str) -> 
 
 
 def test_options_of_the_users_own_job_do_not_reach_harvest_jobs(prompt: Prompt) -> None:
-    own = ["--dependency=afterok:7", "-w", "n[1-2]", "--licenses=matlab:1", "--constraint=ib"]
+    own = ["--dependency=afterok:7", "-w", "n[1-2]", "--constraint=ib"]
     # No Slurm that could refuse them.
     done = prompt.type("submit", "--dry-run", *own, "job.sh", PATH="/nowhere")
     assert done.returncode == 0
     base, harvest = (line for line in done.stdout.splitlines() if line.startswith("sbatch "))
-    for option in ("--dependency=afterok:7", "--nodelist=n[1-2]", "--licenses=matlab:1"):
+    for option in ("--dependency=afterok:7", "--nodelist=n[1-2]"):
         name = option.partition("=")[0]
         assert option in base.replace("'", "")
         assert name not in harvest

@@ -811,9 +811,8 @@ async def test_the_limits_are_asked_for_where_jobs_are_accounted_for(tmp_path: P
     asked = AsyncMock(return_value=view)
     site.slurm.owner = asked  # type: ignore[method-assign]
     loop = Loop(site, queries_per_min=1e6, submits_per_min=1e6)
-    polling, submitting = loop.calls.sources(site.book)
-    submitting.close()
-    task = asyncio.create_task(polling)
+    polls = loop.calls.sources(site.book)["polls"]
+    task = asyncio.ensure_future(polls())
     polled = await asyncio.wait_for(loop.inbox.get(), 10)
     if accounting:
         await loop.calls.owner()
