@@ -154,18 +154,22 @@ def running(training: Training) -> list[str | None]:
 
 
 def let_go_of_base(rig: Rig) -> tuple[Training, psutil.Process]:
-    """A run whose head has given its base job up, because the agent there is silent; and that agent."""
+    """A run whose head has given its base job up, because all processes there stand still; and their agent."""
     training = rig.submit("--nodes=1:2")
     training.wait_members(2)
     agent = agent_of(training.job)
-    agent.send_signal(signal.SIGSTOP)
+    stopped = [agent, *agent.children(recursive=True)]
+    for process in stopped:
+        process.suspend()
     try:
         training.wait_for(
             "the head lets go of the base job",
             lambda: training.job not in running(training),
+            START_S,
         )
     except BaseException:
-        agent.send_signal(signal.SIGCONT)
+        for process in stopped:
+            process.resume()
         raise
     return training, agent
 

@@ -72,6 +72,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     sent_by: float | None = None
     "Unix time by which its sbatch has ended; None: it waits in the head's own queue, and Slurm has never heard of it"
     submit_at: float | None = None
+    requeues: int = 0
+    "how often Slurm had requeued its job by the last poll that showed it"
     start_at: float | None = None
     ready_at: float | None = None
     "Unix time of the poll that first showed it running, where an earlier one had shown that its nodes were booting"
@@ -263,7 +265,7 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     allocation.missing = 0
     leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
-    allocation.submit_at = leader.submit_at
+    allocation.submit_at, allocation.requeues = leader.submit_at, leader.restarts
     allocation.nodes = sorted({node for job in mine for node in job.nodes})
     allocation.partition = allocation.partition or leader.partition
     ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]
@@ -309,8 +311,9 @@ def preempted_until(allocation: Allocation, jobs: Iterable[JobInfo]) -> float | 
 def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
     """Return True if Slurm has put a base job that had nodes back into the queue, under the same job id.
 
-    Slurm gives a requeued job a new submit time, so that it looks like a new job in the accounting (slurmctld's
-    job_mgr.c); id, name and comment stay. A job that waits is not enough: the poll may be older than its agents.
+    Slurm counts its restarts, and gives it a new submit time, so that it looks like a new job in the accounting
+    (slurmctld's job_mgr.c); id, name and comment stay. A job that waits is not enough: the poll may be older than its
+    agents.
     """
     started = allocation.start_at is not None or bool(allocation.agents)
     if allocation.kind is not AllocationKind.BASE or not started or allocation.job_id is None:
@@ -321,7 +324,7 @@ def requeued(allocation: Allocation, jobs: Iterable[JobInfo]) -> bool:
 def _submitted_again(allocation: Allocation, job: JobInfo) -> bool:
     seen, submit_at = allocation.submit_at, job.submit_at
     is_later = seen is not None and submit_at is not None and submit_at > seen + SAME_S
-    return is_later and job.state in REQUEUED | (ON_NODES - ENDING)
+    return (is_later or job.restarts > allocation.requeues) and job.state in REQUEUED | (ON_NODES - ENDING)
 
 
 def begin_again(allocation: Allocation, at: float) -> None:

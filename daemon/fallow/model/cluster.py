@@ -48,6 +48,8 @@ class JobInfo(Struct, frozen=True, kw_only=True):
     num_nodes: int = 1
     planned_nodes: list[str] = []
     "nodes that backfill has set aside for a pending job"
+    restarts: int = 0
+    "how often Slurm has requeued it; 0 also where that is not known"
     submit_at: float | None = None
     start_at: float | None = None
     "for a pending job: the planned start, if the scheduler gave one"

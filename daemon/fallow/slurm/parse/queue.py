@@ -15,7 +15,7 @@ JOB_FIELDS = (
     *("NumCPUs", "NumTasks", "NTPerNode", "MinMemory", "tres-alloc", "tres-per-job", "tres-per-node", "tres-per-task"),
     *("OverSubscribe", "Exclusive", "ReqNodes", "ExcNodes"),
     *("Account", "QOS", "Reservation", "Feature", "Dependency"),
-    *("ArrayJobID", "ArrayTaskID"),
+    *("ArrayJobID", "ArrayTaskID", "RestartCnt"),
     *("Reason", "Name", "Comment"),  # what users or sentences fill, last
 )
 """Fields of `squeue -O` that a `JobInfo` is made of.
@@ -73,6 +73,7 @@ def job(row: Mapping[str, str]) -> JobInfo:
         num_nodes=num_nodes,
         planned_nodes=nodes(row.get("SchedNodes", "")),
         submit_at=when(row.get("SubmitTime", "")),
+        restarts=count(row.get("RestartCnt", "0")),
         start_at=when(row.get("StartTime", "")),
         end_at=when(row.get("EndTime", "")),
         time_limit_s=duration(row.get("TimeLimit", "")),
