@@ -33,6 +33,7 @@ from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
+from fallow.head.pruned import NOTE
 from fallow.head.pruning import Pruning
 from fallow.head.salvage import end_now
 from fallow.head.slurm_calls import SlurmCalls
@@ -196,6 +197,12 @@ class Head:
             # What is missing is learned again.
             self._faults.note("notes", error)
         given_up = Turn(self._book, time.monotonic(), time.time())
+        try:
+            self._book.recall(self._durable.notes)
+        except Exception as error:
+            # The sums begin anew; somebody may still read the old ones.
+            self._faults.note("notes", error)
+            given_up.notes[f"{NOTE}-unreadable"] = self._durable.notes[NOTE]
         give_up_queued(given_up, "the head ended before it was submitted")
         for words in config.cut:
             given_up.record(None, "config", words)
