@@ -482,8 +482,8 @@ class Head:
     def _write_report(self, run: Run) -> None:
         try:
             write_struct(self.paths.run(run.id).report, self._window.report(run))
-        except OSError as error:  # `fallow report` has it all the same
-            log.warning("report.unwritten", run=run.id, error=error.strerror)
+        except (OSError, FallowError) as error:  # `fallow report` tries again
+            log.warning("report.unwritten", run=run.id, error=str(error))
 
     @contextlib.contextmanager
     def _counted(self, source: str, run: str | None = None) -> Iterator[None]:
