@@ -15,6 +15,8 @@ from fallow.files import Paths
 from fallow.head import accounts
 from fallow.head.book import Book, Run
 from fallow.head.durable import Durable
+from fallow.head.faults import GIVE_UP_AFTER
+from fallow.head.peers import Peers
 from fallow.head.pruned import NOTE, PrunedRuns
 from fallow.head.pruning import DAY_S, EVERY_S, Pruning
 from fallow.head.turn import Turn
@@ -203,3 +205,26 @@ async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: 
         assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
         assert second.head._book.pruned == PrunedRuns()
         assert "internal.error" in second.log.getvalue()
+
+
+async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = Peers.tick
+
+    def change_every_run(peers: Peers, turn: Turn) -> None:
+        tick(peers, turn)
+        turn.dirty.update(turn.book.current)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("bad")
+
+    async with serving(tmp_path) as head:
+        await head.create("going")
+        monkeypatch.setattr(Peers, "tick", change_every_run)
+        monkeypatch.setattr(Pruning, "tick", fail)
+        found = await head.until(
+            lambda seen: any(error.count > 2 * GIVE_UP_AFTER for error in seen.head.internal_errors), "errors count"
+        )
+        assert [(error.source, error.run) for error in found.head.internal_errors] == [("pruning", None)]
+        assert [view.status for view in found.runs] == [RunStatus.WAITING]

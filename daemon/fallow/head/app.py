@@ -424,7 +424,8 @@ class Head:
                 self._tick_queued = False
                 saved.adopt(turn, self.config.checkpoint.keep)
                 self._peers.tick(turn)
-                self._pruning.tick(turn)
+                with turn.apart("pruning"):
+                    self._pruning.tick(turn)
             case Polled(cluster):
                 self._calls.take_poll(turn, cluster)
             case Due():

@@ -149,7 +149,7 @@ def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
             if not wait_s or not _stand_in_serves(paths):
                 raise
             if time.monotonic() >= deadline:
-                text = f"{error.message}. It is a stand-in head that does not end within {wait_s:g} s; start this one again"
+                text = f"{error.message}. This stand-in head does not end within {wait_s:g} s; start the head again"
                 raise FallowError(text, Exit.TEMPFAIL) from None
         with contextlib.suppress(OSError):
             paths.head_wanted.touch(mode=0o600)
