@@ -138,10 +138,10 @@ class Checkpoint(_Section, frozen=True):
 
 
 class Prune(_Section, frozen=True):
-    """When logs and ledgers of an ended run go by themselves, and what `fallow prune` removes by default."""
+    """When what an ended run has left goes by itself, and what `fallow prune` removes by default."""
 
     keep: Annotated[int, Meta(ge=0)] = 20
-    "so many of the newest ended runs keep theirs, however old they are"
+    "so many of the newest ended runs keep what they have, however old they are"
     older_than_days: Annotated[float, Meta(ge=0)] = 30.0
     "no run that ended later is touched"
 

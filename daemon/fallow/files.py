@@ -55,6 +55,13 @@ class UnsafePath(FallowError):
         self.path = path
 
 
+def unreadable(path: Path, error: OSError, remedy: str = "see to its file system") -> UnsafePath:
+    """What to tell of a file or folder that cannot be read. A lack of rights has a remedy of its own."""
+    if error.errno == errno.EACCES:
+        remedy = "check the owner and mode of the folders above it, and that this host sees them as yours"
+    return UnsafePath(path, f"cannot be read ({error.strerror})", remedy)
+
+
 def check_id(text: str) -> str:
     """Return `text` if it may become a job name, file name and Redis key; else raise."""
     if _ID.fullmatch(text) is None:
@@ -249,7 +256,12 @@ def private_dir(path: Path) -> Path:
 
 def check_dir(path: Path) -> Path:
     """Check that a folder is ours, closed to others and no link. `FileNotFoundError` passes through."""
-    status = path.lstat()
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafePath(path, "is not a folder (or is a symbolic link)", "name the real folder or remove it")
     _check_owner(path, status, "chmod 700")
@@ -346,10 +358,7 @@ def open_private(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as error:
-        remedy = "it must be your own regular file"
-        if error.errno == errno.EACCES:
-            remedy = "check the owner and mode of the folders above it, and that this host sees them as yours"
-        raise UnsafePath(path, f"cannot be read ({error.strerror})", remedy) from error
+        raise unreadable(path, error, "it must be your own regular file") from error
     file = os.fdopen(descriptor, "rb")
     try:
         status = os.fstat(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from fallow.config import Checkpoint, Membership
@@ -15,6 +16,7 @@ from fallow.head.book import Run
 from fallow.head.gains import gains
 from fallow.head.past import Past
 from fallow.head.peers import Peers
+from fallow.head.pruned import LESSONS, NOTE
 from fallow.head.turn import Turn
 from fallow.model import AllocationKind, AllocationState, Exit, RunStatus
 from fallow.slurm.fake import FakeSlurm
@@ -92,3 +94,41 @@ def test_what_runs_learn_from_those_that_rest_is_what_they_learn_from_all(seed: 
         assert [gain.worth.speed(n) for n in range(9)] == [wanted[run].worth.speed(n) for n in range(9)]
     assert len({gain.worth.weight for gain in found.values()}) > 1
     assert sum(len(past._alike[model]) for model in past._alike) < len(gone)
+
+
+def test_what_runs_learn_from_those_that_were_pruned_is_the_same_for_the_next_head(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    for number in range(30):
+        desk.at = 3600.0 * number
+        run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number % 3}\n", 4 + number % 2)
+        run.record.curve.seen[2] = Seen(step_s=1.0 + number, weight_s=60.0, at=NOW + desk.at)
+        run.roster.status = RunStatus.FINISHED
+        run.record.allocations.clear()
+        desk.book.rest(run)
+    fresh = [desk.run(f"f{kind}", 0, f"#!/bin/sh\nfallow run -- {kind}\n") for kind in range(3)]
+    at = NOW + 31 * 3600.0
+    wanted = gains(fresh, at, 30.0, 3600.0, desk.book.past)
+    turn = desk.turn()
+    for run in [run for run in desk.book.runs.values() if run not in fresh]:
+        turn.forget(run)
+    note = msgspec.msgpack.encode(desk.book.pruned)
+    again = Desk(tmp_path / "again").book
+    again.recall({NOTE: note})
+    for past in (desk.book.past, again.past):
+        found = gains(fresh, at, 30.0, 3600.0, past)
+        assert found == wanted
+    assert gains(fresh, at, 30.0, 3600.0) != wanted, "runs that know nothing learn from the others"
+
+
+def test_lessons_of_pruned_runs_are_bounded_and_the_newest_stay(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    for number in range(3 * LESSONS):
+        desk.at = float(number)
+        run = desk.run(f"r{number}", 2, f"#!/bin/sh\nfallow run -- {number}\n")
+        run.roster.status = RunStatus.FINISHED
+        run.record.allocations.clear()
+        desk.turn().forget(run)
+    newest = [lesson.created_at for lesson in desk.book.pruned.lessons]
+    assert newest == [NOW + number for number in reversed(range(2 * LESSONS, 3 * LESSONS))]
+    assert sorted(lesson.created_at for lesson in desk.book.past.lessons) == newest[::-1]
+    assert len(desk.book.past._newest) == LESSONS

@@ -75,7 +75,7 @@ def desk(tmp_path: Path) -> Desk:
 
 
 def test_the_head_removes_logs_and_ledgers_of_outdated_runs_one_at_a_time(desk: Desk) -> None:
-    old, older = desk.run(40.0), desk.run(50.0)
+    old, older = desk.run(40.0, checkpoint=True), desk.run(50.0, checkpoint=True)
     desk.run(20.0)
     desk.run(None)
     first, second, third = desk.tick(), desk.tick(), desk.tick()
@@ -84,7 +84,42 @@ def test_the_head_removes_logs_and_ledgers_of_outdated_runs_one_at_a_time(desk: 
     assert (third.removals, third.changing) == ([], False)
     assert first.dirty == {older.id}
     assert [record.kind for record in first.records] == ["prune"]
-    assert len(desk.book.runs) == 4, "records stay"
+    assert len(desk.book.runs) == 4, "records stay, for checkpoints are left"
+
+
+def test_the_head_removes_all_of_outdated_runs_without_checkpoints(desk: Desk) -> None:
+    old, older = desk.run(40.0), desk.run(50.0)
+    young, going = desk.run(20.0), desk.run(None)
+    first, second, third = desk.tick(), desk.tick(), desk.tick()
+    assert (first.forgotten, second.forgotten, third.forgotten) == ([older], [old], [])
+    assert desk.removed(first) == {older.id, f"{older.id}/checkpoints"}
+    assert set(desk.book.runs) == {young.id, going.id}
+    assert [record.kind for record in first.records] == ["prune"]
+
+
+def test_a_run_goes_once_its_last_checkpoint_is_gone(desk: Desk) -> None:
+    run = desk.run(40.0, checkpoint=True)
+    desk.run(1.0)
+    assert desk.tick().dirty == {run.id}
+    (desk.book.paths.run(run.id).checkpoints / "step-1").rmdir()
+    desk.at = EVERY_S
+    assert desk.tick().forgotten == [run]
+
+
+def test_a_run_stays_while_nobody_can_look_for_its_checkpoints(desk: Desk, tmp_path: Path) -> None:
+    """An empty mount point says nothing about the checkpoints on the file system that belongs there."""
+    scratch = tmp_path / "scratch"
+    run = desk.run(40.0)
+    run.record.checkpoint_folder = str(scratch / run.id)
+    desk.run(1.0)
+    for made in (tmp_path, scratch):
+        made.mkdir(exist_ok=True)
+        assert not desk.tick().changing
+        desk.at += EVERY_S
+    with pytest.raises(FallowError, match="cannot be looked into"):
+        desk.pruning.prune(Turn(desk.book, 0.0, NOW), runs=[run.id])
+    (scratch / "other").mkdir()
+    assert desk.tick().forgotten == [run]
 
 
 def test_the_head_looks_again_after_an_hour(desk: Desk) -> None:
@@ -102,7 +137,7 @@ def test_the_newest_keep_theirs_however_old(desk: Desk) -> None:
 
 
 def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
-    run = desk.run(40.0)
+    run = desk.run(40.0, checkpoint=True)
     desk.run(1.0)
     before = desk.report(run)
     desk.tick()
@@ -113,7 +148,7 @@ def test_the_audit_outlives_the_ledgers(desk: Desk) -> None:
 
 
 def test_without_a_report_ledgers_stay(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = desk.run(40.0)
+    run = desk.run(40.0, checkpoint=True)
     desk.run(1.0)
 
     def full(*_: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fallow.agent.stand_in import RETRY_S, TURN_S, StandIn, head_environment
 from fallow.config import Config, HeadSection, Membership
 from fallow.files import Paths, private_dir, write_struct
-from fallow.head.main import serving_alone
+from fallow.head.main import main, serving_alone
 from fallow.head.stand_in import former_config
 from fallow.model import PROTOCOL, Exit, FallowError, HeadFile
 
@@ -115,17 +115,40 @@ def test_a_head_that_starts_asks_a_stand_in_head_to_give_way_and_no_other(tmp_pa
     write_struct(paths.head_file, head_file(stand_in=False))
     with serving_alone(paths):
         with (
-            pytest.raises(FallowError, match=r"another head \(pid 1 on n1\) serves"),
+            pytest.raises(FallowError, match=r"another head \(pid 1 on n1\) serves") as caught,
             serving_alone(paths, wait_s=60.0),
         ):
             pass
+        assert caught.value.code is Exit.CANTCREAT, "systemd does not"
         assert not paths.head_wanted.exists()
         write_struct(paths.head_file, head_file(stand_in=True))
-        with pytest.raises(FallowError, match="another head"), serving_alone(paths, wait_s=1.0):
+        with (
+            pytest.raises(FallowError, match=r"stand-in head does not end") as caught,
+            serving_alone(paths, wait_s=1.0),
+        ):
             pass
+        assert caught.value.code is Exit.TEMPFAIL, "systemd starts the head again"
         assert paths.head_wanted.exists()
     with serving_alone(paths, wait_s=60.0):
         assert not paths.head_wanted.exists()
+
+
+@pytest.mark.parametrize("missing", ["state", "head.lock"])
+def test_a_head_whose_folder_is_not_there_yet_is_started_again(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code 73 says that another head serves: systemd does not start a head again after it."""
+    mount = tmp_path / "mount"
+    monkeypatch.setenv("FALLOW_STATE_DIR", str(mount / "state"))
+    monkeypatch.setenv("FALLOW_SLURM__CLIENT", "none")
+    if missing == "state":
+        mount.write_text("")
+    else:
+        (private_dir(mount / "state") / missing).mkdir()
+    with pytest.raises(FallowError) as caught:
+        main()
+    assert caught.value.message.startswith(str(mount / "state"))
+    assert caught.value.code is Exit.TEMPFAIL
 
 
 def test_a_log_on_a_full_disk_costs_its_lines_only() -> None:

@@ -60,6 +60,7 @@ def test_unit_says_what_the_head_relies_on(unit: str, wanted: dict[str, str]) ->
         Exit.NO_RESTART,
         Exit.CONFIG,
         Exit.USAGE,
+        Exit.CANTCREAT,
     }
     assert int(keys["TimeoutStopSec"]) > int(keys["WatchdogSec"])
 

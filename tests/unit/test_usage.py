@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +19,21 @@ from fallow.config import Usage, load_config
 from fallow.core.allocations import Allocation
 from fallow.core.prices import Prices
 from fallow.core.spans import Span, Use
-from fallow.core.usage import DAY_S, Tallies, note_members, note_pause, pieces, tally
+from fallow.core.usage import (
+    DAY_S,
+    DAYS_KEPT,
+    Tallies,
+    Tally,
+    by_month,
+    day_of,
+    is_since,
+    note_members,
+    note_pause,
+    pieces,
+    tally,
+)
 from fallow.model import (
+    PRUNED,
     AllocationKind,
     AllocationState,
     Amount,
@@ -411,6 +425,16 @@ def test_usage_for_people(asked: list[dict[str, Any]], capsys: pytest.CaptureFix
     assert asked == [{"by": "run", "since": "2026-01-02"}]
 
 
+def test_runs_that_were_pruned_are_told_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pruned = msgspec.structs.replace(ROW, key=PRUNED)
+    monkeypatch.setattr(usage_command, "ask", lambda *_, **__: msgspec.structs.replace(REPORT, rows=[ROW, pruned]))
+    assert invoke(["usage"]) == 0
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:5]]
+    assert names == ["train-1", "pruned runs", "train-1"]
+
+
 def test_usage_as_json_is_one_value(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["usage", "train-1", "--by", "day", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -432,3 +456,18 @@ def test_since(text: str, day: str) -> None:
 def test_since_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["usage", "--since", "yesterday"]) == Exit.USAGE
     assert "give a day as 2026-01-31, or 7d" in capsys.readouterr().err
+
+
+def test_days_of_long_ago_are_shown_as_months() -> None:
+    now = 2000 * DAY_S
+    first = day_of(now - DAYS_KEPT * DAY_S)
+    sums = {f"{day_of(now - days * DAY_S)} p": Tally(node_s={Source.BASE: 1.0}, jobs=1) for days in range(800)}
+    found = by_month(sums, now)
+    assert sum(one.jobs for one in found.values()) == 800
+    assert by_month(found, now) == found
+    days = [place for place in found if len(place.partition(" ")[0]) == 10]
+    assert min(days) == f"{first[:7]}-01 p" and len(days) < DAYS_KEPT + 31
+    assert len(found) - len(days) == 13
+    assert found["1974-02 p"].jobs == 28, "a whole month"
+    assert is_since("1974-02", "1974-02-20") and not is_since("1974-02", "1974-03-01")
+    assert is_since("1974-02-20", "1974-02-20") and not is_since("1974-02-19", "1974-02-20")

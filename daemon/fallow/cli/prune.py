@@ -24,11 +24,11 @@ UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 def prune(
     runs: tuple[str, ...], keep: int | None, older_than: str | None, checkpoints: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove logs and ledgers of ended RUNS, or of all that are old enough.
+    """Remove what ended RUNS have left, or all runs that are old enough.
 
-    A run that has checkpoints keeps them, its script and its report, unless --checkpoints is given. A run without any
-    is forgotten: `fallow runs` and `fallow usage` do not show it any more. The head removes logs and ledgers of old
-    runs by itself, and nothing else.
+    A run that has checkpoints keeps them, its record, its script and its report, unless --checkpoints is given. A run
+    without checkpoints goes as a whole: `fallow runs` does not show it any more, and `fallow usage` has it in the sums
+    of pruned runs. The head does the same by itself, and never removes checkpoints.
     """
     from fallow.control.protocol import Pruned
 

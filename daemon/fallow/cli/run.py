@@ -45,10 +45,10 @@ def run(restart: bool, command: tuple[str, ...]) -> int:
     """
     try:
         return train(command, restart)
-    except FallowError as error:
+    except (FallowError, OSError) as error:
         if not os.environ.get("SLURM_JOB_ID") or not os.environ.get("FALLOW_RUN"):
             raise
-        say(error.message)
+        say(error.message if isinstance(error, FallowError) else f"{error.filename}: {error.strerror}")
         end_job("the rest of the script runs in another one, if at all", failed=not _signs and read_report() is None)
 
 

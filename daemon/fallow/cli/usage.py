@@ -10,7 +10,7 @@ import click
 
 from fallow.cli.common import ask, json_option, print_json
 from fallow.cli.tables import show_table
-from fallow.model import Amount, Exit, FallowError, OwnerView, Source, UsageReport, UsageRow
+from fallow.model import PRUNED, Amount, Exit, FallowError, OwnerView, Source, UsageReport, UsageRow
 from fallow.text import clean
 
 WHAT = {
@@ -107,7 +107,7 @@ def _show_rows(report: UsageReport) -> None:
 def _cells(row: UsageRow, money: bool, budgets: bool) -> list[str]:
     share = f" ({row.wasted.node_s / row.allocated.node_s:.0%})" if row.allocated.node_s else ""
     cells = [
-        row.key,
+        "pruned runs" if row.key == PRUNED else row.key,
         *(_hours(amount.node_s) for amount in (row.allocated, row.base, row.harvested)),
         _hours(row.wasted.node_s) + share,
         _hours(row.allocated.gpu_s),

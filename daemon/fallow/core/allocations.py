@@ -265,7 +265,10 @@ def observe(allocation: Allocation, jobs: Iterable[JobInfo], now: float, horizon
     allocation.missing = 0
     leader = min(mine, key=lambda job: int(job.job_id) if job.job_id.isdigit() else 0)
     allocation.job_id = allocation.job_id or leader.het_job_id or leader.job_id
-    allocation.submit_at, allocation.requeues = leader.submit_at, leader.restarts
+    allocation.submit_at = leader.submit_at
+    if leader.state not in ENDING:
+        # While it completes Slurm already counts the restart that is to come.
+        allocation.requeues = leader.restarts
     allocation.nodes = sorted({node for job in mine for node in job.nodes})
     allocation.partition = allocation.partition or leader.partition
     ends = [job.end_at for job in mine if job.end_at is not None and job.state == "RUNNING"]

@@ -52,6 +52,11 @@ class PastUse(msgspec.Struct, kw_only=True):
         """Take in what is over; see `faded_use`."""
         self.node_s, self.at = self.faded(at) + faded_use(spans, at), at
 
+    def merge(self, other: PastUse) -> None:
+        """Take in the use of another one."""
+        at = max(self.at, other.at)
+        self.node_s, self.at = self.faded(at) + other.faded(at), at
+
 
 def factors(use: Mapping[str, float]) -> dict[str, float]:
     """Project -> what its runs' weights are multiplied by: 1 for one that had its due, 2 for one that had nothing.

@@ -56,12 +56,43 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 Tallies = dict[str, Tally]
-"""`DAY PARTITION` -> sums."""
+"""`DAY PARTITION` -> sums; `MONTH PARTITION` -> sums of days that are long past (`by_month`)."""
+
+DAYS_KEPT = 400
+"""Days older than this are shown as months."""
 
 
 def day_of(at: float) -> str:
     """UTC day of a Unix time."""
     return date.fromordinal(_EPOCH + int(at // DAY_S)).isoformat()
+
+
+def merge(sums: Tallies, others: Tallies) -> None:
+    """Add `others` to `sums`."""
+    for place, tally in others.items():
+        sums.setdefault(place, Tally()).merge(tally)
+
+
+def by_month(sums: Tallies, now: float) -> Tallies:
+    """The same sums with the days before `DAYS_KEPT` put together, so that sums over years stay small.
+
+    Args:
+        sums: of days, and of months.
+        now: Unix time.
+    """
+    first_month = day_of(now - DAYS_KEPT * DAY_S)[:7]
+    found: Tallies = {}
+    for place, tally in sums.items():
+        day, _, partition = place.partition(" ")
+        # Whole months, or one month would be shown in two ways.
+        when = day if day[:7] >= first_month else day[:7]
+        found.setdefault(f"{when} {partition}", Tally()).merge(tally)
+    return found
+
+
+def is_since(day: str, since: str | None) -> bool:
+    """True if a day is counted. A month counts as a whole as soon as one of its days does."""
+    return since is None or day >= since[: len(day)]
 
 
 # -- what the head measures ---------------------------------------------------------------------------------------

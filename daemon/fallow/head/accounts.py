@@ -9,11 +9,14 @@ from fallow.config import Usage
 from fallow.core import budget
 from fallow.core.prices import Prices
 from fallow.core.spans import held
-from fallow.core.usage import Tallies, Tally, note_members, note_pause, tally
+from fallow.core.usage import Tallies, by_month, is_since, merge, note_members, note_pause, tally
 from fallow.head.book import Run
+from fallow.head.past import account_of
+from fallow.head.pruned import PrunedRuns
 from fallow.head.spending import left_s
 from fallow.head.turn import Turn
 from fallow.model import (
+    PRUNED,
     AllocationKind,
     AllocationState,
     Amount,
@@ -24,9 +27,6 @@ from fallow.model import (
 
 KEEP_S = 3600.0
 """Harvest allocations that are over for this long are dropped from the run; what they used stays in its sums."""
-
-NO_ACCOUNT = "-"
-"""Stands for the owner's default account."""
 
 
 # -- noting -------------------------------------------------------------------------------------------------------
@@ -118,8 +118,10 @@ def tallies(run: Run, now: float) -> Tallies:
     return sums
 
 
-def rows(runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: float) -> list[UsageRow]:
-    """One row per run, project or day, and the total last.
+def rows(
+    runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: float, pruned: PrunedRuns | None = None
+) -> list[UsageRow]:
+    """One row per run, project or day, and the total last. Runs that were pruned have one row together.
 
     Args:
         runs: which ones.
@@ -127,32 +129,39 @@ def rows(runs: Iterable[Run], by: str, since: str | None, prices: Usage, now: fl
         since: UTC day; None: all.
         prices: what is asked for node and GPU hours.
         now: Unix time.
+        pruned: sums over runs that are not among `runs` any more.
     """
     groups: dict[str, Tallies] = {}
     budgets: dict[str, tuple[float, float]] = {}
     for run in runs:
         if run.spec.local:
             continue
-        for key, sums in tallies(run, now).items():
-            day = key.partition(" ")[0]
-            if since is None or day >= since:
-                name = {"run": run.id, "project": account_of(run), "day": day}[by]
-                groups.setdefault(name, {}).setdefault(key, Tally()).merge(sums)
+        _add_to_groups(groups, by, run.id, account_of(run), since, by_month(tallies(run, now), now))
         if by == "run" and run.spec.budget_node_hours is not None and run.id in groups:
             budgets[run.id] = run.spec.budget_node_hours * 3600.0, left_s(run, now) or 0.0
+    for account, sums in ({} if pruned is None else pruned.usage).items():
+        _add_to_groups(groups, by, PRUNED, account, since, by_month(sums, now))
     whole: Tallies = {}
     for group in groups.values():
-        for key, sums in group.items():
-            whole.setdefault(key, Tally()).merge(sums)
+        merge(whole, group)
     table = Prices(prices.node_hour, prices.gpu_hour)
-    found = [_row(key, groups[key], table, budgets.get(key)) for key in sorted(groups)]
+    found = [_row(key, groups[key], table, budgets.get(key)) for key in sorted(groups, key=_place)]
     return [*found, _row("total", whole, table, None)]
 
 
-def account_of(run: Run) -> str:
-    """The Slurm account on which the run's jobs run."""
-    given = [word.partition("=")[2] for word in run.spec.sbatch_options if word.startswith("--account=")]
-    return given[-1] if given else NO_ACCOUNT
+def _add_to_groups(
+    groups: dict[str, Tallies], by: str, run: str, account: str, since: str | None, sums: Tallies
+) -> None:
+    for place, one in sums.items():
+        day = place.partition(" ")[0]
+        if is_since(day, since):
+            group = groups.setdefault({"run": run, "project": account, "day": day}[by], {})
+            merge(group, {place: one})
+
+
+def _place(key: str) -> tuple[bool, str]:
+    """Runs that were pruned come last. No run has such an id."""
+    return key == PRUNED, key
 
 
 def _row(key: str, sums: Tallies, prices: Prices, budget_s: tuple[float, float] | None) -> UsageRow:

@@ -33,6 +33,7 @@ from fallow.head.metrics import Metrics
 from fallow.head.notify import Notifier
 from fallow.head.operations import Operations
 from fallow.head.peers import Peers
+from fallow.head.pruned import NOTE
 from fallow.head.pruning import Pruning
 from fallow.head.salvage import end_now
 from fallow.head.slurm_calls import SlurmCalls
@@ -196,6 +197,12 @@ class Head:
             # What is missing is learned again.
             self._faults.note("notes", error)
         given_up = Turn(self._book, time.monotonic(), time.time())
+        try:
+            self._book.recall(self._durable.notes)
+        except Exception as error:
+            # The sums begin anew; somebody may still read the old ones.
+            self._faults.note("notes", error)
+            given_up.notes[f"{NOTE}-unreadable"] = self._durable.notes[NOTE]
         give_up_queued(given_up, "the head ended before it was submitted")
         for words in config.cut:
             given_up.record(None, "config", words)
@@ -417,7 +424,8 @@ class Head:
                 self._tick_queued = False
                 saved.adopt(turn, self.config.checkpoint.keep)
                 self._peers.tick(turn)
-                self._pruning.tick(turn)
+                with turn.apart("pruning"):
+                    self._pruning.tick(turn)
             case Polled(cluster):
                 self._calls.take_poll(turn, cluster)
             case Due():
@@ -475,8 +483,8 @@ class Head:
     def _write_report(self, run: Run) -> None:
         try:
             write_struct(self.paths.run(run.id).report, self._window.report(run))
-        except OSError as error:  # `fallow report` has it all the same
-            log.warning("report.unwritten", run=run.id, error=error.strerror)
+        except (OSError, FallowError) as error:  # `fallow report` tries again
+            log.warning("report.unwritten", run=run.id, error=str(error))
 
     @contextlib.contextmanager
     def _counted(self, source: str, run: str | None = None) -> Iterator[None]:

@@ -85,6 +85,7 @@ class Asking:
         runs = {run.id: run for run in turn.book.current.values() if not run.spec.local}
         cluster = within(cluster, {run.spec.harvest_given.get("reservation", "") for run in runs.values()})
         self._failures = {run: number for run, number in self._failures.items() if run in runs}
+        self._not_before = {run: at for run, at in self._not_before.items() if run in runs}
         if self.stopped:
             # A submission of unknown outcome may have come to something after all.
             for run in runs.values():

@@ -6,7 +6,7 @@ Plain memory; `Turn` says which runs changed and the app makes them durable.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
 from fallow.core.worth import Gain
 from fallow.files import Paths, private_dir, unwritable, write_private, write_struct
-from fallow.head.past import Past
+from fallow.head.past import Past, lesson_of
+from fallow.head.pruned import NOTE, PrunedRuns
 from fallow.head.rendezvous import Rendezvous
 from fallow.model import (
     AllocationKind,
@@ -243,6 +244,7 @@ class Book:
         self.current: dict[str, Run] = {}
         "those of which something may still come; `past` are the others"
         self.past = Past()
+        self.pruned = PrunedRuns()
         self.principals: dict[str, Principal] = {}
         self.term = 0
         self.endpoint = ""
@@ -345,11 +347,29 @@ class Book:
         del self.current[run.id]
         self.past.add(run)
 
-    def forget(self, run: Run) -> None:
-        """Drop a run that has ended. `fallow runs` and `fallow usage` do not show it any more."""
+    def forget(self, run: Run, now: float) -> None:
+        """Drop a run that has ended, and whose jobs are in its sums. `pruned` has what it used; `now`: Unix time."""
         if run.id in self.current:
             self.rest(run)
+        self.pruned.add(run, now)
+        useful = [lesson for lesson in self.past.like(lesson_of(run).model) if lesson.run == run.id]
+        for dropped in [dropped for lesson in useful for dropped in self.pruned.keep_lesson(lesson)]:
+            self.past.unlearn(dropped)
         del self.runs[run.id]
+
+    def recall(self, notes: Mapping[str, bytes]) -> None:
+        """Take in what an earlier head kept of runs that were pruned.
+
+        Raises:
+            msgspec.MsgspecError: it cannot be read.
+        """
+        if NOTE not in notes:
+            return
+        self.pruned = msgspec.msgpack.decode(notes[NOTE], type=PrunedRuns)
+        for project, had in self.pruned.harvested.items():
+            self.past.add_use(project, had)
+        for lesson in self.pruned.lessons:
+            self.past.learn(lesson)
 
     def new_allocation(self, run: Run, kind: AllocationKind, now: float, **known: object) -> Allocation:
         """Reserve a token and leave its key file. Must be durable before anything is submitted with it.

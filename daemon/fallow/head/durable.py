@@ -16,6 +16,7 @@ import structlog
 from fallow.files import Paths, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
 from fallow.head.forgetting import old_reports
+from fallow.head.pruned import NOTE
 from fallow.head.salvage import decode_record, decode_spec, salvage
 from fallow.head.turn import Turn
 from fallow.model import EventRecord, Exit, FallowError
@@ -60,6 +61,8 @@ class Durable:
         "runs whose records could not be read, as of `load`: why"
         self._originals: dict[str, list[Write]] = {}
         "of these runs: what keeps their unreadable values, and makes room for new ones"
+        self._spec_revisions: dict[str, int] = {}
+        "of runs whose specs were written more than once"
         self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
@@ -114,6 +117,8 @@ class Durable:
         for key, (revision, value) in (await self.store.load("run/")).items():
             run_id = key.removeprefix("run/")
             spec_revision, spec = specs.get(f"spec/{run_id}", (0, b""))
+            if spec_revision > 1:
+                self._spec_revisions[run_id] = spec_revision
             try:
                 book.add(decode_spec(spec), decode_record(value), revision, at)
             except Exception as error:
@@ -121,6 +126,7 @@ class Durable:
                 self.unreadable[run_id] = error
                 known, record = salvage(self._paths, run_id, spec, value, time.time())
                 book.add(known, record, revision, at)
+                self._spec_revisions[run_id] = spec_revision + 1
                 self._originals[run_id] = [
                     Write(f"unreadable/{run_id}/{revision}", 0, value),
                     Write(f"unreadable/{run_id}/{revision}/spec", 0, spec),
@@ -153,16 +159,20 @@ class Durable:
                 self._idle_away = None
             return []
         writes = self._runs_of(turn)
+        if turn.forgotten:
+            turn.notes[NOTE] = msgspec.msgpack.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
         for run in turn.forgotten:
             writes.append(Write(f"run/{run.id}", run.revision, None))
-            writes.append(Write(f"spec/{run.id}", 1, None))
+            writes.append(Write(f"spec/{run.id}", self._spec_revisions.get(run.id, 1), None))
             writes += [Write(f"past/{run.id}/{number:06d}", 1, None) for number in range(1, len(run.past) + 1)]
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
         for run_id in turn.dirty:
             turn.book.runs[run_id].revision += 1
             self._originals.pop(run_id, None)
+        for run in turn.forgotten:
+            self._spec_revisions.pop(run.id, None)
         for key in turn.notes:
             self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [

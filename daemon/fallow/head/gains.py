@@ -11,7 +11,7 @@ from fallow.core.spans import held
 from fallow.core.valuing import ALIKE, Facts, measured
 from fallow.core.worth import Gain
 from fallow.head.book import Run
-from fallow.head.past import Model, Past, model_of, project_of, script_of
+from fallow.head.past import Lesson, Model, Past, lesson_of, project_of
 from fallow.head.views import longest_pause
 from fallow.model import AllocationState
 
@@ -30,23 +30,24 @@ def gains(
     """
     past = past or Past()
     runs = [run for run in all_runs if not run.spec.local]
-    alike: dict[Model, list[Run]] = {}
-    newest: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.roster.signature is not None:
-            alike.setdefault(model_of(run), []).append(run)
-            newest.setdefault(script_of(run), []).append(run)
+    lessons = {run.id: lesson_of(run) for run in runs}
+    alike: dict[Model, list[Lesson]] = {}
+    newest: dict[str, list[Lesson]] = {}
+    for lesson in lessons.values():
+        if lesson.signature is not None:
+            alike.setdefault(lesson.model, []).append(lesson)
+            newest.setdefault(lesson.script, []).append(lesson)
     live = [run for run in runs if not run.roster.status.ended]
     known: list[Facts] = []
-    ordered: dict[Model, list[Run]] = {}
+    ordered: dict[Model, list[Lesson]] = {}
     "runs that learn from each other, the newest first"
     for run in live:
-        model = model_of(run)
-        if run.roster.signature is None:
+        lesson = lessons[run.id]
+        model = lesson.model
+        if lesson.signature is None:
             # As long as a run has not said what it has, what the newest run of the script has is the best guess.
-            script = script_of(run)
-            told = [*newest.get(script, []), *past.newest(script)]
-            model = model_of(max(told, key=_created_at)) if told else model
+            told = [*newest.get(lesson.script, []), *past.newest(lesson.script)]
+            model = max(told, key=_created_at).model if told else model
         if model not in ordered:
             ordered[model] = sorted([*alike.get(model, []), *past.like(model)], key=_created_at, reverse=True)
         known.append(_facts(run, _teachers(run, ordered[model]), at))
@@ -54,8 +55,8 @@ def gains(
     return {each.run: valuing.gain(each, weights[each.run], at, start_s, stay_s) for each in known}
 
 
-def _created_at(run: Run) -> float:
-    return run.spec.created_at
+def _created_at(lesson: Lesson) -> float:
+    return lesson.created_at
 
 
 def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, float]:
@@ -69,15 +70,15 @@ def _use(live: list[Run], runs: list[Run], past: Past, at: float) -> dict[str, f
     return use
 
 
-def _facts(run: Run, others: list[Run], at: float) -> Facts:
+def _facts(run: Run, others: list[Lesson], at: float) -> Facts:
     """What there is to know of a run that has not ended. Args: others: that it learns from; at: Unix time."""
     r, spec = run.roster, run.spec
-    slots = run.record.slots or spec.workers_per_node or (others[0].record.slots if others else None) or 1
-    shards = r.shards or (others[0].roster.shards if others else None) or spec.max_nodes * slots
+    slots = run.record.slots or spec.workers_per_node or (others[0].slots if others else None) or 1
+    shards = r.shards or (others[0].shards if others else None) or spec.max_nodes * slots
     running = [a for a in run.live_allocations() if a.state is AllocationState.RUNNING]
     return Facts(
         run=run.id,
-        curve=pooled(run.record.curve, [other.record.curve for other in others], at),
+        curve=pooled(run.record.curve, [other.curve for other in others], at),
         slots=slots,
         shards=shards,
         min_nodes=spec.min_nodes,
@@ -99,7 +100,7 @@ def _total_steps(run: Run) -> int:
     return run.roster.total_steps or max((b.total_steps or 0 for b in run.beats.values()), default=0)
 
 
-def _teachers(run: Run, alike: list[Run]) -> list[Run]:
+def _teachers(run: Run, alike: list[Lesson]) -> list[Lesson]:
     """Those that it learns from, the newest first; one that was never measured says at least how many shards it had."""
-    known = (other for other in alike if other is not run and measured(other.record.curve))
-    return list(islice(known, ALIKE)) or [other for other in alike[:2] if other is not run]
+    known = (other for other in alike if other.run != run.id and measured(other.curve))
+    return list(islice(known, ALIKE)) or [other for other in alike[:2] if other.run != run.id]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fallow.core.audit import Gap, audit
 from fallow.core.roster import Roster
+from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
-from fallow.worker.ledger import read_ledger
+from fallow.worker.ledger import Record, read_ledger
 
 
 def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> SampleReport:
@@ -19,12 +20,32 @@ def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationRepo
         folder: the run's ledgers, one file per worker.
         roster: how far it is.
         history: of all generations: says which one computed which steps.
+
+    Raises:
+        FallowError: a ledger cannot be read.
     """
     first_steps = {g.generation: g.first_step for g in history if g.first_step is not None}
     steps = roster.final.steps if roster.final is not None else roster.front
-    records = (record for path in sorted(folder.glob("*.ledger")) for record in read_ledger(path))
+    records = (record for path in _ledgers(folder) for record in _read(path))
     gaps = [Gap(first_step=first, last_step=_last_step(history, name)) for name, first in roster.unrecorded.items()]
     return audit(records, first_steps, steps, roster.global_batch or 0, gaps)
+
+
+def _ledgers(folder: Path) -> list[Path]:
+    # Not `glob`: to it a folder that cannot be read is empty, and all samples would be reported as lost.
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".ledger")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _read(path: Path) -> list[Record]:
+    try:
+        return read_ledger(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _last_step(history: Sequence[GenerationReport], name: str) -> int:

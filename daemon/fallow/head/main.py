@@ -47,7 +47,13 @@ def main(config: Config | None = None, stand_in: str | None = None) -> int:
     """
     os.umask(0o077)
     set_up_logging()
-    paths = Paths.default().create()
+    try:
+        paths = Paths.default().create()
+    except FallowError as error:
+        if error.code is not Exit.CANTCREAT:
+            raise
+        # Its file system may not be mounted yet. Code 73 of a head says that another one serves.
+        raise FallowError(error.message, Exit.TEMPFAIL) from error
     if stand_in is not None:
         config = former_config(paths, stand_in)
     config = config or load_config()
@@ -118,7 +124,7 @@ def serving_alone(paths: Paths, wait_s: float = 0.0) -> Iterator[Lease]:
     try:
         fd = os.open(paths.head_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise FallowError(f"{paths.head_lock}: cannot be opened ({error.strerror})", Exit.CANTCREAT) from error
+        raise FallowError(f"{paths.head_lock}: cannot be opened ({error.strerror})", Exit.TEMPFAIL) from error
     try:
         lease = Lease(paths)
         _acquire(paths, fd, lease, wait_s)
@@ -139,9 +145,12 @@ def _acquire(paths: Paths, fd: int, lease: Lease, wait_s: float) -> None:
             _lock(paths, fd)
             lease.acquire()
             break
-        except FallowError:
-            if time.monotonic() >= deadline or not _stand_in_serves(paths):
+        except FallowError as error:
+            if not wait_s or not _stand_in_serves(paths):
                 raise
+            if time.monotonic() >= deadline:
+                text = f"{error.message}. This stand-in head does not end within {wait_s:g} s; start the head again"
+                raise FallowError(text, Exit.TEMPFAIL) from None
         with contextlib.suppress(OSError):
             paths.head_wanted.touch(mode=0o600)
         time.sleep(_LOOK_S)

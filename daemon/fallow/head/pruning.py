@@ -1,12 +1,13 @@
-"""Logs and ledgers of ended runs go by count and age; checkpoints stay until somebody says so.
+"""What ended runs have left goes by count and age; checkpoints stay until somebody says so.
 
-By itself the head removes logs and ledgers only: they are most of the files. The run's record stays, for `fallow runs`
-and `fallow usage`, and so do its script, its report and its checkpoints. `fallow prune` forgets the record, too, where
-no checkpoint is left that somebody could look for.
+Where a run has checkpoints, its logs and ledgers go: they are most of the files. Its record, script and report stay
+with the checkpoints. Of a run without checkpoints everything goes. What it used stays in sums (`head.pruned`). The head
+does this by itself, and `fallow prune` at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from fallow.text import shown
 log = structlog.get_logger("fallow.head")
 
 EVERY_S = 3600.0
-"""So often the head looks for outdated runs."""
+"""So often the head looks for outdated runs. It takes one a tick: counting a run's samples takes a while."""
 DAY_S = 86_400.0
 
 
@@ -40,17 +41,17 @@ class Pruning:
         self._settings = settings
         self._report = report
         self._look_at = 0.0
+        self._outdated: deque[str] = deque()
 
     def tick(self, turn: Turn) -> None:
-        """Remove logs and ledgers of one outdated run: counting its samples once more takes a while."""
-        if turn.at < self._look_at:
-            return
-        older_than_s = self._settings.older_than_days * DAY_S
-        for run_id in outdated(_ended(turn.book), turn.now, self._settings.keep, older_than_s):
-            run = turn.book.runs[run_id]
-            if not run.record.pruned and self._remove_logs(turn, run):
-                return
-        self._look_at = turn.at + EVERY_S
+        """Prune one outdated run, if there is one."""
+        if not self._outdated and turn.at >= self._look_at:
+            self._look_at = turn.at + EVERY_S
+            older_than_s = self._settings.older_than_days * DAY_S
+            self._outdated.extend(outdated(_ended(turn.book), turn.now, self._settings.keep, older_than_s))
+        run = turn.book.runs.get(self._outdated.popleft()) if self._outdated else None
+        if run is not None and _is_over(run):
+            self._prune(turn, run, checkpoints=False, dry_run=False)
 
     def prune(
         self,
@@ -67,15 +68,16 @@ class Pruning:
             FallowError: a named run has not ended, or still has jobs.
         """
         if runs:
-            chosen = [self._over(turn.book, name) for name in runs]
+            chosen = [self._over(turn.book, name, checkpoints) for name in runs]
         else:
             keep = self._settings.keep if keep is None else keep
             older_than_s = self._settings.older_than_days * DAY_S if older_than_s is None else older_than_s
             chosen = [turn.book.runs[name] for name in outdated(_ended(turn.book), turn.now, keep, older_than_s)]
-        return [found for run in chosen if (found := self._prune(turn, run, checkpoints, dry_run)) is not None]
+        pruned = [self._prune(turn, run, checkpoints, dry_run) for run in chosen]
+        return [found for found in pruned if found is not None]
 
     @staticmethod
-    def _over(book: Book, name: str) -> Run:
+    def _over(book: Book, name: str, checkpoints: bool) -> Run:
         run = book.get(name)
         if not run.roster.status.ended:
             raise FallowError(
@@ -85,11 +87,17 @@ class Pruning:
             )
         if not _is_over(run):
             raise FallowError(f"run {shown(run.id)} still has jobs; prune it when Slurm has ended them", Exit.TEMPFAIL)
+        if not checkpoints and _count_checkpoints(book, run) is None:
+            raise FallowError(
+                f"run {shown(run.id)}: its checkpoint folder {book.checkpoint_folder(run)} cannot be looked into; make "
+                "it readable, or give the checkpoints up with --checkpoints",
+                Exit.TEMPFAIL,
+            )
         return run
 
     def _prune(self, turn: Turn, run: Run, checkpoints: bool, dry_run: bool) -> Pruned | None:
-        kept = 0 if checkpoints else _count(turn.book.checkpoint_folder(run))
-        if run.record.pruned and kept:
+        kept = 0 if checkpoints else _count_checkpoints(turn.book, run)
+        if kept is None or (run.record.pruned and kept):
             return None
         found = Pruned(run=run.id, name=run.spec.name, ended_at=run.record.ended_at or 0.0, checkpoints_kept=kept)
         if dry_run:
@@ -137,8 +145,21 @@ def _is_over(run: Run) -> bool:
     return run.roster.status.ended and all(one.counted for one in run.record.allocations.values())
 
 
-def _count(folder: Path) -> int:
+def _count_checkpoints(book: Book, run: Run) -> int | None:
+    """Return how many checkpoints the run has left; None: nobody can say, for their file system does not answer."""
+    folder = book.checkpoint_folder(run)
     try:
         return sum(1 for _ in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        # A folder elsewhere may be on a file system that is not mounted now.
+        return None if run.record.checkpoint_folder and not _has_entries(folder.parent) else 0
+    except OSError as error:
+        log.warning("prune.checkpoints", run=run.id, folder=str(folder), error=error.strerror)
+        return None
+
+
+def _has_entries(folder: Path) -> bool:
+    try:
+        return next(folder.iterdir(), None) is not None
+    except OSError:
+        return False

@@ -155,8 +155,8 @@ class Turn:
         return allocation
 
     def forget(self, run: Run) -> None:
-        """Delete the record of a run that has ended."""
-        self.book.forget(run)
+        """Delete the record of a run that has ended, and have what it used written down in the same moment."""
+        self.book.forget(run, self.now)
         self.dirty.discard(run.id)
         self.forgotten.append(run)
 

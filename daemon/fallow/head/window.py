@@ -146,7 +146,7 @@ class Window:
             raise FallowError(f"usage by {by[:32]!r}: it is shown by run, project or day", Exit.USAGE)
         runs = list(self._book.runs.values()) if run is None else [self._book.get(run)]
         now = time.time()
-        *rows, total = accounts.rows(runs, by, since, self._prices, now)
+        *rows, total = accounts.rows(runs, by, since, self._prices, now, self._book.pruned if run is None else None)
         return UsageReport(
             at=now,
             by=by,

@@ -101,6 +101,7 @@ from fallow.model.runs import (
 )
 from fallow.model.simulate import DelayedJobs, PolicyScore, Score, SimReport, TraceRead
 from fallow.model.usage import (
+    PRUNED,
     Amount,
     DelayReport,
     LimitView,
@@ -138,6 +139,7 @@ __all__ = [
     "ID_PATTERN",
     "OUTPUT_PIPES",
     "PROTOCOL",
+    "PRUNED",
     "SHOWN",
     "STACK_SIGNAL",
     "Abort",

@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from fallow.model.base import Struct
 
+PRUNED = "pruned"
+"""Key of the row of all runs that were pruned."""
+
 
 class Source(StrEnum):
     """Where a node-second went that Slurm allocated to a run's jobs."""
@@ -45,7 +48,7 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     """Usage of one run, project or day. `allocated` = `base` + `harvested` + `wasted`."""
 
     key: str
-    "run id, account, or UTC day; of the sum: total"
+    "run id, or `pruned`: runs that were pruned; account; UTC day, or month where that is long ago; of the sum: total"
     allocated: Amount
     base: Amount
     harvested: Amount

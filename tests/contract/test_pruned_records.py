@@ -1,0 +1,230 @@
+"""Records of ended runs go, and what they used stays known: in memory and in the store."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from fallow.config import Prune, Usage
+from fallow.core.allocations import Allocation
+from fallow.core.spans import Span, Use
+from fallow.core.timing import Timing
+from fallow.files import Paths
+from fallow.head import accounts
+from fallow.head.book import Book, Run
+from fallow.head.durable import Durable
+from fallow.head.faults import GIVE_UP_AFTER
+from fallow.head.peers import Peers
+from fallow.head.pruned import NOTE, PrunedRuns
+from fallow.head.pruning import DAY_S, EVERY_S, Pruning
+from fallow.head.turn import Turn
+from fallow.head.views import run_report
+from fallow.model import AllocationKind, AllocationState, RunSpec, RunStatus, SampleReport, UsageRow
+from fallow.store.client import Write
+
+from head_in_process import serving  # isort: skip
+
+KEEP, OLD_DAYS = 5, 3.0
+PRICES = Usage(node_hour={"*": 3600.0})
+
+
+class Desk:
+    """A head's book, its pruning and its store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = Paths(state=folder / "s", runtime=folder / "r").create()
+        self.numbers = itertools.count()
+        self.now = 1000 * DAY_S
+        self.at = 0.0
+        self.durable: Durable
+        self.book: Book
+        self.pruning: Pruning
+
+    async def open(self) -> Desk:
+        """Begin as a new head."""
+        self.durable = Durable(self.paths, None)
+        await self.durable.open()
+        await self.durable.begin_term()
+        self.book = Book(self.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: f"{next(self.numbers):06}")
+        await self.durable.load(self.book, self.at)
+        self.book.recall(self.durable.notes)
+        self.pruning = Pruning(
+            Prune(keep=KEEP, older_than_days=OLD_DAYS),
+            lambda run: run_report(run, [], SampleReport(consumed=0, lost=0, duplicated=0)),
+        )
+        return self
+
+    def turn(self) -> Turn:
+        return Turn(self.book, self.at, self.now)
+
+    async def end_a_run(self, account: str, node_s: float) -> Run:
+        """Create a run that has had one node for so long, and let it end."""
+        options = [f"--account={account}"]
+        spec = RunSpec(run="", name="r", min_nodes=1, max_nodes=2, sbatch_options=options, harvest_options=options)
+        run = self.book.create(spec, self.at, self.now)
+        span = Span(nodes={"n1": 2}, start_at=self.now - node_s, end_at=self.now, partition="p")
+        use = Use(first_at=self.now - node_s, last_at=self.now, member_s=node_s)
+        run.record.allocations["t"] = Allocation(
+            token="t",
+            run=run.id,
+            kind=AllocationKind.HARVEST,
+            public_key="k",
+            state=AllocationState.ENDED,
+            settled=True,
+            spans={"7": span},
+            uses={"n1": use},
+        )
+        run.roster.status, run.record.ended_at = RunStatus.FINISHED, self.now
+        turn = self.turn()
+        turn.dirty.add(run.id)
+        accounts.settle(turn, self.now)
+        await self.durable.write(turn)
+        return run
+
+    async def tick(self) -> None:
+        turn = self.turn()
+        self.pruning.tick(turn)
+        await self.durable.write(turn)
+
+    def usage(self, by: str, since: str | None = None) -> list[UsageRow]:
+        return accounts.rows(self.book.runs.values(), by, since, PRICES, self.now, self.book.pruned)
+
+    async def keys(self) -> list[str]:
+        return sorted(await self.durable.store.load(""))
+
+
+async def test_memory_and_store_stay_flat_over_hundreds_of_ended_runs_and_the_sums_are_exact(tmp_path: Path) -> None:
+    desk = await Desk(tmp_path).open()
+    runs, keys, lengths = [], [], []
+    try:
+        for number in range(500):
+            await desk.end_a_run("ab"[number % 2], 64.0)
+            desk.now += DAY_S / 4
+            desk.at += EVERY_S
+            for _ in range(3):
+                await desk.tick()
+            runs.append(len(desk.book.runs))
+            if number % 100 == 99:
+                stored = await desk.durable.store.load("")
+                keys.append(len(stored))
+                lengths.append(len(stored[f"note/{NOTE}"][1]))
+        most = 4 * OLD_DAYS + KEEP
+        assert max(runs) <= most
+        assert max(keys) <= 2 * most + 1
+        assert lengths[-1] < 1000 * len(lengths) * 25, "sums grow with days, and not with runs"
+        assert not list(desk.book.past.lessons) and len(desk.book.current) <= most
+        *by_run, total = desk.usage("run")
+        assert (total.allocated.node_s, total.allocated.gpu_s, total.jobs) == (500 * 64.0, 500 * 128.0, 500)
+        assert total.harvested.cost == 500 * 64.0
+        assert [row.key for row in by_run][-1] == "pruned"
+        assert by_run[-1].allocated.node_s == (500 - runs[-1]) * 64.0
+        assert [(row.key, row.jobs) for row in desk.usage("project")] == [("a", 250), ("b", 250), ("total", 500)]
+        days = desk.usage("day")
+        assert len(days) == 127 and {row.jobs for row in days[1:-2]} == {4}
+        assert desk.usage("project", since=days[-3].key)[-1].jobs == days[-3].jobs + days[-2].jobs
+    finally:
+        await desk.durable.close()
+
+
+@pytest.mark.parametrize("by", ["project", "day"])
+async def test_what_usage_tells_is_the_same_before_and_after_and_for_the_next_head(tmp_path: Path, by: str) -> None:
+    desk = await Desk(tmp_path).open()
+    for number, account in enumerate("aabca"):
+        await desk.end_a_run(account, 1000.0 * (number + 1))
+        desk.now += DAY_S / 2
+    last = desk.now
+    told = desk.usage(by), desk.usage(by, since="1972-09-28")
+    accounts.settle(desk.turn(), last + DAY_S)
+    used = {account: desk.book.past.faded(account, last + DAY_S) for account in "abc"}
+    turn = desk.turn()
+    assert len(desk.pruning.prune(turn, keep=0, older_than_s=0.0)) == 5
+    await desk.durable.write(turn)
+    assert (desk.usage(by), desk.usage(by, since="1972-09-28")) == told
+    assert await desk.keys() == [f"note/{NOTE}"]
+    await desk.durable.close()
+    await desk.open()
+    try:
+        assert (desk.usage(by), desk.usage(by, since="1972-09-28")) == told
+        assert {a: desk.book.past.faded(a, last + DAY_S) for a in "abc"} == pytest.approx(used)
+        assert used["a"] > used["b"] > 0
+    finally:
+        await desk.durable.close()
+
+
+async def test_a_head_that_is_refused_the_write_leaves_record_and_sums_as_they_were(tmp_path: Path) -> None:
+    """The record goes and its sums come in one write: no sum is lost, and none counts twice."""
+    desk = await Desk(tmp_path).open()
+    other = Durable(desk.paths, None)
+    try:
+        await desk.end_a_run("a", 64.0)
+        await other.open()
+        await other.begin_term()
+        turn = desk.turn()
+        desk.pruning.prune(turn, keep=0, older_than_s=0.0)
+        with pytest.raises(Exception, match="another head has taken over"):
+            await desk.durable.write(turn)
+        book = Book(desk.paths, timing=Timing(), public_key="k" * 40, new_id=lambda: "id")
+        await other.load(book, 0.0)
+        book.recall(other.notes)
+        assert accounts.rows(book.runs.values(), "run", None, PRICES, desk.now, book.pruned)[-1].jobs == 1
+    finally:
+        await other.close()
+        await desk.durable.close()
+
+
+async def test_a_run_whose_record_could_not_be_read_is_pruned_like_others(tmp_path: Path) -> None:
+    desk = await Desk(tmp_path).open()
+    run = await desk.end_a_run("a", 64.0)
+    store = desk.durable.store
+    await store.save([Write(f"run/{run.id}", run.revision, b"\xc1")], [])
+    await desk.durable.close()
+    await desk.open()
+    try:
+        (run,) = desk.book.runs.values()
+        run.roster.status, run.record.ended_at = RunStatus.FAILED, desk.now
+        turn = desk.turn()
+        turn.dirty.add(run.id)
+        await desk.durable.write(turn)
+        for _ in range(2):
+            turn = desk.turn()
+            desk.pruning.prune(turn, keep=0, older_than_s=0.0)
+            await desk.durable.write(turn)
+        left = [key for key in await desk.keys() if not key.startswith("unreadable/")]
+        assert left == [f"note/{NOTE}"]
+    finally:
+        await desk.durable.close()
+
+
+async def test_sums_that_cannot_be_read_are_kept_for_somebody_who_can(tmp_path: Path) -> None:
+    async with serving(tmp_path) as first:
+        await first.head._durable.store.save([Write(f"note/{NOTE}", 0, b"\xc1")], [])
+    async with serving(tmp_path) as second:
+        notes = await second.head._durable.store.load("note/")
+        assert notes[f"note/{NOTE}-unreadable"][1] == b"\xc1"
+        assert second.head._book.pruned == PrunedRuns()
+        assert "internal.error" in second.log.getvalue()
+
+
+async def test_an_error_while_runs_are_pruned_costs_no_run_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = Peers.tick
+
+    def change_every_run(peers: Peers, turn: Turn) -> None:
+        tick(peers, turn)
+        turn.dirty.update(turn.book.current)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("bad")
+
+    async with serving(tmp_path) as head:
+        await head.create("going")
+        monkeypatch.setattr(Peers, "tick", change_every_run)
+        monkeypatch.setattr(Pruning, "tick", fail)
+        found = await head.until(
+            lambda seen: any(error.count > 2 * GIVE_UP_AFTER for error in seen.head.internal_errors), "errors count"
+        )
+        assert [(error.source, error.run) for error in found.head.internal_errors] == [("pruning", None)]
+        assert [view.status for view in found.runs] == [RunStatus.WAITING]

@@ -1,0 +1,148 @@
+"""Files and folders that the user may not read: one clear line, a documented code, and no line of a script more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fallow
+from fallow.core.roster import Roster
+from fallow.files import Paths, check_dir
+from fallow.head.ledgers import count_samples
+from fallow.model import Exit, FallowError
+
+NOBODY = 65534
+DEADLINE_S = 60.0
+
+SCRIPT = """
+import os
+from fallow.cli.main import main
+child = os.fork()
+if not child:
+    main(["run", "--", "true"])
+os.waitpid(child, 0)
+print("after")
+"""
+"""A batch script. A shell of a user without privileges may not be able to start the Python that runs the tests."""
+
+
+class Stranger:
+    """A user without privileges, in a folder of theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.paths = Paths(folder / "state", folder / "run").create()
+        self.paths.run("r1").create()
+        self.environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "PYTHONPATH": str(Path(fallow.__file__).parents[1]),
+            "FALLOW_STATE_DIR": str(self.paths.state),
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+        }
+        self._prefix: list[str] = []
+        if os.geteuid() == 0:
+            self._prefix = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, NOBODY, NOBODY)
+            works = shutil.which("setpriv") and self.run([sys.executable, "-c", "import fallow.cli.main"])
+            if not works or works.returncode:
+                pytest.skip("root reads everything here, and no other user can start Python")
+
+    def run(self, argv: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self._prefix, *argv],
+            cwd=self.folder,
+            env=self.environ | environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            start_new_session=True,
+        )
+
+    def fallow(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run([sys.executable, "-m", "fallow.cli.main", *words])
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    folder = Path(tempfile.mkdtemp(prefix="fallow-unreadable-"))
+    try:
+        yield Stranger(folder)
+    finally:
+        for path in (folder, *folder.rglob("*")):
+            if path.is_dir():
+                path.chmod(0o700)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("words", [["status"], ["report", "r1"], ["runs"], ["usage"]])
+def test_a_state_folder_that_cannot_be_read_is_named(stranger: Stranger, words: list[str]) -> None:
+    stranger.paths.state.chmod(0)
+    done = stranger.fallow(*words)
+    assert (done.returncode, done.stdout) == (Exit.NOPERM, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"fallow: {stranger.paths.state}")
+    assert "cannot be read (Permission denied); check the owner and mode" in line
+
+
+def test_a_head_file_that_cannot_be_read_is_named(stranger: Stranger) -> None:
+    stranger.paths.head_file.write_text("{}")
+    stranger.paths.head_file.chmod(0)
+    done = stranger.fallow("status")
+    assert done.returncode == Exit.NOPERM
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"fallow: {stranger.paths.head_file}: cannot be read (Permission denied); check ")
+
+
+def test_a_job_whose_key_cannot_be_read_ends_and_runs_no_line_more(stranger: Stranger) -> None:
+    scancel = stranger.folder / "scancel"
+    scancel.write_text("#!/bin/sh\necho $1 >scancel.args\nkill -CONT $PPID\n")
+    scancel.chmod(0o755)
+    stranger.paths.run("r1").keys.chmod(0)
+    path = f"{stranger.folder}:{os.environ['PATH']}"
+    job = {"FALLOW_RUN": "r1", "FALLOW_TOKEN": "r1.0", "SLURM_JOB_ID": "5", "PATH": path}
+    done = stranger.run([sys.executable, "-c", SCRIPT], **job)
+    assert done.stdout == "", done.stderr + "the rest of a script runs in the elected job alone"
+    first, *_ = done.stderr.splitlines()
+    assert first.startswith(f"fallow: {stranger.paths.run('r1').key('r1.0')}: cannot be read (Permission denied)")
+    assert "Traceback" not in done.stderr and done.returncode == -signal.SIGKILL
+    assert (stranger.folder / "scancel.args").read_text() == "5\n"
+
+
+def test_ledgers_that_cannot_be_read_are_no_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roster = Roster(run="r", min_members=1, max_members=1, limit=1)
+    assert count_samples(tmp_path / "none", roster, []).consumed == 0
+
+    def refuse(folder: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(FallowError, match=f"{tmp_path}: cannot be read .Permission denied.; check"):
+        count_samples(tmp_path, roster, [])
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told_in_words(stranger: Stranger) -> None:
+    """As by `fallow daemon`, which checks its folders first."""
+    state = stranger.paths.state
+    state.chmod(0)
+    user = os.geteuid()
+    try:
+        os.seteuid(NOBODY if user == 0 else user)
+        with pytest.raises(FallowError) as caught:
+            check_dir(state / "redis")
+    finally:
+        os.seteuid(user)
+    assert caught.value.code is Exit.NOPERM
+    assert caught.value.message.startswith(f"{state}/redis: cannot be read (Permission denied); check the owner and")
