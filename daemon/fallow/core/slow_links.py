@@ -64,7 +64,7 @@ class Finding:
     node: str
     step_s: float
     without_s: float
-    "seconds that a step takes at most without it"
+    "seconds per step without it, measured or estimated"
 
 
 class SlowLinks:
@@ -140,14 +140,18 @@ def find_suspect(members: Sequence[Member]) -> Suspect | None:
 
 
 def estimate_step_s(members: Sequence[Member], suspect: Suspect, shards: int, step_s: float) -> float | None:
-    """Seconds that a step takes at most without the suspect: the others compute its shards, and nobody waits for its
-    links. What else the step takes beside its computation stays. None: it cannot be told, since a pace is not known, or
-    since one node alone is left, which trades its part of the work for the whole network.
+    """Estimate the seconds per step without the suspect.
+
+    The others compute its shards, and the links among them are as busy as now. What is neither computation nor the
+    suspect's link takes as long as now.
+
+    Returns:
+        None if a pace is not known, or if one node alone would be left: no link shows what is the network's part then.
     """
     others = [member.pace_s for member in members if member.node != suspect.node]
     paces = [member.pace_s for member in members]
     if min(paces) <= 0 or len({member.node for member in members}) < 3 or shards < 1:
         return None
     computes_s = step_time(divide(shards, paces), paces)
-    waits_s = max(suspect.others_busy * step_s, (1 - suspect.busy + suspect.others_busy) * step_s - computes_s)
-    return step_time(divide(shards, others), others) + waits_s
+    rest_s = max(0.0, (1 - suspect.busy) * step_s - computes_s)
+    return step_time(divide(shards, others), others) + suspect.others_busy * step_s + rest_s

@@ -63,4 +63,4 @@ def _may_go(run: Run, node: str) -> bool:
 def _words(run: Run, finding: Finding) -> str:
     batch = run.roster.global_batch or 0
     speeds = [f"{batch / seconds:.3g}" for seconds in (finding.step_s, finding.without_s)]
-    return f"{finding.node}'s link holds the run up: {speeds[0]} samples/s with it, at least {speeds[1]} without"
+    return f"{finding.node}'s link holds the run up: {speeds[0]} samples/s with it, about {speeds[1]} without"

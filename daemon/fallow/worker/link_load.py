@@ -2,7 +2,7 @@
 
 A connection is busy while bytes wait for the peer's acknowledgement. Time in which the peer's program does not read
 (`tcpi_rwnd_limited`) does not count: then the peer computes, and its link is not the reason. Layout: `struct tcp_info`
-of linux/tcp.h; the two counters exist since Linux 4.10.
+of linux/tcp.h. Linux has the two counters since 4.10; on an older kernel no link is ever busy.
 """
 
 from __future__ import annotations
