@@ -4,7 +4,7 @@ usage: slurm_train.py FOLDER STEPS PACE
 
 Each step takes at least PACE seconds until a file `hurry` is in FOLDER; then the rest goes as fast as it can. So the
 number of steps is fixed beforehand, as members must agree on it, and the test still says when the training ends.
-Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
+TRAIN_WIDTH in the environment is the width of the model. Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import fallow
 SAMPLES = 64
 GLOBAL_BATCH = 16
 BATCH = 4
+WIDTH = int(os.environ.get("TRAIN_WIDTH", "16"))
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -45,7 +46,7 @@ def main() -> None:
     hurry, nothing = folder / "hurry", threading.Event()
     torch.set_num_threads(1)
     run = fallow.init()
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model: nn.Module = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(Points(), batch_size=BATCH, shuffle=True)
     model, optimizer, steps_of = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)

@@ -25,6 +25,8 @@ FAST = "10.78.0.0/24"
 _CLONE_NEWNET = 0x40000000
 _QUEUE = 8192
 """Bytes that wait before a slow link; what comes when it is full is lost."""
+_NODE_QUEUE = 65536
+"""The same before a whole node's slow link, which several connections share."""
 _LARGE = 1000
 """Bytes of the smallest packet that a link swallows which swallows large ones."""
 
@@ -119,6 +121,12 @@ class Network:
     def slow_down(self, source: int, target: int, bits_per_s: int) -> None:
         """What goes from `source` to `target` goes no faster than that from now on."""
         self._by_another_link(source, target, f"rate {bits_per_s}bit burst 2000 limit {_QUEUE}")
+
+    def slow_down_node(self, node: int, bits_per_s: int) -> None:
+        """What goes to and from this node, all of it, goes no faster than that from now on, each way."""
+        queue = f"rate {bits_per_s}bit burst 4000 limit {_NODE_QUEUE}"
+        self._do(self._nodes[node], f"tc qdisc add dev eth0 root tbf {queue}")
+        self._do(self._hub, f"tc qdisc add dev node{node} root tbf {queue}")
 
     def swallow_large(self, source: int, target: int) -> None:
         """Large packets from `source` to `target` vanish from now on, and nobody is told."""

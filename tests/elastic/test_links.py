@@ -222,3 +222,36 @@ async def test_s13_a_slow_link_is_looked_at_and_nobody_goes(
     assert gone == []
     assert [g.kind for g in report.generations] == ["start"]
     assert report.steps_discarded == 0
+
+
+async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
+    make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
+) -> None:
+    """The other three train faster without it."""
+    options = ("--steps", 160, "--wide", 2048)
+    network = make_network(4)
+    with network.at_the_hub():
+        async with make_rig(head__address=HUB) as rig:
+            run = await rig.run(*options)
+            for number in range(4):
+                await run.arrive(namespace=network.node(number), SLURMD_NODENAME=f"n{number}")
+            await run.grow(4)
+            await run.becomes(["w0", "w1", "w2", "w3"])
+            await run.goes_on(5)
+            network.slow_down_node(2, bits_per_s=1_000_000)
+            await run.goes_on(5)
+            slow_from = run.steps_seen()
+            view = await run.becomes(["w0", "w1", "w3"], within_s=180.0)
+            slow_to = run.steps_seen()
+            report = await run.ends()
+            times = sorted(map(float, (run.gates / "times").read_text().split()))
+            bars = [event.text for event in await run.events("bar")]
+    judge(report, await undisturbed(*options))
+    assert list(view.barred) == ["n2"]
+    assert "n2's link holds the run up: " in view.barred["n2"]
+    assert [text.partition(": ")[0] for text in bars] == ["node n2 is barred from this run"]
+    assert [(g.kind, g.members) for g in report.generations[1:]] == [("release", ["w0", "w1", "w3"])]
+    assert report.steps_discarded == 0
+    with_it = (times[slow_to - 1] - times[slow_from]) / (slow_to - 1 - slow_from)
+    without = (times[-1] - times[slow_to + 1]) / (len(times) - slow_to - 2)
+    assert without < 0.8 * with_it

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from namespaces import MGMT, NoHostsError
+from namespaces import FAST, MGMT, NoHostsError
 from site_rig import LOGIN, Head, Site, Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -97,6 +97,27 @@ def test_a_node_that_is_killed_whole_costs_one_step(head: Head, site: Site) -> N
     report = training.finish()
     assert report["steps_discarded"] <= 1
     assert lost in " ".join(event["text"] for event in training.events("eject"))
+
+
+@pytest.mark.soak
+def test_a_harvested_node_whose_link_holds_all_up_is_given_back_and_barred(head: Head, site: Site) -> None:
+    training = head.submit("--nodes=1:3", exports="GLOO_SOCKET_IFNAME=eth1 TRAIN_WIDTH=4096")
+    nodes = training.wait_members(3)
+    training.wait_steps()
+    slow = nodes[-1]
+    site.hosts.limit(slow, FAST, 1_000_000)
+    try:
+        training.wait_for(f"{slow} is given back", lambda: training.member_nodes() == nodes[:2], 200.0)
+        training.wait_for("its job has ended", lambda: len(site.live_jobs()) == 2)
+        training.wait_steps(20)
+    finally:
+        site.hosts.unlimit(slow, FAST)
+    barred = training.view()["barred"]
+    training.finish()
+    assert list(barred) == [slow]
+    assert f"{slow}'s link holds the run up" in barred[slow]
+    assert training.member_nodes() in ([], nodes[:2])
+    assert not training.events("eject", "abort", "suspend")
 
 
 def test_a_blocked_head_is_named(head: Head, site: Site) -> None:

@@ -107,6 +107,14 @@ class ReleaseWanted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUnwanted(Event):
+    """The run does without this node from now on: it is barred, and its workers leave at the next boundary."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitChanged(Event):
     """At most `limit` members from now on; the youngest surplus ones are released."""
 

@@ -85,6 +85,7 @@ class Membership:
             ev.WorkerContinued: self._continued,
             ev.WorkerGone: self._losses.gone,
             ev.ReleaseWanted: self._release,
+            ev.NodeUnwanted: self._bar,
             ev.LimitChanged: self._limit,
             ev.CheckpointWritten: self._checkpoints.written,
             ev.RollbackWanted: self._checkpoints.roll_back,
@@ -399,6 +400,12 @@ class Membership:
                     self._changes.burn(event.at, f"{name} has to leave: {event.reason}")
                     self._changes.retry_at = event.at
                 self._effects.dismiss(name, Exit.OK, event.reason)
+
+    def _bar(self, event: ev.NodeUnwanted) -> None:
+        failures.bar(self.roster, event.node, event.reason, event.at)
+        text = f"node {event.node} is barred from this run: {event.reason}"
+        self._effects.record("bar", text, node=event.node)
+        self._effects.add(ev.NodeBarred(event.node, event.reason))
 
     def _limit(self, event: ev.LimitChanged) -> None:
         r = self.roster

@@ -22,6 +22,7 @@ from fallow.core.lease_clock import LeaseClock
 from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.saving import Saving
+from fallow.core.slow_links import SlowLinks
 from fallow.core.timing import Timing
 from fallow.core.tokens import new_token
 from fallow.core.usage import Tally
@@ -156,6 +157,9 @@ class Run:
         "token -> what is said of a job that runs and whose agents do not come, as of the last tick"
         self.stretch: Stretch | None = None
         "steps since the last change, to be measured"
+        self.slow_links = SlowLinks()
+        self.slow_link = ""
+        "which node's link holds the run up, as of the last stretch; empty: none, or the node is let go"
         self.curve_written = 0.0
         "when `record.curve` was last made durable on its own account, on the turns' clock"
         self.script_digest = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from fallow.head import slow_links
 from fallow.head.book import Run, Stretch
 from fallow.head.turn import Turn
 from fallow.model import Beat, RunStatus
@@ -47,6 +48,7 @@ def heard(turn: Turn, run: Run, beat: Beat) -> None:
     if lasted_s >= LONG_ENOUGH_S and steps >= STEPS:
         _measured(turn, run, lasted_s / steps, lasted_s)
         stretch.begin = turn.at, beat.step
+        slow_links.look(turn, run, lasted_s / steps, lasted_s)
 
 
 def _one_machine(run: Run) -> bool:

@@ -103,7 +103,7 @@ class Peers:
                 turn.tell(run, worker, BeatAck(term=turn.book.term, ready=True, reached=run.reached))
             case Checkpointed():
                 # By this host's clock: it is told at once, and again only while no head is there.
-                saved.take(turn, run, message, turn.now - message.took_s, self._checkpoint.keep)
+                saved.take(turn, run, message, max(0.0, turn.now - message.took_s), self._checkpoint.keep)
                 turn.tell(run, worker, CheckpointNoted(term=turn.book.term, path=message.path))
             case Failed():
                 clean = clean_output(message.traceback, TRACEBACK)

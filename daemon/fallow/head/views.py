@@ -25,6 +25,7 @@ from fallow.model import (
     PauseReport,
     Quantiles,
     RunReport,
+    RunStatus,
     RunView,
     SampleReport,
     SpeedView,
@@ -102,7 +103,8 @@ def _waits_for(run: Run, at: float) -> str:
     record = run.record
     absent = "; ".join(run.without_agent.values())
     needed = record.harvest_paused or _only_barred(run, at) or absent or run.roster.message
-    return needed or record.paused or run.held_back or run.machine.put_off(at)
+    slow_link = run.slow_link if run.roster.status is RunStatus.TRAINING else ""
+    return needed or record.paused or run.held_back or run.machine.put_off(at) or slow_link
 
 
 def _why_barred(run: Run, node: str, at: float) -> str:

@@ -84,4 +84,7 @@ Many = Annotated[list[T], Meta(max_length=100_000)]
 Scalars = Annotated[dict[Name, float], Meta(max_length=100_000)]
 """What a script logs; it may log NaN."""
 
+Fractions = Annotated[dict[Name, Annotated[float, Meta(ge=0.0, le=1.0)]], Meta(max_length=1024)]
+"""Parts of one, by name."""
+
 Environment = Annotated[dict[Name, Text], Meta(max_length=100_000)]

@@ -12,6 +12,7 @@ from fallow.model.bounds import (
     Count,
     Few,
     Finite,
+    Fractions,
     Id,
     Key,
     Many,
@@ -117,6 +118,8 @@ class Beat(Message, frozen=True, kw_only=True):
     "its script is in a `run.mean` or `run.barrier` of a body"
     unrecorded: Count | None = None
     "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
+    busy_links: Fractions = {}
+    "address of another member -> part of the last seconds (0..1) in which the connection to it was busy; the busiest"
 
 
 class Parts(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ class Progress:
     total_steps: int | None = None
     scalars: dict[str, float] = field(default_factory=dict)
     unrecorded: int | None = None
+    busy_links: dict[str, float] = field(default_factory=dict)
     in_mean: bool = False
     in_loop: bool = False
     moved_at: float = field(default_factory=time.monotonic)
@@ -69,4 +70,5 @@ class Progress:
             stalled_s=stalled_s,
             in_mean=self.in_mean,
             unrecorded=self.unrecorded,
+            busy_links=self.busy_links,
         )

@@ -41,6 +41,7 @@ from fallow.model import (
     WorkerSecret,
 )
 from fallow.worker.group import Group, reap
+from fallow.worker.link_load import LinkLoad
 from fallow.worker.progress import Progress
 from fallow.worker.questions import Questions
 from fallow.worker.upcoming import Built, Upcoming
@@ -105,6 +106,9 @@ class Session:
         self._broken_upto = 0
         self._why_broken = ""
         self._current: Group | None = None
+        self._peer_addresses: frozenset[str] = frozenset()
+        "of the other members of the current generation"
+        self._link_load = LinkLoad()
         self._retired: list[Group] = []
         self._ready: WorkerReady | None = None
         self._ready_seen = False
@@ -202,6 +206,7 @@ class Session:
             if welcome is None:
                 self.send(self._hello())
             else:
+                self.progress.busy_links = self._link_load.measure(self._peer_addresses)
                 self.beat()
             self._closed.wait(_HELLO_S if welcome is None else welcome.beat_s)
 
@@ -442,6 +447,7 @@ class Session:
             assert taken is not None
             self._next = None
             self._taken = taken.prepare.generation
+            self._peer_addresses = frozenset(peer.address for peer in taken.prepare.members) - {self.address}
             # What it waits for from here on are the new generation's members.
             self._held, self.progress.held = None, False
             old, self._current = self._current, taken.group

@@ -1,0 +1,157 @@
+"""Slow links: which node's link makes the whole run slower than the run would be without that node. Pure.
+
+In each step all members wait for the slowest link. Two questions decide. Whose link is it? That node's connections are
+busy most of the time, while the connections among the other nodes are not. Does the node pay? The step time is compared
+to what was measured with the other nodes alone, or to an estimate from the members' compute times. A member that
+computes slowly is no case for this module: its connections are idle, and `shares` gives that member fewer shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from fallow.core.shares import divide, step_time
+
+BUSY = 0.5
+"""A link that is busy for this part of the time may be the one that all wait for ..."""
+
+TIMES_BUSIER = 2.0
+"""... if it is so many times as busy as every link among the other nodes."""
+
+GAIN = 0.1
+"""The run must be faster by this part without the node."""
+
+SUSTAINED_S = 60.0
+"""For so long, over at least `STRETCHES` measurements, without a change of the membership."""
+
+STRETCHES = 2
+
+REMEMBERED = 32
+"""Sets of nodes whose step time is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What the head knows of one member."""
+
+    node: str
+    index: int
+    "its arrival number"
+    harvested: bool
+    pace_s: float
+    "seconds per shard; 0: not measured"
+    busy_links: Mapping[str, float]
+    "other node -> part of the time (0..1) for which the connection to it was busy; missing: idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The node whose link all may wait for."""
+
+    node: str
+    busy: float
+    "part of the time for which its links are busy"
+    others_busy: float
+    "the same for the busiest link among the other nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The run is faster without this node."""
+
+    node: str
+    step_s: float
+    without_s: float
+    "seconds per step without it, measured or estimated"
+
+
+class SlowLinks:
+    """Watches one run. Call `observe` for each stretch of undisturbed training."""
+
+    def __init__(self) -> None:
+        self._step_s: dict[frozenset[str], float] = {}
+        "nodes -> seconds per step, as last measured"
+        self._generation = 0
+        self._node = ""
+        self._since: list[float] = []
+        "lengths of the stretches in a row that speak against `_node`"
+
+    def observe(
+        self, members: Sequence[Member], *, generation: int, shards: int, step_s: float, lasted_s: float
+    ) -> Finding | None:
+        """Take in a stretch.
+
+        Args:
+            members: all through it.
+            generation: that they form.
+            shards: in a full step.
+            step_s: mean seconds per step in it.
+            lasted_s: its length.
+
+        Returns:
+            A finding that has held for long enough; None: there is none.
+        """
+        nodes = frozenset(member.node for member in members)
+        self._step_s.pop(nodes, None)
+        self._step_s[nodes] = step_s
+        if len(self._step_s) > REMEMBERED:
+            del self._step_s[next(iter(self._step_s))]
+        suspect = find_suspect(members)
+        finding = None
+        if suspect is not None:
+            measured_s = self._step_s.get(nodes - {suspect.node})
+            without_s = estimate_step_s(members, suspect, shards, step_s) if measured_s is None else measured_s
+            if without_s is not None and without_s * (1 + GAIN) <= step_s:
+                finding = Finding(suspect.node, step_s, without_s)
+        node = "" if finding is None else finding.node
+        if (generation, node) != (self._generation, self._node):
+            self._generation, self._node, self._since = generation, node, []
+        self._since.append(lasted_s)
+        sustained = len(self._since) >= STRETCHES and sum(self._since) >= SUSTAINED_S
+        return finding if sustained else None
+
+
+def find_suspect(members: Sequence[Member]) -> Suspect | None:
+    """The one node whose links are busy while all others are not; None: there is no such node.
+
+    A reduction in a ring uses two links of each node, so the second busiest counts. Two nodes share their only link:
+    the harvested one that came last is suspected then.
+    """
+    nodes = sorted({member.node for member in members})
+    busy = {frozenset(pair): 0.0 for pair in combinations(nodes, 2)}
+    for member in members:
+        for other, share in member.busy_links.items():
+            pair = frozenset((member.node, other))
+            if pair in busy:
+                busy[pair] = max(busy[pair], share)
+    if len(nodes) == 2:
+        harvested = [member for member in members if member.harvested]
+        youngest = max(harvested, key=lambda member: member.index, default=None)
+        (share,) = busy.values()
+        return None if youngest is None or share < BUSY else Suspect(youngest.node, share, 0.0)
+    for node in nodes if len(nodes) > 2 else ():
+        own = sorted(share for pair, share in busy.items() if node in pair)
+        others = max(share for pair, share in busy.items() if node not in pair)
+        if own[-2] >= max(BUSY, TIMES_BUSIER * others):
+            return Suspect(node, own[-2], others)
+    return None
+
+
+def estimate_step_s(members: Sequence[Member], suspect: Suspect, shards: int, step_s: float) -> float | None:
+    """Estimate the seconds per step without the suspect.
+
+    The others compute its shards, and the links among them are as busy as now. What is neither computation nor the
+    suspect's link takes as long as now.
+
+    Returns:
+        None if a pace is not known, or if one node alone would be left: no link shows what is the network's part then.
+    """
+    others = [member.pace_s for member in members if member.node != suspect.node]
+    paces = [member.pace_s for member in members]
+    if min(paces) <= 0 or len({member.node for member in members}) < 3 or shards < 1:
+        return None
+    computes_s = step_time(divide(shards, paces), paces)
+    rest_s = max(0.0, (1 - suspect.busy) * step_s - computes_s)
+    return step_time(divide(shards, others), others) + suspect.others_busy * step_s + rest_s

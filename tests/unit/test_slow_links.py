@@ -1,0 +1,171 @@
+"""Which node's link holds a run up: never a wrong one, never too early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fallow.core.slow_links import SUSTAINED_S, Finding, Member, SlowLinks, estimate_step_s, find_suspect
+
+SHARDS = 32
+PACE_S = 0.02
+
+
+def ring(
+    nodes: int, slow: str = "", *, busy: float = 0.9, idle: float = 0.05, paces: Sequence[float] = ()
+) -> list[Member]:
+    """Members n0, n1, ... that reduce in a ring; the connections of `slow` are `busy`, the others `idle`."""
+    names = [f"n{number}" for number in range(nodes)]
+    return [
+        Member(
+            node=name,
+            index=number,
+            harvested=number > 0,
+            pace_s=paces[number] if paces else PACE_S,
+            busy_links={
+                names[(number + 1) % nodes]: busy if slow in (name, names[(number + 1) % nodes]) else idle,
+            },
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def observe_for(
+    links: SlowLinks, members: list[Member], step_s: float, seconds: float, generation: int = 1
+) -> Finding | None:
+    """Stretches of 15 s; the last answer."""
+    found = None
+    for _ in range(int(seconds / 15)):
+        found = links.observe(members, generation=generation, shards=SHARDS, step_s=step_s, lasted_s=15.0)
+    return found
+
+
+def test_the_node_of_the_busy_links_is_named_after_a_minute_and_not_before() -> None:
+    links = SlowLinks()
+    assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
+    found = observe_for(links, ring(4, "n3"), 0.7, 15)
+    assert found is not None
+    assert (found.node, found.step_s) == ("n3", 0.7)
+    assert 11 * PACE_S <= found.without_s < 0.5
+
+
+def test_what_was_measured_without_the_node_counts_more_than_the_estimate() -> None:
+    links = SlowLinks()
+    observe_for(links, ring(3), 0.16, 15)
+    found = observe_for(links, ring(4, "n3"), 0.7, 60, generation=2)
+    assert found == Finding("n3", 0.7, 0.16)
+    links = SlowLinks()
+    observe_for(links, ring(3), 0.68, 15)
+    assert observe_for(links, ring(4, "n3"), 0.7, 300, generation=2) is None
+
+
+def test_a_change_of_the_membership_begins_the_minute_anew() -> None:
+    links = SlowLinks()
+    assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
+    assert observe_for(links, ring(4, "n3"), 0.7, 45, generation=2) is None
+    assert observe_for(links, ring(4, "n3"), 0.7, 15, generation=2) is not None
+
+
+def test_one_quiet_stretch_begins_the_minute_anew() -> None:
+    links = SlowLinks()
+    observe_for(links, ring(4, "n3"), 0.7, 45)
+    observe_for(links, ring(4), 0.2, 15)
+    assert observe_for(links, ring(4, "n3"), 0.7, 45) is None
+
+
+def test_one_long_stretch_is_not_enough() -> None:
+    links = SlowLinks()
+    found = [
+        links.observe(ring(4, "n3"), generation=1, shards=SHARDS, step_s=60.0, lasted_s=180.0) is not None
+        for _ in range(2)
+    ]
+    assert found == [False, True]
+
+
+def test_of_two_members_the_younger_harvested_one_goes_if_the_other_alone_was_measured_faster() -> None:
+    pair = ring(2, "n1")
+    assert observe_for(SlowLinks(), pair, 2.0, 300) is None
+    for alone_s, node in ((0.64, "n1"), (1.9, None)):
+        links = SlowLinks()
+        observe_for(links, ring(2)[:1], alone_s, 15)
+        found = observe_for(links, pair, 2.0, 60, generation=2)
+        assert (found and found.node) == node
+
+
+def test_a_network_that_is_slow_for_all_has_no_suspect() -> None:
+    assert find_suspect(ring(5, busy=0.9, idle=0.9)) is None
+    assert observe_for(SlowLinks(), ring(5, busy=0.9, idle=0.9), 2.0, 300) is None
+
+
+def test_a_member_that_computes_slowly_has_no_slow_link() -> None:
+    assert observe_for(SlowLinks(), ring(4, paces=[0.02, 0.02, 0.02, 0.4]), 0.4, 300) is None
+
+
+def test_a_link_that_is_busy_while_the_members_compute_costs_nothing() -> None:
+    """The reduction overlaps with backward: the step takes no longer than the computation."""
+    assert observe_for(SlowLinks(), ring(4, "n3"), 8 * PACE_S, 300) is None
+
+
+def test_without_paces_nothing_is_estimated() -> None:
+    assert observe_for(SlowLinks(), ring(4, "n3", paces=[0.0] * 4), 2.0, 300) is None
+
+
+shares = st.floats(0.0, 1.0)
+
+
+@given(st.integers(3, 8), st.data())
+def test_equal_links_however_noisy_are_never_suspected_for_a_minute(nodes: int, data: st.DataObject) -> None:
+    """Noise within a factor of two."""
+    links, level = SlowLinks(), data.draw(st.floats(0.0, 0.5))
+    noise = st.floats(level, min(1.0, 1.99 * level))
+    names = [f"n{number}" for number in range(nodes)]
+    for _ in range(8):
+        busy: dict[str, dict[str, float]] = {name: {} for name in names}
+        for one, other in combinations(names, 2):
+            busy[one][other] = data.draw(noise)
+        members = [
+            Member(node=name, index=number, harvested=True, pace_s=PACE_S, busy_links=busy[name])
+            for number, name in enumerate(names)
+        ]
+        assert links.observe(members, generation=1, shards=SHARDS, step_s=5.0, lasted_s=15.0) is None
+
+
+@given(st.integers(3, 8), st.lists(st.tuples(st.floats(0.7, 1.0), st.floats(0.0, 0.3)), min_size=4, max_size=12))
+def test_the_slow_node_is_found_however_noisy_the_links(nodes: int, noise: list[tuple[float, float]]) -> None:
+    links = SlowLinks()
+    found = None
+    for busy, idle in noise:
+        members = ring(nodes, "n1", busy=busy, idle=idle)
+        found = links.observe(members, generation=1, shards=SHARDS, step_s=5.0, lasted_s=SUSTAINED_S / 4)
+    assert found is not None
+    assert found.node == "n1"
+
+
+@given(st.integers(2, 6), st.data())
+def test_a_finding_always_promises_a_gain(nodes: int, data: st.DataObject) -> None:
+    """Whatever the members tell."""
+    names = [f"n{number}" for number in range(nodes)]
+    links = SlowLinks()
+    for _ in range(6):
+        members = [
+            Member(
+                node=name,
+                index=number,
+                harvested=data.draw(st.booleans()),
+                pace_s=data.draw(st.floats(0.0, 1.0)),
+                busy_links=data.draw(st.dictionaries(st.sampled_from([*names, "stranger"]), shares, max_size=4)),
+            )
+            for number, name in enumerate(names)
+        ]
+        step_s = data.draw(st.floats(0.001, 100.0))
+        found = links.observe(members, generation=1, shards=SHARDS, step_s=step_s, lasted_s=30.0)
+        suspect = find_suspect(members)
+        if suspect is not None and (estimate := estimate_step_s(members, suspect, SHARDS, step_s)) is not None:
+            others = [member.pace_s for member in members if member.node != suspect.node]
+            assert estimate >= SHARDS / sum(1 / pace for pace in others) * 0.999
+        if found is not None:
+            assert found.node in names
+            assert found.without_s * 1.1 <= found.step_s == step_s
