@@ -203,6 +203,17 @@ def test_nothing_waits_for_ever_for_the_word_of_slurm(desk: Desk) -> None:
     assert not awaits_verdict(base, NOW + 5.0)
 
 
+def test_a_base_job_that_is_requeued_in_its_first_second_is_taken_up_again(desk: Desk) -> None:
+    """Slurm counts the restart before it gives the job its new submit time."""
+    base = desk.hold(AllocationKind.BASE)
+    desk.poll(desk.job(base, submit_at=NOW), after_s=1.0)
+    desk.poll(desk.job(base, "COMPLETING", submit_at=NOW, restarts=1), after_s=1.0)
+    turn = desk.poll(desk.job(base, "PENDING", submit_at=NOW + 1.0, restarts=1), after_s=1.0)
+    assert base.state is AllocationState.PENDING
+    assert not base.agents
+    assert not turn.submissions
+
+
 def test_a_poll_that_is_older_than_the_first_agent_shows_no_requeued_job(desk: Desk) -> None:
     base = desk.hold(AllocationKind.BASE, submit_at=NOW)
     desk.poll(desk.job(base, "PENDING", submit_at=NOW), after_s=1.0)
