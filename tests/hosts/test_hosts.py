@@ -16,8 +16,7 @@ from site_rig import LOGIN, Head, Site, Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
-CUT_S = 20.0
-HANG_S = 30.0
+LONG_S = pytest.param(60.0, marks=pytest.mark.soak)
 ALARMS = ("eject", "bar", "suspend", "orphan", "abort", "lost")
 """Kinds of events that must not come of a head's absence."""
 
@@ -65,20 +64,22 @@ def test_the_head_is_found_though_its_host_name_means_loopback(site: Site) -> No
         training.finish()
 
 
-def test_a_head_whose_host_was_cut_off_ejects_nobody(head: Head, site: Site) -> None:
+@pytest.mark.parametrize("seconds", [20.0, LONG_S])
+def test_a_head_whose_host_was_cut_off_ejects_nobody(head: Head, site: Site, seconds: float) -> None:
     training = train_on_three_nodes(head)
     before = training.view()["generation"]
     site.hosts.unplug(LOGIN, MGMT)
-    training.wait_paced(CUT_S)
+    training.wait_paced(seconds)
     site.hosts.plug(LOGIN, MGMT)
     check_nothing_happened(training, before)
 
 
-def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site) -> None:
+@pytest.mark.parametrize("seconds", [30.0, LONG_S])
+def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site, seconds: float) -> None:
     training = train_on_three_nodes(head)
     before = training.view()["generation"]
     site.file_server_hangs()
-    training.wait_paced(HANG_S)
+    training.wait_paced(seconds)
     site.file_server_goes_on()
     check_nothing_happened(training, before)
 
