@@ -4,8 +4,8 @@ usage: slurm_train.py FOLDER STEPS PACE
 
 Each step takes at least PACE seconds until a file `hurry` is in FOLDER; then the rest goes as fast as it can. So the
 number of steps is fixed beforehand, as members must agree on it, and the test still says when the training ends.
-TRAIN_WIDTH in the environment is the width of the model. Each worker notes `GENERATION STEP RANK` for every step in
-`FOLDER/WORKER-PID.steps`.
+Each worker notes `GENERATION STEP RANK` for every step in `FOLDER/WORKER-PID.steps`.
+TRAIN_WIDTH in the environment is the width of the model.
 """
 
 from __future__ import annotations

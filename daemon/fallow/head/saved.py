@@ -47,7 +47,6 @@ def take(turn: Turn, run: Run, written: Checkpointed, taken_at: float, keep: int
 
     The worker's own time is not kept: nodes' clocks differ, and all that is shown is by the head's.
     """
-    taken_at = max(0.0, taken_at)
     written = msgspec.structs.replace(written, written_at=taken_at)
     known = {saved.written.path for saved in run.roster.checkpoints}
     turn.apply(run, ev.CheckpointWritten(at=turn.at, written=written, keep=keep))
