@@ -34,9 +34,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 from fallow.core.shares import Division
-from fallow.worker import loop
-from fallow.worker.group import Interrupted
-from fallow.worker.together import Kind
+from fallow.worker.loop.loop import loop
+from fallow.worker.loop.together import Kind
+from fallow.worker.transport.group import Interrupted
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
 LINGERS_S = 12.0

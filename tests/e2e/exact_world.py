@@ -24,12 +24,12 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.core.shards import Duty
-from fallow.worker.group import Group, build_group
-from fallow.worker.late import put_off_compiler
-from fallow.worker.member import Member
-from fallow.worker.run import Run
-from fallow.worker.state import decode, digest, encode
-from fallow.worker.switch import export_state, load_state
+from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.api.run import Run
+from fallow.worker.handover.state import decode, digest, encode
+from fallow.worker.handover.switch import export_state, load_state
+from fallow.worker.loop.member import Member
+from fallow.worker.transport.group import Group, build_group
 
 SAMPLES, BATCH, GLOBAL = 90, 4, 36
 """Nine shards in a step; the third step of an epoch has five, the last of them with two samples."""

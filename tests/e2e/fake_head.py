@@ -43,7 +43,7 @@ from fallow.model import (
     WorkerHello,
     WorkerReady,
 )
-from fallow.worker.ledger import read_ledger
+from fallow.worker.data.ledger import read_ledger
 
 SCRIPT = Path(__file__).with_name("group_worker.py")
 DEADLINE_S = 60.0

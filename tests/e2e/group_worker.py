@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fallow.model import FromWorker, ToWorker
-from fallow.worker import run as run_module
-from fallow.worker import supply
-from fallow.worker.late import put_off_compiler
-from fallow.worker.session import Session
+from fallow.worker.api import run as run_module
+from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.handover import supply
+from fallow.worker.session.session import Session
 
 put_off_compiler()  # as `import fallow` does in a worker
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import fallow
-from fallow.worker import pace
+from fallow.worker.loop.loop import pace
 
 
 def bodies(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:

@@ -15,9 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fallow.model import FallowError
-from fallow.worker import fixed
-from fallow.worker.group import Group, build_group
-from fallow.worker.run import Run
+from fallow.worker.api import fixed
+from fallow.worker.api.run import Run
+from fallow.worker.transport.group import Group, build_group
 
 SHARDS = 3
 """Per step: of two members one has one body, the other two."""

@@ -40,7 +40,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
-from fallow.worker import arithmetic, buckets, exact, intake, stream, supply
+from fallow.worker.handover import intake, stream, supply
+from fallow.worker.reduction import arithmetic, buckets, exact
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")

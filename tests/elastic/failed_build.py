@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from fallow.model import FallowError
-from fallow.worker.group import build_group
+from fallow.worker.transport.group import build_group
 
 TIMEOUT_S = 0.3
 

@@ -13,7 +13,7 @@ from elastic_rig import Elastic, Rig, judge, phase
 from network import FAST, HUB, Network, NoNetworkError, fast_address
 
 from conftest import MakeRig, Undisturbed
-from fallow.worker.reach import Reach
+from fallow.worker.transport.reach import Reach
 from lacking import lacks
 
 pytestmark = pytest.mark.timeout(240)

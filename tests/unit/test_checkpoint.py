@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from fallow.model import Checkpointed, CheckpointFailed, FallowError  # noqa: E402
-from fallow.worker import extra_state  # noqa: E402
 from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.writer import Writer  # noqa: E402
-from fallow.worker.position import Position  # noqa: E402
-from fallow.worker.prepared import Gate, Prepared  # noqa: E402
-from fallow.worker.state import TensorSpec  # noqa: E402
-from fallow.worker.switch import export_state, load_state  # noqa: E402
+from fallow.worker.handover import extra_state  # noqa: E402
+from fallow.worker.handover.state import TensorSpec  # noqa: E402
+from fallow.worker.handover.switch import export_state, load_state  # noqa: E402
+from fallow.worker.loop.position import Position  # noqa: E402
+from fallow.worker.prepared.objects import Gate, Prepared  # noqa: E402
 
 Report = Checkpointed | CheckpointFailed
 

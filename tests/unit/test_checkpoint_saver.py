@@ -17,10 +17,10 @@ from fallow.model import Checkpointed, CheckpointFailed, Welcome  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402
-from fallow.worker.group import Group  # noqa: E402
-from fallow.worker.position import Position  # noqa: E402
-from fallow.worker.prepared import Gate, Prepared  # noqa: E402
-from fallow.worker.progress import Progress  # noqa: E402
+from fallow.worker.loop.position import Position  # noqa: E402
+from fallow.worker.prepared.objects import Gate, Prepared  # noqa: E402
+from fallow.worker.session.progress import Progress  # noqa: E402
+from fallow.worker.transport.group import Group  # noqa: E402
 
 
 class Session:

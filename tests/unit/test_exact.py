@@ -18,9 +18,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from fallow.model import FallowError
-from fallow.worker.buckets import Buckets
-from fallow.worker.exact import DECLINE, GROWTH, Exact
-from fallow.worker.group import Group, build_group
+from fallow.worker.reduction.buckets import Buckets
+from fallow.worker.reduction.exact import DECLINE, GROWTH, Exact
+from fallow.worker.transport.group import Group, build_group
 
 torch.set_num_threads(1)
 

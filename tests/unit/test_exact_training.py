@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)
 

@@ -23,9 +23,9 @@ from fallow.core.audit import audit
 from fallow.core.roster import Roster, Worker
 from fallow.head.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
-from fallow.worker.group import Group
-from fallow.worker.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
+from fallow.worker.transport.group import Group
 
 
 def fed(step: int, generation: int = 1) -> Fed:
@@ -49,7 +49,7 @@ class Disk:
 def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, apart: bool = False) -> list[int | None]:
     """Write a ledger of so many steps on that disk, and what it told meanwhile."""
     told: list[int | None] = []
-    with mock.patch("fallow.worker.pen.os.write", disk.write):
+    with mock.patch("fallow.worker.data.record_file.os.write", disk.write):
         ledger = Ledger(path, told.append, kept, apart=apart, patience_s=60.0)
         ledger.add(Start(generation=1, first_step=0))
         for step in range(steps):
@@ -96,7 +96,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
 
 def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Path) -> None:
     path, told = tmp_path / "w0.ledger", list[int | None]()
-    with mock.patch("fallow.worker.pen.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
+    with mock.patch("fallow.worker.data.record_file.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
         ledger = Ledger(path, told.append)
         ledger.add(fed(3))
         ledger.flush()
@@ -217,7 +217,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
 def test_a_disk_that_hangs_from_the_start_ends_nothing(tmp_path: Path) -> None:
     path, told = tmp_path / "w0.ledger", list[int | None]()
     os.mkfifo(path, 0o600)  # opened, it blocks until somebody reads
-    with mock.patch("fallow.worker.ledger._OPENING_S", 0.05):
+    with mock.patch("fallow.worker.data.ledger._OPENING_S", 0.05):
         ledger = Ledger(path, told.append, apart=True)
     ledger.add(fed(0))
     ledger.flush()

@@ -187,7 +187,7 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
     torch = pytest.importorskip("torch")
     import psutil
 
-    from fallow.worker.group import Group, build_group, reap
+    from fallow.worker.transport.group import Group, build_group, reap
 
     ports, before = free_range(64), listening()
     store = torch.distributed.HashStore()
@@ -223,7 +223,7 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
 
 def test_a_group_whose_range_is_full_says_so() -> None:
     torch = pytest.importorskip("torch")
-    from fallow.worker.group import build_group
+    from fallow.worker.transport.group import build_group
 
     ports = free_range(1)
     with (

@@ -147,7 +147,7 @@ def test_e2_torchrun_finds_the_backend_and_says_where_it_works(
 def test_a_command_goes_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    ours = [sys.executable, "-m", "fallow.worker.restart"]
+    ours = [sys.executable, "-m", "fallow.worker.torchrun.restart"]
     assert under_torchrun([str(script), "--lr=1"]) == [*ours, sys.executable, str(script), "--lr=1"]
     assert under_torchrun(["sh", "-c", "x"]) == [*ours, "sh", "-c", "x"]
     for command, words in (

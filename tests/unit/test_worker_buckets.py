@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fallow.worker.arithmetic import Floating
-from fallow.worker.buckets import Buckets
+from fallow.worker.reduction.arithmetic import Floating
+from fallow.worker.reduction.buckets import Buckets
 
 MEBI = 1 << 20
 

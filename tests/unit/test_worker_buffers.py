@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.worker.buffers import SharedBuffers
+from fallow.worker.reduction.buffers import SharedBuffers
 
 
 class Wire:

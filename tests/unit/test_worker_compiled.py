@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from fallow.worker import state
-from fallow.worker.compiled import graphs_cut_at_buckets
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.handover import state
+from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+from fallow.worker.transport.group import Group
 
 
 def compiled_pieces(y: torch.Tensor) -> int:

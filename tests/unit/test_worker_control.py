@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fallow.core.failures import Apart
 from fallow.core.shares import divide
-from fallow.worker import control
-from fallow.worker.control import Head
+from fallow.worker.reduction import control
+from fallow.worker.reduction.control import Head
 
 FIELDS = len(Head._fields)
 WHOLE = st.integers(0, 2**32)

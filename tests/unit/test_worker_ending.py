@@ -12,7 +12,7 @@ import pytest
 BEGIN = """
 import atexit
 import sys
-from fallow.worker.process import Ending
+from fallow.worker.api.process import Ending
 def tell(*words):
     print(*words, flush=True)
 def init(thing=None, released=False):

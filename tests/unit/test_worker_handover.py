@@ -21,16 +21,16 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from fallow.model import Exit, FallowError
-from fallow.worker import intake, stream, supply, switch
-from fallow.worker.align import align, source
-from fallow.worker.catch_up import CatchUp
-from fallow.worker.exact import Exact
-from fallow.worker.group import Group, Interrupted, build_group
-from fallow.worker.position import Position
-from fallow.worker.prepared import Gate, Prepared
-from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
-from fallow.worker.stream import Card, Streams, cut, receive_piece, send_piece, sources, word_sum
-from fallow.worker.switch import Exchanged, Verdict, View, exchange, judge
+from fallow.worker.handover import intake, stream, supply, switch
+from fallow.worker.handover.align import align, source
+from fallow.worker.handover.standing import FRESH, HOLDS, TORN, Standing
+from fallow.worker.handover.stream import Card, Streams, cut, receive_piece, send_piece, sources, word_sum
+from fallow.worker.handover.switch import Exchanged, Verdict, View, exchange, judge
+from fallow.worker.loop.catch_up import CatchUp
+from fallow.worker.loop.position import Position
+from fallow.worker.prepared.objects import Gate, Prepared
+from fallow.worker.reduction.exact import Exact
+from fallow.worker.transport.group import Group, Interrupted, build_group
 
 DEADLINE_S = 20.0
 LARGE_WEIGHTS = (9000 * 8 * 2 + 40_000) * 4

@@ -31,14 +31,14 @@ from torch.utils.data import (
 
 from fallow.core.failures import Apart, Stranger
 from fallow.model import FallowError
-from fallow.worker import control
-from fallow.worker.group import Group
-from fallow.worker.ledger import Fed, Ledger, read_ledger
-from fallow.worker.position import Position
-from fallow.worker.run import Run, init
-from fallow.worker.scattered import Scattered
-from fallow.worker.together import Kind
-from fallow.worker.turn import Turn
+from fallow.worker.api.run import Run, init
+from fallow.worker.data.ledger import Fed, Ledger, read_ledger
+from fallow.worker.loop.position import Position
+from fallow.worker.loop.together import Kind
+from fallow.worker.loop.turn import Turn
+from fallow.worker.reduction import control
+from fallow.worker.reduction.scattered import Scattered
+from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)
 
@@ -297,8 +297,8 @@ def test_what_is_frozen_for_long_is_not_sent(reproducible: bool, monkeypatch: py
     monkeypatch.setattr(Group, "all_reduce", lambda _group, tensor: sent.append(tensor.numel()))
     monkeypatch.setattr(Scattered, "scatter", lambda scattered: sent.append(scattered.whole.numel()))
     for name in ("_FIRST_BYTES", "_LAST_BYTES", "BUCKET_BYTES"):
-        monkeypatch.setattr(f"fallow.worker.buckets.{name}", 4)  # a bucket for each parameter
-    monkeypatch.setattr("fallow.worker.idle.STEPS", 3)
+        monkeypatch.setattr(f"fallow.worker.reduction.buckets.{name}", 4)  # a bucket for each parameter
+    monkeypatch.setattr("fallow.worker.reduction.idle.STEPS", 3)
     run, model = world(), nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 8), global_batch=16, reproducible=reproducible)
@@ -1024,7 +1024,7 @@ def test_who_has_left_the_loop_over_epochs_too_is_in_the_call_that_it_has_left(m
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, loader = run.prepare(model, optimizer, DataLoader(points(), 4), global_batch=16)
     told: list[control.Cutting] = []
-    monkeypatch.setattr("fallow.worker.step.check_cuts", lambda cuts, mine: told.append(cuts[mine]) or "")
+    monkeypatch.setattr("fallow.worker.loop.step.check_cuts", lambda cuts, mine: told.append(cuts[mine]) or "")
     for epoch in run.epochs(3):
         for x, y in run.steps(loader, max_steps=math.inf):  # type: ignore[arg-type]
             F.mse_loss(model(x), y).backward()
@@ -1102,7 +1102,7 @@ def test_a_process_group_of_the_scripts_own_must_be_the_same_world(monkeypatch: 
     """Each rank of another one would have trained by itself, with no word of it."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "FALLOW_WORKER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("fallow.worker.run._install_ending", lambda _: None)
+    monkeypatch.setattr("fallow.worker.api.run._install_ending", lambda _: None)
     assert init().size == 1
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     with pytest.raises(FallowError, match="made this process rank 0 of 2, the environment says 0 of 1: leave init_pro"):

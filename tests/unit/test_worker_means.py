@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.model import FallowError
-from fallow.worker.group import Group
-from fallow.worker.means import Means
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.loop.means import Means
+from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)
 

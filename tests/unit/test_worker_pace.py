@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from fallow.core.shards import duties
 from fallow.core.shares import divide
-from fallow.worker import pace as pace_module
-from fallow.worker.group import Group
-from fallow.worker.loader import ElasticLoader
-from fallow.worker.pace import ENOUGH, Pace
-from fallow.worker.source import Key
+from fallow.worker.data.loader import ElasticLoader
+from fallow.worker.data.source import Key
+from fallow.worker.loop.loop import pace as pace_module
+from fallow.worker.loop.pace import ENOUGH, Pace
+from fallow.worker.transport.group import Group
 
 
 class Bodies:

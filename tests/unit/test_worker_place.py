@@ -9,9 +9,9 @@ import pytest
 
 from fallow.core.failures import Stranger
 from fallow.model import Exit, FallowError
-from fallow.worker.group import Group
-from fallow.worker.place import Place
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.loop.place import Place
+from fallow.worker.transport.group import Group
 
 
 class Script:

@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.worker import loader as module
-from fallow.worker import rng
-from fallow.worker.loader import ElasticLoader
-from fallow.worker.source import Key
+from fallow.worker.data import loader as module
+from fallow.worker.data import rng
+from fallow.worker.data.loader import ElasticLoader
+from fallow.worker.data.source import Key
 
 SHARDS, BATCH, STEPS = 4, 2, 6
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fallow.model import FallowError
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.transport.group import Group
 
 KINDS: dict[str, Callable[[], Any]] = {
     "torch": torch.Generator,

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.model import FallowError
-from fallow.worker.capture import backward_seen
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.reduction.capture import backward_seen
+from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)
 

@@ -29,8 +29,8 @@ from fallow.model import (
     Vote,
     Welcome,
 )
-from fallow.worker.progress import Progress
-from fallow.worker.session import HEAD_SILENT_S, Session
+from fallow.worker.session.progress import Progress
+from fallow.worker.session.session import HEAD_SILENT_S, Session
 
 
 class Wire:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fallow.worker import buckets, speakers
-from fallow.worker.arithmetic import Floating
-from fallow.worker.buckets import Buckets
-from fallow.worker.group import Group
-from fallow.worker.run import Run
-from fallow.worker.speakers import Speakers, chunks
+from fallow.worker.api.run import Run
+from fallow.worker.reduction import buckets, speakers
+from fallow.worker.reduction.arithmetic import Floating
+from fallow.worker.reduction.buckets import Buckets
+from fallow.worker.reduction.speakers import Speakers, chunks
+from fallow.worker.transport.group import Group
 
 torch.set_num_threads(1)
 

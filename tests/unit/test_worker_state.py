@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.worker.position import Position
-from fallow.worker.state import decode, digest, encode, fingerprint, room, tensors_in
+from fallow.worker.handover.state import decode, digest, encode, fingerprint, room, tensors_in
+from fallow.worker.loop.position import Position
 
 TREE = {
     "plain": [None, True, 1, -(2**70), 2.5, math.inf, "ü", b"\x00\xff"],

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fallow.model import FallowError
-from fallow.worker.group import Group
-from fallow.worker.run import Run
-from fallow.worker.source import Key, Reached
-from fallow.worker.stream_loader import StreamLoader, content_crc, copied
+from fallow.worker.api.run import Run
+from fallow.worker.data.source import Key, Reached
+from fallow.worker.data.stream_loader import StreamLoader, content_crc, copied
+from fallow.worker.transport.group import Group
 
 
 class Numbers(IterableDataset[tuple[int, float]]):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.worker.together import NOTHING_TOLD, Asking, Kind, conclude, told
+from fallow.worker.loop.together import NOTHING_TOLD, Asking, Kind, conclude, told
 
 
 def waits(number: int, kind: Kind, value: float = 0.0) -> Asking:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fallow.worker.checkpoint.manifest import EXTRA, Chunk, Extra, TensorInfo
 from fallow.worker.checkpoint.parts import Slice, Snapshot
-from fallow.worker.state import dtype_named
+from fallow.worker.handover.state import dtype_named
 
 
 class _Copies(SavePlanner):

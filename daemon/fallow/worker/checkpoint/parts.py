@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fallow.worker.checkpoint.manifest import TensorInfo
-from fallow.worker.extra_state import pack
-from fallow.worker.prepared import ModelNames
-from fallow.worker.state import TensorSpec, encode
+from fallow.worker.handover.extra_state import pack
+from fallow.worker.handover.state import TensorSpec, encode
+from fallow.worker.prepared.objects import ModelNames
 
 TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""

@@ -15,8 +15,8 @@ from fallow.files import open_private
 from fallow.model import Exit, FallowError
 from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
 from fallow.worker.checkpoint.parts import TREE
-from fallow.worker.extra_state import unpack
-from fallow.worker.state import Encoded, TensorSpec, decode, dtype_named
+from fallow.worker.handover.extra_state import unpack
+from fallow.worker.handover.state import Encoded, TensorSpec, decode, dtype_named
 
 _BLOCK = 64 << 20
 

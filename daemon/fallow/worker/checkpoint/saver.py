@@ -9,14 +9,14 @@ from pathlib import Path
 from fallow.core.saving import RETRY_S
 from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
-from fallow.worker import extra_state
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
-from fallow.worker.group import Group
-from fallow.worker.position import Position
-from fallow.worker.prepared import Prepared
-from fallow.worker.session import Session
-from fallow.worker.switch import export_state
+from fallow.worker.handover import extra_state
+from fallow.worker.handover.switch import export_state
+from fallow.worker.loop.position import Position
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.session.session import Session
+from fallow.worker.transport.group import Group
 
 _SIGN_S = 1.0
 """Signs of life while writing holds the training thread up: it does not hang."""

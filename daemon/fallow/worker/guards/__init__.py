@@ -1,0 +1,1 @@
+"""What a script must not do, and what it is told then."""
