@@ -29,7 +29,7 @@ def test_the_readme_names_every_command_and_every_key_of_a_script() -> None:
 
 def test_the_readme_names_all_that_a_script_can_ask_of_a_run() -> None:
     """Read from the source: torch is not needed for that."""
-    tree = ast.parse((ROOT / "daemon" / "fallow" / "worker" / "run.py").read_text())
+    tree = ast.parse((ROOT / "daemon" / "fallow" / "worker" / "api" / "run.py").read_text())
     (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
     names = [each.name for each in run.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
     assert {"prepare", "steps", "epochs"} <= set(names)
