@@ -351,7 +351,7 @@ class Run:
         session = self._session
         if self._released:
             return 0
-        # In which the script has done what comes after the loop. The end of a loop that it left by break may need another.
+        # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
         generation = self.generation
         if self._call is not None:
             self._call.close()  # it may be one that nobody has taken to its end
