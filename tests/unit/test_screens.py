@@ -169,7 +169,7 @@ def test_local_shows_what_the_script_said_harmlessly(
             return msgspec.structs.replace(hostile(RunReport), status=RunStatus.FAILED)
 
     monkeypatch.setattr(local_main, "Driver", Failed)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # it looks there for what earlier ones have left
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the logs of a failed run stay
     local_main.main(["true"], 1)
     local_main.main(["true"], 1, json=True)
     shown = "".join(capfd.readouterr())
