@@ -1,7 +1,8 @@
 """A small training in float64 for `test_local.py`, and ways to get it wrong.
 
-It takes 20 ms per step, so that a schedule has steps to happen at: the head hears of a step within 100 ms. In float64 the order of a sum moves the
-result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth activation, no kinks.
+It takes 20 ms per step, so that a schedule has steps to happen at: the head hears of a step within 100 ms. In float64
+the order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
+activation, no kinks.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site, s
 
 
 def test_a_node_that_is_killed_whole_costs_one_step(head: Head, site: Site) -> None:
-    training = head.submit("--nodes=1:3", steps=1000)
+    training = head.submit("--nodes=1:3", steps=1500)
     nodes = training.wait_members(3)
     training.wait_steps()
     lost = nodes[-1]
@@ -96,7 +96,8 @@ def test_a_node_that_is_killed_whole_costs_one_step(head: Head, site: Site) -> N
         training.wait_for("the node was ejected", lambda: len(training.member_nodes()) == 2)
         training.wait_steps()
     finally:
-        boot(site, lost)
+        site.boot(lost)
+    training.wait_members(3)
     report = training.finish()
     assert report["steps_discarded"] <= 1
     assert lost in " ".join(event["text"] for event in training.events("eject"))
@@ -157,9 +158,3 @@ def check_nothing_happened(training: Training, generation: int) -> None:
     report = training.finish()
     assert not training.events(*ALARMS)
     assert report["steps_discarded"] == 0
-
-
-def boot(site: Site, node: str) -> None:
-    """Boot a node that was killed, and wait until Slurm has it back."""
-    site.boot(node)
-    site.wait_for(f"{node} is back", lambda: "idle" in site.slurm("sinfo", "-h", "-n", node, "-o", "%T"), 60.0)
