@@ -59,7 +59,9 @@ def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_come
     assert [generation["first_step"] for generation in done.report["generations"]] == [0, 4]
 
 
-@pytest.mark.parametrize(("harm", "steps"), [("late", 12), ("late alone", 12), ("late break", 10)])
+@pytest.mark.parametrize(
+    ("harm", "steps"), [pytest.param("late", 12, marks=pytest.mark.soak), ("late alone", 12), ("late break", 10)]
+)
 def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box, harm: str, steps: int) -> None:
     done = train(box, harm, members=2)
     assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", steps)

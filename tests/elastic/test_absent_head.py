@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 
 import pytest
 from elastic_rig import Elastic, judge, send
@@ -16,21 +15,15 @@ LEASE_S = 1.5
 """Far less than the absences, which are longer than ZeroMQ keeps a silent connection (6 s), too."""
 
 
-def finished_steps(gates: Path) -> int:
-    """Steps that the main member has finished, as it writes down itself."""
-    times = gates / "times"
-    return len(times.read_text().split()) if times.exists() else 0
-
-
 async def stand_still(run: Elastic, pid: int, seconds: float) -> None:
     """Stop that process for so long; the members must train on meanwhile."""
-    before = finished_steps(run.gates)
+    before = run.steps_seen()
     send(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds)
     finally:
         send(pid, signal.SIGCONT)
-    assert finished_steps(run.gates) > before + 3, "nobody trained meanwhile"
+    assert run.steps_seen() > before + 3, "nobody trained meanwhile"
 
 
 @pytest.mark.parametrize("what", ["head", "store"])
