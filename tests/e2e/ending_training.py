@@ -4,7 +4,9 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and w2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
-are divided anew. `late`: it raises after the loop.
+are divided anew. `late`: it raises after the loop. `late alone`: likewise, while w1 has not heard yet that the loop is
+over. `late break`: likewise, and all have left the loop by break.
+`between`: the main member raises between the loops, while w1 has not heard yet that the first one is over.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
 loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
 `hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `linger`: so it does, and its
@@ -98,6 +100,23 @@ def fall_behind(run: Any, past: Path) -> None:
     run._gathered = gathered
 
 
+def hear_late(loops: int) -> None:
+    """w1 loses its group in the moment in which it would hear that so many loops are over; w0 has heard it."""
+    plain_ask, ends = loop.ask_all, []
+
+    def ask(group: Any, kind: Kind, value: float) -> float:
+        result = plain_ask(group, kind, value)
+        ends.append(kind)
+        if ends.count(Kind.END) != loops:
+            return result
+        deadline = time.monotonic() + 60
+        while group.broken is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        raise Interrupted("cut on purpose")
+
+    loop.ask_all = ask
+
+
 def divide_anew(after: int) -> None:
     """After so many steps w1 is found to be slow, as it may be by itself on a busy machine."""
     plain = Division.revised
@@ -121,6 +140,8 @@ def main() -> None:
     run = fallow.init()
     if args.harm == "links":
         harm(run)
+    if args.harm in ("late alone", "between") and WORKER == "w1":
+        hear_late(loops=1 if args.harm == "between" else 2)
     if args.harm == "break":
         divide_anew(after=4)
     if args.harm == "behind" and WORKER:
@@ -152,6 +173,9 @@ def main() -> None:
             break
     if args.harm == "behind":
         schedule.step(1e9)  # acts once, on w1 too, which has it done by the others when they give it their state
+    if args.harm == "between" and run.is_main:
+        (args.folder / f"between-{WORKER}").touch()
+        raise ValueError("the disk is full, say")
     told.append(run.mean(0.25 * (1 + run.rank)))
     for (x,) in run.steps(loader):
         loss = model(x).square().mean()
@@ -161,7 +185,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if args.harm == "last" and run.step == 9 and final:
+        if args.harm in ("last", "late break") and run.step == 9 and final:
             break
         mean = run.mean(loss)  # something has acted by now
         if run.final_shard:
@@ -172,7 +196,7 @@ def main() -> None:
         raise SystemExit(3 if run.is_main else 4)
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
-    if args.harm == "late" and run.is_main:
+    if args.harm.startswith("late") and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words))

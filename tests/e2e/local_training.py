@@ -1,7 +1,8 @@
 """A small training in float64 for `test_local.py`, and ways to get it wrong.
 
-It takes about 10 ms per step, so that a schedule has steps to happen at. In float64 the order of a sum moves the
-result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth activation, no kinks.
+It takes 20 ms per step, so that a schedule has steps to happen at: the head hears of a step within 100 ms. In float64
+the order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
+activation, no kinks.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
-    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
+    parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")

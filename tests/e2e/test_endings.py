@@ -59,12 +59,25 @@ def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_come
     assert [generation["first_step"] for generation in done.report["generations"]] == [0, 4]
 
 
-def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
-    done = train(box, "late", members=2)
-    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)
+@pytest.mark.parametrize(
+    ("harm", "steps"), [pytest.param("late", 12, marks=pytest.mark.soak), ("late alone", 12), ("late break", 10)]
+)
+def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box, harm: str, steps: int) -> None:
+    done = train(box, harm, members=2)
+    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", steps)
     assert "the main member w0" in done.report["message"]
     assert "ValueError: the disk is full, say" in done.report["message"]
     assert "raise ValueError" in done.report["traceback"]
+    told = json.loads((box.folder / "told-w1").read_text())
+    assert not told["main"], "what the main member had to do after the loop is done by nobody else"
+
+
+@pytest.mark.soak
+def test_after_an_exception_of_the_main_member_between_two_loops_nobody_does_again_what_it_did_there(box: Box) -> None:
+    done = train(box, "between", members=2).trained(12, 192)
+    assert [path.name for path in box.folder.glob("between-*")] == ["between-w0"]
+    assert "the disk is full, say" in done.report["generations"][1]["reason"]
+    assert json.loads((box.folder / "told-w1").read_text())["main"], "in the second loop it is the main member"
 
 
 @pytest.mark.parametrize(("harm", "code"), [("exit0", 0), pytest.param("exit3", 70, marks=pytest.mark.soak)])

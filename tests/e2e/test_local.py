@@ -553,7 +553,7 @@ def test_batches_that_do_not_fit(options: list[str], message: str, box: Box) -> 
 @pytest.mark.soak
 def test_drop_last_and_partial_steps(box: Box) -> None:
     """The arithmetic is tested without processes; these add a kill."""
-    done = box.tiny("--samples", "40", "--drop-last", "--steps", "30", members=2, schedule="kill:1@10")
+    done = box.tiny("--samples", "40", "--drop-last", "--pace", "0.1", steps=30, members=2, schedule="kill:1@10")
     done.trained(30, 30 * BATCH)
     assert done.members == [["w0", "w1"], ["w0"]]
 

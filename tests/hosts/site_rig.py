@@ -75,6 +75,7 @@ poll_interval_s = 1
 queries_per_min = 600
 [membership]
 beat_s = 0.2
+lease_s = 6
 release_margin_s = 10
 [checkpoint]
 interval_s = 0

@@ -30,6 +30,7 @@ from fallow.model import (
     Interrupt,
     Message,
     OthersFinished,
+    Outcome,
     Parts,
     Prepare,
     RunStatus,
@@ -436,7 +437,14 @@ def test_one_bad_node_is_found_whoever_it_is() -> None:
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = "ValueError at t.py:7") -> list:
+def fail(
+    m: Membership,
+    worker: str,
+    at: float,
+    step: int = 5,
+    signature: str = "ValueError at t.py:7",
+    outcome: Outcome | None = None,
+) -> list:
     return m.handle(
         ev.Said(
             at=at,
@@ -447,6 +455,7 @@ def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = 
                 signature=signature,
                 step=step,
                 traceback="Traceback: here",
+                outcome=outcome,
             ),
         )
     )
@@ -779,6 +788,16 @@ def test_but_what_the_main_member_had_to_do_after_the_loop_is_done_by_nobody_els
         f"the main member w0 (node n-w0) ended after the training, before its script had: {why}"
     )
     assert m.roster.traceback == ("" if killed else "Traceback: here")
+
+
+def test_those_who_go_on_without_a_member_that_failed_hear_what_it_had_gone_through_with_them() -> None:
+    """Whatever breaks before they do: what an earlier one knew is not forgotten, nor replaced by less."""
+    m = started("w0", "w1", "w2")
+    known = Outcome(generation=1, agreed=3, answer=0.5)
+    out = fail(m, "w0", 1, step=9, outcome=known)
+    out += fail(m, "w2", 2, step=9, signature="other", outcome=Outcome(generation=1, agreed=2, answer=0.0))
+    prepares = [i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare)]
+    assert [(prepare.generation, prepare.outcome) for prepare in prepares] == [(2, known), (2, known), (3, known)]
 
 
 @pytest.mark.parametrize("news_first", [True, False])

@@ -23,6 +23,7 @@ from fallow.model import (
     KvOp,
     KvReply,
     KvRequest,
+    Outcome,
     Peer,
     Prepare,
     ToWorker,
@@ -30,7 +31,7 @@ from fallow.model import (
     Welcome,
 )
 from fallow.worker.session.progress import Progress
-from fallow.worker.session.session import HEAD_SILENT_S, Session
+from fallow.worker.session.session import HEAD_SILENT_S, Answered, Session
 
 
 class Wire:
@@ -76,6 +77,29 @@ def test_a_member_is_held_until_it_takes_the_next_generation_and_no_longer() -> 
     taken = wire.session.await_commit(lambda: False)
     assert taken.prepare.generation == 2
     assert not wire.beat().held
+
+
+def test_who_hears_the_answer_of_a_member_that_is_gone_goes_on_with_it_and_takes_the_generation_later() -> None:
+    wire = Wire()
+    wire.session.progress.move(in_loop=False)
+    wire.session.hold(1, "a connection is lost")
+    prepare = Prepare(
+        term=1,
+        generation=2,
+        replaces=1,
+        members=[Peer(worker="w0", address="127.0.0.1")],
+        interrupt=True,
+        timeout_s=9,
+        outcome=Outcome(generation=1, agreed=3, answer=0.5),
+    )
+    wire.say(prepare)
+    assert wire.voted.wait(9), "it is committed before anybody looks"
+    with pytest.raises(Answered) as answered:
+        wire.session.await_commit(lambda: False, lambda announced: announced == prepare)
+    assert (answered.value.agreed, answered.value.answer) == (3, 0.5)
+    beat = wire.beat()
+    assert (beat.held, beat.doing) == (False, Doing.OUTSIDE)
+    assert wire.session.await_commit(lambda: False).prepare.generation == 2
 
 
 def test_a_beat_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

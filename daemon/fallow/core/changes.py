@@ -250,6 +250,7 @@ class Changes:
             interrupt=change.interrupt,
             timeout_s=max(0.1, change.deadline_at - at),
             checkpoints=[written.path for written in r.usable_checkpoints()],
+            outcome=r.outcome,
             rollback=r.rolling_back,
         )
 

@@ -14,7 +14,7 @@ from fallow.core.proposals import is_involved
 from fallow.core.roster import Failure, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
-from fallow.model import Exit, Failed, RunStatus, WorkerPhase
+from fallow.model import Exit, Failed, Outcome, RunStatus, WorkerPhase
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
@@ -53,9 +53,16 @@ class Losses:
         if failed.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
             return  # no failure of the script's, or one that counts when the process has ended
         worker.step = max(worker.step, failed.step)
+        self._keep_outcome(failed.outcome)
         signature = failed.signature or f"exit code {failed.code}"
         if not self._is_the_scripts(at, worker, FailureKind.EXCEPTION, signature, failed.message, failed.traceback):
             self._lose(at, [worker], failed.message, failed.code)
+
+    def _keep_outcome(self, outcome: Outcome | None) -> None:
+        """Those who still wait for it must not do again, as the main member, what is behind that exchange."""
+        known = self._roster.outcome
+        if outcome is not None and (known is None or _order(outcome) > _order(known)):
+            self._roster.outcome = outcome
 
     def gone(self, event: ev.WorkerGone) -> None:
         """A worker's process has ended, or nobody knows of it any more."""
@@ -218,3 +225,7 @@ class Losses:
         if r.generation == 0 and not others:
             r.traceback = next((w.traceback for w in r.workers.values() if w.traceback), "")
             self._changes.end(RunStatus.FAILED, r.message)
+
+
+def _order(outcome: Outcome) -> tuple[int, int]:
+    return outcome.generation, outcome.agreed

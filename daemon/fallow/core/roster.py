@@ -14,6 +14,7 @@ from fallow.model import (
     Checkpointed,
     Finished,
     GenerationReport,
+    Outcome,
     Parts,
     RollbackReport,
     RunStatus,
@@ -188,6 +189,8 @@ class Roster(msgspec.Struct, kw_only=True):
     steps_discarded: int = 0
     final: Finished | None = None
     "what the first member said whose script ended"
+    outcome: Outcome | None = None
+    "what the last member knew that failed: nobody else may have heard it"
     diverged: str = ""
     "members whose final states differ, in words; empty: they are the same"
     start_failures: int = 0

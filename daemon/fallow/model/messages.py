@@ -224,11 +224,23 @@ class CheckpointDamaged(Message, frozen=True, kw_only=True):
     reason: Prose
 
 
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a member knows of the exchanges outside of bodies: ends of loops, means and barriers."""
+
+    generation: Count
+    "in which the member computes"
+    agreed: Count
+    "how many of them are complete"
+    answer: float
+    "what the last of them gave"
+
+
 class Finished(Message, frozen=True, kw_only=True):
     """The user's script came to its end on a member, in order or by a SystemExit: `WorkerExit` tells its exit code."""
 
     worker: Id
     generation: Count
+    "in which the script came to its end"
     steps: Count
     digest: Name
     "SHA-256 over the model's state, names sorted"
@@ -255,6 +267,8 @@ class Failed(Message, frozen=True, kw_only=True):
     "type of the exception and the line of the script, the same wherever the same thing fails"
     step: Count = 0
     "finished steps"
+    outcome: Outcome | None = None
+    "None: it was in no generation"
 
 
 class KvOp(StrEnum):
@@ -355,6 +369,8 @@ class Prepare(Message, frozen=True, kw_only=True):
     timeout_s: float
     checkpoints: list[str] = []
     "usable ones, newest first; the first that can be read is loaded if nobody in this generation has the state"
+    outcome: Outcome | None = None
+    "of a member that has failed: who waits for it in the last of those exchanges has the answer, and goes on with it"
     rollback: bool = False
     "nobody has: whatever the members hold is dropped, and the newest checkpoint is loaded"
 

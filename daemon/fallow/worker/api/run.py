@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Welcome
+from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Outcome, Welcome
 from fallow.worker.api import fixed, process
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
@@ -352,6 +352,8 @@ class Run:
         session = self._session
         if self._released:
             return 0
+        # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
+        generation = self.generation
         if self._call is not None:
             self._call.close()  # it may be one that nobody has taken to its end
         try:
@@ -378,7 +380,7 @@ class Run:
         session.deliver(
             Finished(
                 worker=session.worker,
-                generation=self.generation,
+                generation=generation,
                 steps=at.step,
                 digest=state.digest([module.state_dict() for module in self._prepared.modules]),
                 loss=at.loss,
@@ -387,16 +389,20 @@ class Run:
                 agreed=self._place.agreed,
                 answer=self._place.answer,
             ),
-            # Nobody else has the result: a head that is away is waited for, as it would be in a broken generation.
-            self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S,
+            self._last_word_s(),
         )
         session.close()
         return None
 
+    def _last_word_s(self) -> float:
+        """Nobody else has the result: a head that is away is waited for, as it would be in a broken generation."""
+        return self._welcome.head_patience_s if self._welcome is not None else _DELIVERY_S
+
     def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
-        session = self._session
+        session, place = self._session, self._place
         if session is None or self._released:
             return
+        decides = place.joined and not self._gate.in_body and bool(self.is_main)
         self._released = True
         failed = Failed(
             worker=session.worker,
@@ -405,8 +411,11 @@ class Run:
             traceback=trace[-100_000:],
             signature=signature,
             step=session.progress.step,
+            outcome=Outcome(generation=self.generation, agreed=place.agreed, answer=place.answer)
+            if place.joined
+            else None,
         )
-        session.deliver(failed, _DELIVERY_S)
+        session.deliver(failed, self._last_word_s() if decides else _DELIVERY_S)
 
     def _advice(self, error: BaseException) -> str:
         if isinstance(error, ValueError) and any(words in str(error) for words in _NO_GROUP):

@@ -124,7 +124,7 @@ class Saver:
         while not self._writer.drain(max(0.0, min(_SIGN_S, until - time.monotonic()))):
             if time.monotonic() >= until:
                 return
-            progress.move(in_loop=progress.in_loop)
+            progress.move()
 
     def end(self) -> None:
         """The script is over: parts that others have not written by now are not worth a wait."""

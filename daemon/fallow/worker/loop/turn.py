@@ -22,7 +22,7 @@ from fallow.worker.handover.switch import exchange
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.together import Asking, Kind, told
 from fallow.worker.prepared.signature import signature
-from fallow.worker.session.session import OthersEnded
+from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Group, Interrupted
 from fallow.worker.transport.upcoming import Upcoming
 
@@ -170,7 +170,7 @@ class Turn:
             if member.saver is not None:
                 member.saver.lost()
         while True:
-            upcoming = session.await_commit(self._wait)
+            upcoming = session.await_commit(self._wait, self._answers)
             taken = time.monotonic()
             if upcoming.group is None:
                 self._leave(upcoming)
@@ -189,6 +189,17 @@ class Turn:
         if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position):
             self._depart()
         return member.follow()
+
+    def _answers(self, prepare: Prepare) -> bool:
+        """This member waits outside of bodies for what a member had heard that has failed since.
+
+        It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
+        member, and would do once more what the other one has begun to do.
+        """
+        member, outcome = self._member, prepare.outcome
+        if outcome is None or prepare.rollback or member.place.asking is None or not member.standing.holds:
+            return False
+        return outcome.generation == member.group.generation and outcome.agreed > member.place.agreed
 
     def _enter(self, group: Group, prepare: Prepare, parts: Parts) -> None:
         """First exchange of a generation, after which this worker computes in it."""
@@ -340,6 +351,9 @@ class Turn:
                     pass
                 try:
                     self._switch(planned=False)
+                except Answered as answered:
+                    place.agreed, place.answer = answered.agreed, answered.answer
+                    return True
                 except OthersEnded as ended:
                     if ended.agreed > place.agreed:
                         place.agreed, place.answer = ended.agreed, ended.answer

@@ -31,9 +31,10 @@ class Progress:
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
 
-    def move(self, *, in_loop: bool = True) -> None:
-        """The training thread gets on."""
-        self.in_loop, self.moved_at = in_loop, time.monotonic()
+    def move(self, *, in_loop: bool | None = None) -> None:
+        """The training thread gets on, in `run.steps` or outside of it; None: where it was."""
+        self.in_loop = self.in_loop if in_loop is None else in_loop
+        self.moved_at = time.monotonic()
 
     def doing(self, group: Group | None, awaiting_since: float | None) -> tuple[Doing, float]:
         """What the training thread is at, and for how many seconds without getting on.

@@ -31,6 +31,7 @@ from fallow.model import (
     Interrupt,
     KvReply,
     OthersFinished,
+    Outcome,
     Prepare,
     Refused,
     SaveCheckpoint,
@@ -401,18 +402,22 @@ class Session:
             self._unnoted[written.path] = written
         self.send(written)
 
-    def await_commit(self, meanwhile: Callable[[], bool]) -> Upcoming:
+    def await_commit(
+        self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool] = lambda _: False
+    ) -> Upcoming:
         """Wait until a newer generation is committed and its group stands, then make it the current one.
 
         Args:
             meanwhile: called again and again, at once where it returns True.
+            answers: True if a generation's announcement tells what this worker waits for.
 
         Raises:
+            Answered: it does; the generation is left for the next call.
             FallowError: the head was silent for its whole patience, or ended this worker.
         """
         self._awaiting_since = time.monotonic()
         try:
-            taken, old = self._take_committed(meanwhile)
+            taken, old = self._take_committed(meanwhile, answers)
         finally:
             self._awaiting_since = None
             self.progress.move()
@@ -420,13 +425,16 @@ class Session:
             self._retired.append(old)
         return taken
 
-    def _take_committed(self, meanwhile: Callable[[], bool]) -> tuple[Upcoming, Group | None]:
+    def _take_committed(
+        self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool]
+    ) -> tuple[Upcoming, Group | None]:
         assert self._welcome is not None
         busy = True
         with self._changed:
             waiting_since = time.monotonic()
             while not self.switch_committed:
                 self._raise_end()
+                self._raise_answer(answers)
                 silent = time.monotonic() - max(self._link.last_heard, waiting_since)
                 left = self._welcome.head_patience_s - silent
                 if left <= 0:
@@ -443,6 +451,7 @@ class Session:
                         busy = meanwhile()
                     finally:
                         self._changed.acquire()
+            self._raise_answer(answers)
             taken = self._next
             assert taken is not None
             self._next = None
@@ -459,6 +468,12 @@ class Session:
         """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
         while self._retired:
             reap(self._retired.pop())
+
+    def _raise_answer(self, answers: Callable[[Prepare], bool]) -> None:
+        prepare = None if self._next is None else self._next.prepare
+        if prepare is not None and prepare.outcome is not None and answers(prepare):
+            self._held, self.progress.held = None, False
+            raise Answered(prepare.outcome)
 
     def _raise_end(self) -> None:
         if isinstance(self._end, Dismiss):
@@ -496,6 +511,15 @@ class Dismissed(Exception):
         super().__init__(message.reason)
         self.code = message.code
         self.reason = message.reason
+
+
+class Answered(Exception):
+    """What this worker waits for was complete on a member that is gone."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("complete on a member that is gone")
+        self.agreed = outcome.agreed
+        self.answer = outcome.answer
 
 
 class OthersEnded(FallowError):
