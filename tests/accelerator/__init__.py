@@ -108,7 +108,10 @@ def reset() -> list[str]:
 
 
 def mark_garbage(tensor: torch.Tensor, why: str) -> None:
-    """Make every task an error that reads this memory before it is overwritten as a whole."""
+    """Make every task an error that reads this memory before it is overwritten as a whole.
+
+    For functions given to `enqueue`: it acts at once, not behind the tasks that are queued.
+    """
     _ops().mark_garbage(tensor, why)
 
 

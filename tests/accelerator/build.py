@@ -22,7 +22,7 @@ class Unavailable(Exception):
 
 
 def require() -> None:
-    """Build the device now. Where that is impossible the test is skipped, or fails if FALLOW_REQUIRE_ACCELERATOR is set."""
+    """Build the device now. Where that is impossible the test is skipped; with FALLOW_REQUIRE_ACCELERATOR it fails."""
     try:
         library()
     except Unavailable as error:

@@ -208,15 +208,11 @@ class Communicator(dist.ProcessGroup):
 
     def _finish(self, work: Work) -> None:
         """Wait for gloo, or for the end of the communicator: gloo's own abort unblocks nothing."""
-        future, changed = work.get_future(), self._changed
-
-        def notify(_: object) -> None:  # must not hold the communicator: gloo's thread cannot destroy gloo
-            with changed:
-                changed.notify_all()
-
-        future.add_done_callback(notify)
-        with changed:
-            changed.wait_for(lambda: future.done() or self._ended())
+        # No callback: gloo's thread would run it, and that thread must not want the GIL of a process that ends.
+        future, pause_s = work.get_future(), 1e-4
+        while not (future.done() or self._ended()):
+            self._pause(pause_s)
+            pause_s = min(1.5 * pause_s, 5e-3)
         if self._ended():
             raise _Ended
         future.value()
@@ -255,7 +251,7 @@ class _Channel:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
             options = BroadcastOptions()
             options.rootRank = root
-            for output, value in zip(taken, given, strict=True):
+            for output, value in zip(taken, given, strict=False):  # `given` is empty except on the root
                 output.copy_(value)
             self._owner._finish(self.gloo().broadcast(taken, options))
 
@@ -287,6 +283,8 @@ class _Channel:
         sources = [accelerator.host_view(tensor) for tensor in given]
         targets = [accelerator.host_view(tensor) for tensor in outputs]
         marks = [tensor.detach() for tensor in outputs]
+        for tensor in (*given, *outputs):
+            tensor.record_stream(self._stream)  # as NCCL, which keeps them until they are done with
 
         def task() -> None:
             try:
@@ -311,7 +309,7 @@ class _Channel:
             end = self._stream.record_event()
             future = torch.futures.Future(devices=[_DEVICE])
             future.set_result(list(outputs))  # done at once, as NCCL's: events say when the values are there
-        return _Work(end, future, (*given, *outputs))
+        return _Work(end, future)
 
     def _compare(self, fingerprint: str) -> None:
         """Raise RuntimeError unless all ranks have come to the same collective."""
@@ -325,15 +323,12 @@ class _Channel:
 
 
 class _Work(Work):
-    """Like NCCL's, it keeps the tensors until somebody waits."""
-
-    def __init__(self, end: torch.Event, future: torch.futures.Future[Any], tensors: Tensors) -> None:
+    def __init__(self, end: torch.Event, future: torch.futures.Future[Any]) -> None:
         super().__init__()
-        self._end, self._future, self._tensors = end, future, tensors
+        self._end, self._future = end, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.accelerator.current_stream().wait_event(self._end)
-        self._tensors = ()
         return True
 
     synchronize = wait

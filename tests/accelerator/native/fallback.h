@@ -214,8 +214,11 @@ class Call {
     }
   }
 
+  // Holds no tensor of the device: one that is freed while the kernel is queued must be seen to be.
   Kernel kernel() const {
-    return [op = op_, arguments = arguments_, operands = operands_, seed = seed_] {
+    auto plain = arguments_;
+    for (auto& argument : plain) argument = map_tensors(argument, [](const Tensor&) { return Tensor(); });
+    return [op = op_, arguments = std::move(plain), operands = operands_, seed = seed_] {
       std::vector<IValue> stack;
       size_t next = 0;
       for (size_t i = 0; i < arguments.size(); i++) {
