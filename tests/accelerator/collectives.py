@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
 import accelerator
 
 BACKEND = "fakenccl"
-_DEVICE = torch.device("fake:0")
+_DEVICE = torch.device("privateuseone:0")  # called `fake` once the device is loaded
 _FINGERPRINT_BYTES = 192
 
 delay_s = 0.0
@@ -66,7 +66,10 @@ class Communicator(dist.ProcessGroup):
         store: where the ranks find each other.
         rank: of this process.
         size: number of ranks.
-        timeout: a collective that takes longer fails.
+        timeout: a connection or a collective that takes longer fails.
+
+    Raises:
+        RuntimeError: the ranks do not find each other.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -81,6 +84,7 @@ class Communicator(dist.ProcessGroup):
         self._aborted = False
         self._error = ErrorType.SUCCESS
         self._world = _Channel(self, "world", self.stream, rank, size)
+        self._world.gloo()
         self._pairs: dict[int, _Channel] = {}
         _alive.add(self)
 
@@ -222,17 +226,18 @@ class _Channel:
     """Ranks that exchange in one order on one stream: all of a communicator, or two of them."""
 
     def __init__(self, owner: Communicator, name: str, stream: torch.Stream, rank: int, size: int) -> None:
-        self._owner, self._name, self._stream = owner, name, stream
+        self._owner, self._name, self._stream = weakref.ref(owner), name, stream
         self._rank, self._size = rank, size
         self._launched = 0
         self._gloo: ProcessGroupGloo | None = None
 
     def gloo(self) -> ProcessGroupGloo:
-        """Connects at the first use, on the stream's thread."""
+        """Connects at the first use: of all ranks when the communicator is made, of two on their stream's thread."""
         if self._gloo is None:
-            store = dist.PrefixStore(f"{BACKEND}/{self._name}", self._owner._store)
-            self._gloo = ProcessGroupGloo(store, self._rank, self._size, self._owner._timeout)
-            weakref.finalize(self._owner, _destroy, [self._gloo]).atexit = False
+            owner = self._owner()
+            store = dist.PrefixStore(f"{BACKEND}/{self._name}", owner._store)
+            self._gloo = ProcessGroupGloo(store, self._rank, self._size, owner._timeout)
+            weakref.finalize(owner, _destroy, [self._gloo]).atexit = False
         return self._gloo
 
     def sum(self, outputs: list[torch.Tensor], given: list[torch.Tensor], op: Any) -> None:
@@ -240,12 +245,12 @@ class _Channel:
         options.reduceOp = ReduceOp.SUM if op == ReduceOp.AVG else op
         for output, value in zip(outputs, given, strict=True):
             output.copy_(value)
-        self._owner._finish(self.gloo().allreduce(outputs, options))
+        self._owner()._finish(self.gloo().allreduce(outputs, options))
         for output in outputs if op == ReduceOp.AVG else ():
             output.div_(self._size)
 
     def gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
-        self._owner._finish(self.gloo().allgather([outputs], [given]))
+        self._owner()._finish(self.gloo().allgather([outputs], [given]))
 
     def broadcast(self, name: str, tensors: Tensors, root: int) -> Work:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
@@ -253,7 +258,7 @@ class _Channel:
             options.rootRank = root
             for output, value in zip(taken, given, strict=False):  # `given` is empty except on the root
                 output.copy_(value)
-            self._owner._finish(self.gloo().broadcast(taken, options))
+            self._owner()._finish(self.gloo().broadcast(taken, options))
 
         return self.launch(f"{name} root {root}", tensors if self._rank == root else (), tensors, exchange)
 
@@ -269,7 +274,7 @@ class _Channel:
             exchange: fills CPU tensors like `outputs` from CPU copies of `given`.
             compare_shapes: whether the ranks' shapes must be equal.
         """
-        owner = self._owner
+        owner = self._owner()
         for tensor in (*given, *outputs):
             if tensor.device.type != _DEVICE.type:
                 raise RuntimeError(f"{BACKEND}: {name}: tensors must be on the device, got one on {tensor.device}")

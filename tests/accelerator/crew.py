@@ -48,6 +48,8 @@ class Crew:
             self._processes[-1].start()
             self._pipes.append(pipe)
             other.close()
+        for pipe in self._pipes:
+            assert pipe.recv() == "ready"
 
     @property
     def alive(self) -> bool:
@@ -86,7 +88,7 @@ class Crew:
 
     def stop(self) -> list[int | None]:
         """End the processes in order. Returns their exit codes."""
-        for pipe in self._pipes:
+        for pipe in self._pipes if self.alive else ():
             pipe.send(None)
         for process in self._processes:
             process.join(30.0)
@@ -123,7 +125,9 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     accelerator.load()
+    (torch.ones(1, device="fake") + 1).item()  # torch loads what it needs for the first operator
     store = torch.distributed.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
+    pipe.send("ready")
     while (request := pipe.recv()) is not None:
         call, module, name, ranks, parameters = request
         body = inspect.unwrap(getattr(importlib.import_module(module), name))

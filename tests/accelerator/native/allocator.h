@@ -30,7 +30,7 @@ inline std::string reuse_freed_locked(Stream& stream) {
       if (a.stream != stream.id && a.number > stream.clock.of(a.stream) && !block->recorded.count(a.stream))
         race = "memory of stream " + std::to_string(stream.id) + " was freed and is reused while " + a.task +
             " on stream " + std::to_string(a.stream) + " may still use it (hold the tensor, or record_stream)";
-    if (poison)
+    if (poison && block->recorded.empty())  // else it is given out later
       push_locked(stream, "reuse", {{block, 0, block->size, false, true}},
           [block] { std::memset(block->data, 0xff, block->size); });
   }
