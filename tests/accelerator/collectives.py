@@ -172,21 +172,10 @@ class Communicator(dist.ProcessGroup):
         torch.accelerator.current_stream().synchronize()
         return work
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
-        return [self._allgather_base(*pair) for pair in zip(outputs, given, strict=True)][-1]
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
-        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, given, strict=True)][-1]
-
     # torch 2.13's names for them
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         return BACKEND

@@ -183,13 +183,14 @@ class OtherOrder(Training):
 
 
 class AbortedElsewhere(Training):
-    """The last member does not launch its last bucket; the others' communicators are aborted meanwhile."""
+    """One member is lost before its last bucket leaves; the other's communicator is aborted meanwhile."""
 
     def launch(self, bucket: Bucket) -> None:
         if not (self.member.rank and bucket is self.buckets[-1]):
             super().launch(bucket)
 
     def wait_for_sums(self) -> None:
+        assert not self.member.rank, "lost"
         super().wait_for_sums()
         threading.Timer(0.05, self.group.abort).start()
 

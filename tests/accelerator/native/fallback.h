@@ -219,17 +219,23 @@ class Call {
     auto plain = arguments_;
     for (auto& argument : plain) argument = map_tensors(argument, [](const Tensor&) { return Tensor(); });
     return [op = op_, arguments = std::move(plain), operands = operands_, seed = seed_] {
+      const auto& parameters = op.schema().arguments();
+      std::vector<std::pair<const Layout*, Tensor>> outputs;
       std::vector<IValue> stack;
       size_t next = 0;
       for (size_t i = 0; i < arguments.size(); i++) {
         stack.push_back(map_tensors(arguments[i], [&](const Tensor&) -> Tensor {
           const auto& operand = (*operands)[next++];
-          return operand.device ? operand.layout.on_host() : operand.host;
+          if (!operand.device) return operand.host;
+          if (!parameters[i].is_out()) return operand.layout.on_host();
+          outputs.emplace_back(&operand.layout, operand.layout.new_on_host());  // some kernels resize it on their way
+          return outputs.back().second;
         }));
         if (stack.back().isDevice()) stack.back() = c10::Device(c10::kCPU);
-        if (seed && op.schema().arguments()[i].name() == "generator") stack.back() = at::detail::createCPUGenerator(*seed);
+        if (seed && parameters[i].name() == "generator") stack.back() = at::detail::createCPUGenerator(*seed);
       }
       op.callBoxed(&stack);
+      for (auto& [layout, value] : outputs) layout->on_host().copy_(value);
       return stack;
     };
   }

@@ -28,10 +28,10 @@ struct Layout {
 
   // The same memory as a tensor of the CPU. For use inside tasks.
   Tensor on_host() const {
-    auto options = at::TensorOptions().dtype(dtype).device(c10::kCPU);
-    if (!block) return at::empty_strided(sizes, strides, options);
-    return at::from_blob(block->data + offset, sizes, strides, [kept = block](void*) {}, options);
+    if (!block) return new_on_host();
+    return at::from_blob(block->data + offset, sizes, strides, [kept = block](void*) {}, at::TensorOptions().dtype(dtype));
   }
+  Tensor new_on_host() const { return at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(c10::kCPU)); }
 };
 
 inline void add_use(std::vector<Use>& uses, const Tensor& tensor, bool reads, bool writes) {
@@ -110,11 +110,6 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   else if (on_device(to)) copy_to_device(from, to, non_blocking);
   else copy_to_host(from, to, non_blocking);
   return to;
-}
-
-inline Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  if (from.sizes() != to.sizes()) to.resize_(from.sizes());
-  return copy_from(from, to, false);
 }
 
 inline const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes, std::optional<c10::MemoryFormat>) {
