@@ -156,7 +156,7 @@ class Communicator(dist.ProcessGroup):
     ) -> Work:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
             gloo = self._world.gloo()
-            self._finish(gloo.alltoall_base(taken[0], given[0], output_counts, given_counts, AllToAllOptions()))
+            self._finish(lambda: gloo.alltoall_base(taken[0], given[0], output_counts, given_counts, AllToAllOptions()))
 
         return self._world.launch("all_to_all", [given], [output], exchange, compare_shapes=False)
 
@@ -172,10 +172,22 @@ class Communicator(dist.ProcessGroup):
         torch.accelerator.current_stream().synchronize()
         return work
 
-    # torch 2.13's names for them
+    # For torch's functional collectives, which DTensor uses.
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
+        return [self._allgather_base(*pair) for pair in zip(outputs, given, strict=True)][-1]
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
+        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, given, strict=True)][-1]
+
+    # torch 2.13's names.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         return BACKEND
@@ -199,10 +211,15 @@ class Communicator(dist.ProcessGroup):
         with self._changed:
             self._changed.wait_for(self._ended, seconds)
 
-    def _finish(self, work: Work) -> None:
-        """Wait for gloo, or for the end of the communicator: gloo's own abort unblocks nothing."""
+    def _finish(self, issue: Callable[[], Work]) -> None:
+        """Do something with gloo until it is complete or the communicator ends: gloo's own abort unblocks nothing.
+
+        Nothing is issued behind the end: a peer would take it for what it expects next, and gloo ends the process then.
+        """
+        if self._ended():
+            raise _Ended
         # No callback: gloo's thread would run it, and that thread must not want the GIL of a process that ends.
-        future, pause_s = work.get_future(), 1e-4
+        future, pause_s = issue().get_future(), 1e-4
         while not (future.done() or self._ended()):
             self._pause(pause_s)
             pause_s = min(1.5 * pause_s, 5e-3)
@@ -234,12 +251,12 @@ class _Channel:
         options.reduceOp = ReduceOp.SUM if op == ReduceOp.AVG else op
         for output, value in zip(outputs, given, strict=True):
             output.copy_(value)
-        self._owner()._finish(self.gloo().allreduce(outputs, options))
+        self._owner()._finish(lambda: self.gloo().allreduce(outputs, options))
         for output in outputs if op == ReduceOp.AVG else ():
             output.div_(self._size)
 
     def gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
-        self._owner()._finish(self.gloo().allgather([outputs], [given]))
+        self._owner()._finish(lambda: self.gloo().allgather([outputs], [given]))
 
     def broadcast(self, name: str, tensors: Tensors, root: int) -> Work:
         def exchange(given: list[torch.Tensor], taken: list[torch.Tensor]) -> None:
@@ -247,7 +264,7 @@ class _Channel:
             options.rootRank = root
             for output, value in zip(taken, given, strict=False):  # `given` is empty except on the root
                 output.copy_(value)
-            self._owner()._finish(self.gloo().broadcast(taken, options))
+            self._owner()._finish(lambda: self.gloo().broadcast(taken, options))
 
         return self.launch(f"{name} root {root}", tensors if self._rank == root else (), tensors, exchange)
 

@@ -193,7 +193,6 @@ def test_one_rank_fails_alone_and_says_so_only_when_asked(member: Member) -> Non
     meet(member, "launched")
     group.stream.synchronize()
     if member.rank == 0:
-        group.delay_s = 60.0
         group.allreduce([tensor]).wait()
         event = current().record_event()
         group.fail("the cable")

@@ -224,7 +224,7 @@ FAULTS: dict[type[Training], str] = {
     Reused: _RACE_WITH_SUM,
     Freed: r"was freed and is reused while aten::add on stream \d+ may still use it",
     OtherOrder: "ranks launched unlike collectives",
-    AbortedElsewhere: r"reads garbage of #2 all_reduce SUM \(aborted\)",
+    AbortedElsewhere: r"reads garbage of #[12] all_reduce SUM \(aborted\)",
     NoGuard: r"race: all_reduce on stream \d+ (reads|writes) what copy_ D2D on stream \d+ writes",
 }
 """Each fault, and the message that finds it."""
