@@ -145,6 +145,7 @@ class FakeHead:
                             lease_s=10,
                             head_patience_s=self.patience_s,
                             folder=str(self.folder),
+                            joins=bool(self.members),
                         ),
                     )
                 case Beat():

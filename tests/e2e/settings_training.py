@@ -46,9 +46,10 @@ def main() -> None:
         with torch.no_grad():
             model(inputs)  # it moves the statistics where they do not rest
             top.weight.mul_(0.9)
-        for batch, target in run.steps(loader):
-            time.sleep(args.pace)
-            F.mse_loss(model(batch), target).backward()
+        for update in run.updates(loader):
+            for batch, target in update:
+                time.sleep(args.pace)
+                F.mse_loss(model(batch), target).backward()
             optimizer.step()
             optimizer.zero_grad()
     if run.is_main:

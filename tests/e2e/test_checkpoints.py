@@ -96,6 +96,7 @@ def test_back_to_a_checkpoint_of_an_earlier_epoch_and_on(box: Box, plain: Callab
     assert (done.code, report["status"], report["steps"]) == (0, "finished", 240), done.stderr
     assert report["samples"] == {"consumed": expected_samples(240), "lost": 0, "duplicated": 0}
     assert [back["to_step"] for back in report["rolled_back"]] == [kept.step] * 2
+    assert report["steps_discarded"] == 0, "they went back in the middle of a step"
     for back in report["rolled_back"]:
         (first,) = [g for g in report["generations"] if g["generation"] == back["generation"]]
         assert (first["kind"], first["first_step"]) == ("start", kept.step)

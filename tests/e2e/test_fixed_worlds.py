@@ -26,11 +26,12 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, num_workers=2)
 model, optimizer, loader = run.prepare(model, optimizer, loader)
-for (x,) in run.steps(loader, epochs=10**6):
-    model(x).square().mean().backward()
+for update in run.updates(loader, epochs=10**6):
+    for (x,) in update:
+        model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(run.step, flush=True)
+    print(update.step, flush=True)
 """
 
 
@@ -70,8 +71,9 @@ model, optimizer = run.prepare(model, optimizer, reproducible=True)
 data = TensorDataset(torch.ones(16, 64))
 loaders = [run.prepare(DataLoader(data, batch_size), global_batch=8) for batch_size in (4, 4 >> run.rank)]
 for loader in loaders:
-    for (x,) in run.steps(loader):
-        model(x).square().mean().backward()
+    for update in run.updates(loader):
+        for (x,) in update:
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """

@@ -296,22 +296,19 @@ def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[...
     alone = plain(CASES_OF_MISUSE, "RESULT")
     done = box.fixed(2, CASES_OF_MISUSE, str(box.folder / "result.json"))
     assert done.code == 0, done.stderr
-    for fine in ("usual", "skips"):
-        assert done.result[fine] == pytest.approx(alone[fine], abs=1e-12)
-    for wrong, step in (("counts bodies", 1), ("is_main", 1), ("own rate", 1), ("own freezing", 1)):
-        assert done.result[wrong].startswith(f"at step {step}: the members' weights"), wrong
-    assert done.result["own evaluation"].startswith("at step 1: some prepared modules are in eval() on some")
+    for fine in ("usual", "skips", "left", "evaluation"):
+        assert done.result[fine] == pytest.approx(alone[fine], abs=1e-12), fine
+    assert done.result["stream"] == pytest.approx(done.result["usual"], abs=1e-12)
+    for wrong in ("counts bodies", "is_main", "own rate", "own freezing", "own evaluation"):
+        assert done.result[wrong].startswith("step 1: the members' "), wrong
+        assert "on all members: no `if` around it" in done.result[wrong], wrong
     assert isinstance(done.result["own weights"], list), "brought together"
     assert "this member's weights were not those of the others at step" in done.stderr
-    assert "changes with each body" in alone["own rate"]
-    assert done.result["stream"] == pytest.approx(done.result["usual"], abs=1e-12)
-    assert done.result["left"] == pytest.approx(alone["left"], abs=1e-12)
-    assert "step 2: 1 of 2 members left the run.steps loop" in done.result["left by one"]
+    assert "step 2: 1 of 2 members left the run.updates loop" in done.result["left by one"]
     assert "different places of the script: 1 in run.mean, 1 in run.barrier" in done.result["mean of one"]
-    assert done.result["evaluation"] == pytest.approx(alone["evaluation"], abs=1e-12)
-    assert "step 0: 1 bodies of this step have no part in a run.mean" in done.result["a mean more"]
-    for longer in ("one sample more", "two steps more", "one batch less", "another order"):
-        assert "checksum of the samples" in done.result[f"{longer} on rank 1"], longer
+    for longer in ("one sample more", "two steps more", "one batch less"):
+        assert "the dataset must be the same on every node" in done.result[f"{longer} on rank 1"], longer
+    assert "other samples than the step has" in done.result["another order on rank 1"]
 
 
 # ------------------------------------------------------------------------------------------------------------ faults
@@ -467,8 +464,8 @@ def test_an_exception_in_the_script_ends_the_run_with_its_traceback(box: Box) ->
 @pytest.mark.parametrize(
     ("early", "message"),
     [
-        ("return", "the script ended without reaching run.steps(); call fallow.init(), run.prepare(...) and loop"),
-        pytest.param("no-loop", "the script ended without reaching run.steps()", marks=pytest.mark.soak),
+        ("return", "the script ended without reaching run.updates(); call fallow.init(), run.prepare(...) and loop"),
+        pytest.param("no-loop", "the script ended without reaching run.updates()", marks=pytest.mark.soak),
         ("raise", "ended before its training loop: exited with 1 (RuntimeError: the data are not where they were)"),
         pytest.param("exit", "ended before its training loop: exited with 5", marks=pytest.mark.soak),
     ],
@@ -503,9 +500,10 @@ data = TensorDataset(torch.ones(64, 4))
 sizes = (4, 2 if os.environ["FALLOW_WORKER"] in ("w2", "w3") else 4)
 loaders = [run.prepare(DataLoader(data, size), global_batch=16) for size in sizes]
 for loader, steps in zip(loaders, (12, 40)):
-    for (x,) in run.steps(loader, epochs=10, max_steps=steps):
-        time.sleep(0.02)
-        model(x).square().mean().backward()
+    for update in run.updates(loader, epochs=10, max_steps=steps):
+        for (x,) in update:
+            time.sleep(0.02)
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -529,7 +527,7 @@ def test_first_members_that_differ_do_not_start(box: Box) -> None:
     done = box.tiny("--odd", "w1")
     assert done.code == Exit.SOFTWARE
     message = json.loads(done.stdout)["error"]["message"]
-    assert "1 of the first 2 members did not come to run.steps()" in message
+    assert "1 of the first 2 members did not come to run.updates()" in message
     assert "model.0.4.weight float64[4, 16]" in message
 
 
@@ -645,8 +643,9 @@ model = Halves()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.rand(64, 600))
 model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 4), global_batch=16, reproducible=True)
-for (x,) in run.steps(loader, epochs=10):
-    model(x).square().mean().backward()
+for update in run.updates(loader, epochs=10):
+    for (x,) in update:
+        model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

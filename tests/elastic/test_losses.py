@@ -194,7 +194,7 @@ async def test_h9_s4_a_newcomer_that_dies_before_it_could_vote_is_not_waited_for
     assert report.steps_discarded == 0
 
 
-@pytest.mark.parametrize("peer", ["silent", "late"])
+@pytest.mark.parametrize("peer", ["silent", "late", "half"])
 def test_h9_a_group_that_cannot_be_built_does_no_harm(peer: str) -> None:
     """Nothing of it may be left for gloo's own thread, which would end the process."""
     script = str(Path(__file__).parent / "failed_build.py")

@@ -244,8 +244,12 @@ def test_a_first_exchange_that_does_not_end_is_done_again_long_before_the_progre
     assert set(tells(out, Interrupt)) == {"w0", "w1", "w2"}
     change = m.roster.change
     assert change is not None
-    assert (change.members, change.interrupt) == (["w0", "w1", "w2"], True)
+    assert (change.members, change.interrupt) == (["w0", "w1"], True), "who has the state goes on"
     assert f"the first exchange of generation {broken} does not end" in change.reason
+    finish_change(m, at=12.5)
+    change = m.roster.change
+    assert change is not None
+    assert (change.members, change.interrupt) == (["w0", "w1", "w2"], False), "and w2 is taken in again"
     for worker, other in (("w1", "w2"), ("w2", "w1")):
         m.handle(
             ev.Said(
@@ -735,7 +739,7 @@ def test_a_script_that_ends_in_order_inside_of_the_loop_while_others_go_on_is_re
     finish_change(m, at=1)
     exits(m, "w1", 2, 0)
     assert m.roster.status is RunStatus.FAILED
-    assert "its script ended (exit code 0) inside of the run.steps loop while the others go on" in m.roster.message
+    assert "its script ended (exit code 0) inside of the run.updates loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("rebuilding", [False, True])
@@ -766,7 +770,7 @@ def test_a_deserter_is_waited_for_however_long_its_process_takes_to_end(rebuildi
         assert m.roster.change.members == ["w0", "w2"]
     else:
         assert m.roster.status is RunStatus.FAILED
-        assert "inside of the run.steps loop while the others go on" in m.roster.message
+        assert "inside of the run.updates loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("first", [True, False])

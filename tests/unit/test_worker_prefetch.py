@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.worker.data import loader as module
-from fallow.worker.data import rng
+from fallow.worker.data import prefetch, rng
 from fallow.worker.data.loader import ElasticLoader
 from fallow.worker.data.source import Key
 
@@ -73,7 +72,7 @@ def test_each_batch_that_is_wanted_comes_however_the_plans_change(
     first: list[int], steps: list[list[list[int]]], depth: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "DataLoader", Ahead)
+        patch.setattr(prefetch, "DataLoader", Ahead)
         loader, shards = elastic(depth), first
         for step, plans in enumerate([[], *steps]):
             for shards in plans:

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from fallow.model import (
     Abort,
     Beat,
@@ -29,6 +31,7 @@ from fallow.model import (
     ToWorker,
     Vote,
     Welcome,
+    WorkerReady,
 )
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import HEAD_SILENT_S, Answered, Session
@@ -100,6 +103,17 @@ def test_who_hears_the_answer_of_a_member_that_is_gone_goes_on_with_it_and_takes
     beat = wire.beat()
     assert (beat.held, beat.doing) == (False, Doing.OUTSIDE)
     assert wire.session.await_commit(lambda: False).prepare.generation == 2
+
+
+def test_groups_are_made_for_the_device_that_was_announced() -> None:
+    wire = Wire()
+    ready = WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1)
+    wire.session.announce(ready, torch.device("meta"))
+    members = [Peer(worker="w0", address="127.0.0.1")]
+    wire.say(Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=9))
+    group = wire.session.await_commit(lambda: False).group
+    assert group is not None
+    assert group.device == torch.device("meta")
 
 
 def test_a_beat_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

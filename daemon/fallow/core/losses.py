@@ -20,7 +20,7 @@ CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
 
 _DESERTED = (
-    "its script ended ({how}) inside of the run.steps loop while the others go on; all have to leave it in the "
+    "its script ended ({how}) inside of the run.updates loop while the others go on; all have to leave it in the "
     "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
 )
 
@@ -148,7 +148,7 @@ class Losses:
                 if name in change.left or change.active or code == Exit.OK:
                     change.left.add(name)
                     continue
-            elif change is not None and not change.committed and name not in r.members:
+            elif before is WorkerPhase.READY:
                 self._effects.record("eject", f"joiner {where} is gone: {reason}", worker=name)
                 burned.append(name)
                 continue
@@ -204,8 +204,8 @@ class Losses:
         what = f"worker {worker.worker} on node {worker.node} ended before its training loop: {reason}"
         if code == Exit.OK:
             what = (
-                f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.steps(); "
-                "call fallow.init(), run.prepare(...) and loop over run.steps(loader)"
+                f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.updates(); "
+                "call fallow.init(), run.prepare(...) and loop over run.updates(loader)"
             )
         elif _ENV in reason:
             what += (

@@ -15,7 +15,9 @@ from fallow.core.joining import other_bits
 from fallow.core.network import data_address
 from fallow.model import DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces
-from fallow.worker.transport.group import Group, build_group
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
 
 _TIMEOUT_S = 300.0
 
@@ -45,7 +47,11 @@ def world_from_environment() -> World:
     except ValueError:
         world = World(-1, 0)
     if not 0 <= world.rank < world.size:
-        raise FallowError(f"rank {pair[0]} of {pair[1]} in the environment makes no sense", Exit.USAGE)
+        raise FallowError(
+            f"rank {pair[0]} is not below the world size {pair[1]}: start the script with torchrun or srun, "
+            "or unset RANK and WORLD_SIZE",
+            Exit.USAGE,
+        )
     return world
 
 
@@ -68,14 +74,18 @@ def check_own_group(world: World) -> None:
         )
 
 
-def build_world(world: World) -> Group:
-    """The process group of a fixed world, met through MASTER_ADDR and MASTER_PORT.
+def build_world(world: World, device: torch.device = devices.HOST) -> Group:
+    """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        world: as the environment says.
+        device: of the tensors that the group will sum.
 
     Raises:
         FallowError: the ranks did not meet.
     """
     if world.size == 1:
-        return Group(0, 0, 1, None)
+        return Group(0, 0, 1, None, device)
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
     try:
@@ -87,7 +97,7 @@ def build_world(world: World) -> Group:
         ) from None
     towards = _own_address(os.environ["MASTER_ADDR"])
     address = data_address(interfaces(), towards, DataNetwork(), os.environ)
-    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
+    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S, device=device)
 
 
 def check_arithmetic(group: Group, lines: Sequence[str]) -> None:
@@ -101,15 +111,10 @@ def check_arithmetic(group: Group, lines: Sequence[str]) -> None:
         FallowError: a rank differs from rank 0, in words.
         Interrupted: a rank is gone.
     """
-    text = "\n".join(lines).encode()
-    lengths = group.all_gather(torch.tensor([len(text)]))
-    group.wait()
-    longest = max(int(length) for length in lengths)
-    if not longest:
+    texts = group.gather("\n".join(lines).encode())
+    if not any(texts):
         return
-    texts = group.all_gather(torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
-    group.wait()
-    first, *others = (row.numpy().tobytes().decode().strip().splitlines() for row in texts)
+    first, *others = (text.decode().splitlines() for text in texts)
     for rank, other in enumerate(others, start=1):
         problem = other_bits(first, other)
         if problem is not None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -13,35 +10,32 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Outcome, Welcome
-from fallow.worker.api import fixed, process
+from fallow.worker.api import fixed, process, short
+from fallow.worker.api.gate import Gate
+from fallow.worker.data.calls import Calls
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Source
 from fallow.worker.data.stream_loader import StreamLoader
+from fallow.worker.guards.script_checks import steps_seen
 from fallow.worker.handover import state
-from fallow.worker.loop.loop import Loop
+from fallow.worker.loop.generations import Released
+from fallow.worker.loop.meeting import EndedAlone
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.together import Kind
-from fallow.worker.loop.turn import SwitchedOut
-from fallow.worker.prepared.objects import Gate, Prepared
+from fallow.worker.loop.opening import Kind
+from fallow.worker.loop.update import Update
+from fallow.worker.loop.updates import Loop
+from fallow.worker.prepared.objects import Prepared
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.reduction.reducer import EndedAlone
-from fallow.worker.session.session import Dismissed, Session, connection
+from fallow.worker.session.session import Session, connection
 from fallow.worker.session.voice import IsMain
-from fallow.worker.transport.group import Group, Interrupted
+from fallow.worker.transport.group import Group
 
 _DELIVERY_S = 5.0
 """How long the end of a process waits for the head to have heard of it."""
 
 _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialized")
 """In what torch.distributed says where nobody has told it of a fixed world."""
-
-
-class Released(SystemExit):
-    """This worker has left the run at a step boundary; the process ends with code 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 class Run:
@@ -56,18 +50,19 @@ class Run:
     def __init__(self, session: Session | None, welcome: Welcome | None, group: Group | None) -> None:
         self._session = session
         self._welcome = welcome
+        self._prepared = Prepared()
         self._gate = Gate()
-        self._gate.between = self._between
-        self._prepared = Prepared(self._gate)
-        self._seed = welcome.seed if welcome is not None else 0
         self._max_workers = welcome.max_workers if welcome is not None else (group.size if group else 1)
-        self._member = Member(self._prepared, self._gate, self._seed, session, welcome, group)
+        seed = welcome.seed if welcome is not None else 0
+        self._member = Member(self._prepared, seed, session, welcome, group)
         self._place = self._member.place
-        self._loop = Loop(self._member)
-        self._released = False
+        self._on_resize: list[Callable[[], None]] = []
+        self._loop = Loop(self._member, self._on_resize)
+        self._generations = self._loop.generations
         self._is_main = IsMain(self._speaks)
-        self._call: Generator[Any, None, None] | None = None
-        "the run.steps call at work, or the last one"
+        self._call: Generator[Update, None, None] | None = None
+        "the run.updates call at work, or the last one"
+        steps_seen(self._prepared, self._loop.check_step)
 
     # ------------------------------------------------------------------------------------------------ preparing
 
@@ -88,13 +83,13 @@ class Run:
 
         Returns:
             The objects in the same order (a single one by itself): the same ones, except that a DataLoader is
-            replaced by an elastic one for `steps`.
+            replaced by an elastic one for `updates`.
 
         Raises:
             FallowError: an object cannot be prepared; the text says what to write instead.
         """
         if self._place.calls:
-            raise FallowError("prepare everything before the first run.steps: members must agree on the state")
+            raise FallowError("prepare everything before the first run.updates: members must agree on the state")
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
         done = [self._prepare_one(thing, global_batch) for thing in objects]
@@ -107,64 +102,78 @@ class Run:
         check_loader(thing)
         assert thing.batch_size is not None
         kind = StreamLoader if isinstance(thing.dataset, IterableDataset) else ElasticLoader
-        made = kind(thing, self._seed, global_batch or thing.batch_size * self._max_workers)
+        made = kind(thing, self._member.seed, global_batch or thing.batch_size * self._max_workers)
         made.generators = self._prepared.generators
         return made
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Generator[Any, None, None]:
-        """Batches of this member's shards; the only place where the membership changes.
+    def updates(
+        self,
+        source: Source | Callable[[], Any],
+        *,
+        shards: int = 1,
+        epochs: int = 1,
+        max_steps: int | None = None,
+    ) -> Generator[Update, None, None]:
+        """Optimizer steps of the whole global batch; between them is the only place where the membership changes.
+
+            for update in run.updates(loader):
+                for batch in update:
+                    loss_fn(model(batch)).backward()
+                optimizer.step(); optimizer.zero_grad()
+
+        What stands inside the inner loop runs once for each of this member's shards, and again if a member is lost:
+        it must be a function of `update.step` and the batch. What stands behind it runs once per step on every member.
 
         Args:
-            loader: a DataLoader that went through `prepare`.
+            source: a DataLoader that went through `prepare`, or a function that gives a batch (as nanoGPT's
+                `get_batch`), which is called with torch's, numpy's and `random`'s generators seeded for the shard.
+            shards: of such a function: batches of one step, whoever computes them.
             epochs: passes over the data, or over the stream.
-            max_steps: end after so many optimizer steps of this call, if that comes first.
+            max_steps: end after so many steps of this call, if that comes first.
 
         Raises:
             Released: this worker leaves the run (ends the process with code 0).
-            FallowError: the members disagree, or the head is gone for good.
+            FallowError: the members disagree, or the head is gone for good; the script does what cannot be right.
         """
-        if not isinstance(loader, Source):
-            raise FallowError(
-                "run.steps wants the DataLoader that run.prepare returned: loader = run.prepare(loader)", Exit.DATA
-            )
-        body = self._call = self._loop.steps(loader, epochs, max_steps)
+        call = self._call = self._loop.updates(self._as_source(source, shards), epochs, max_steps)
         try:
-            with self._released_by_head():
-                yield from body
+            yield from call
         finally:
-            body.close()
+            call.close()
 
-    @contextlib.contextmanager
-    def _released_by_head(self) -> Iterator[None]:
-        """What the head decides about this worker, in the words of the script's side."""
-        try:
-            yield
-        except SwitchedOut:
-            self._released = True
-            raise Released from None
-        except Dismissed as dismissed:
-            self._released = True
-            if dismissed.code == 0:
-                raise Released from None
-            raise FallowError(dismissed.reason, _code(dismissed.code)) from None
+    def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Iterator[Any]:
+        """Batches of this member's shards, for bodies of one backward with `optimizer.step()` behind it.
+
+        Prepared optimizers, schedulers, scalers and averages act in a step's last body on this member only. What this
+        cannot do it refuses; `updates` can.
+
+        Args:
+            loader: a DataLoader that went through `prepare`.
+            epochs: as for `updates`.
+            max_steps: likewise.
+
+        Raises:
+            Released: this worker leaves the run (ends the process with code 0).
+            FallowError: as for `updates`; or a body needs the loop in two levels.
+        """
+        return short.steps(self._loop, self._gate, lambda: self.updates(loader, epochs=epochs, max_steps=max_steps))
+
+    def _as_source(self, source: Source | Callable[[], Any], shards: int) -> Source:
+        if isinstance(source, Source):
+            return source
+        if isinstance(source, DataLoader) or not callable(source):
+            raise FallowError(
+                "run.updates wants the DataLoader that run.prepare returned, loader = run.prepare(loader), or a "
+                "function that gives a batch",
+                Exit.DATA,
+            )
+        return Calls(source, shards)
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        return self._place.epochs(n, self._epoch_hint, self._end_call)
-
-    def _end_call(self) -> None:
-        with self._released_by_head():
-            self._loop.end_call()
-
-    def _between(self) -> None:
-        """Something acts behind a loop that was left by a break: who is a step behind must get the state without that.
-
-        An exception on its way waits for nobody.
-        """
-        if self._loop.left and sys.exc_info()[0] is None:
-            self._end_call()
+        return self._place.epochs(n, self._epoch_hint, self._loop.end_call)
 
     def _epoch_hint(self) -> int:
         return 0 if self._welcome is None else self._welcome.epoch
@@ -188,8 +197,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps since the run began: in a body, the number (0-based) of the step at work."""
-        return self._place.position.step
+        """Finished optimizer steps since the run began: in an update, its number (0-based)."""
+        return self._loop.step
 
     @property
     def epoch(self) -> int:
@@ -210,126 +219,44 @@ class Run:
         return self._is_main
 
     def _speaks(self) -> bool:
-        if self._released or self._loop.step.rehearsing:
+        if self._generations.released or self._loop.rehearsing:
             return False
         if self._session is None or self._place.joined:
             return self._member.group.rank == 0
         return self._session.is_main
 
     @property
-    def final_shard(self) -> bool:
-        """True in the last body of a step on this member: gradients are there after backward, steps act.
-
-        After a backward it is False if the step is void and will be done again: a member was lost in it, say. Then
-        there are no gradients either.
-        """
-        return self._loop.step.final_shard and not self._member.reducer.interrupted
-
-    def phase(self, name: str) -> bool:
-        """For steps in which one part has to see the optimizer steps of the part before it, as in a GAN.
-
-            for real in run.steps(loader):
-                if run.phase("discriminator"):
-                    ...; loss.backward(); opt_d.step(); opt_d.zero_grad()
-                if run.phase("generator"):
-                    ...; loss.backward(); opt_g.step(); opt_g.zero_grad()
-
-        All shards of a step go through the first phase, then through the next one, with the same batches. Code outside
-        the `if`s runs once in each phase, from the same random numbers; `run.final_shard` and `run.mean` are per phase.
-
-        Args:
-            name: of the phase; every body asks for the same names in the same order.
-
-        Returns:
-            True if the body at work has to do this phase.
-
-        Raises:
-            FallowError: outside a body, out of order, or a backward is outside of the phases.
-        """
-        return self._loop.step.phases.ask(name)
+    def rehearsing(self) -> bool:
+        """A newcomer's first update, on throw-away state: for what must not happen twice outside of the run."""
+        return self._loop.rehearsing
 
     @property
     def seed(self) -> int:
         """The run's seed: the same on all members and for the life of the run."""
-        return self._seed
+        return self._member.seed
 
     # ------------------------------------------------------------------------------------------------ together
 
     def log(self, **scalars: float) -> None:
-        """Show figures in `fallow status` and the monitor; counts in the final body on the main member."""
-        if self._session is None or not self.is_main or (self._gate.in_body and not self._loop.step.final_shard):
+        """Show figures in `fallow status` and the monitor; those of the main member count."""
+        if self._session is None or not self.is_main:
             return
         known = self._session.progress.scalars
         self._session.progress.scalars = {**known, **{name: float(value) for name, value in scalars.items()}}
 
     def mean(self, x: float | torch.Tensor) -> float:
-        """The step's mean of a metric over all samples.
+        """The plain mean of the members' values: of an evaluation that each does a part of, say.
 
-        In a void body: this member's part so far. In the final body (all members must call it there): the sum of
-        weight x value over all shards of the step; a body that was left out (`continue`) counts as 0. Asked for in
-        final bodies only, as after an evaluation, and outside `steps`: the plain mean over the members.
-
-        If a member dies in the middle of it, the step is done again; after something has acted in this body, such as
-        an optimizer's step, it is NaN on all members that are left, or the value with the state of those who have it.
+        All members call it, outside of inner loops. Whoever is lost meanwhile does not count.
 
         Raises:
-            FallowError: some bodies have asked for it and others not.
+            FallowError: inside an inner loop (`update.note` is for that), or the members are at different places.
         """
-        step = self._loop.step
-        value = float(x.detach() if isinstance(x, torch.Tensor) else x)
-        if step.rehearsing:
-            return value
-        if not self._gate.in_body:
-            with self._released_by_head():
-                return self._loop.together(Kind.MEAN, value)
-        slot = step.means.note(step.shard, step.weight * value if step.weight else None)
-        return self._in_final(slot, value) if self._loop.step.final_shard else value
+        return self._loop.together(Kind.MEAN, float(x.detach() if isinstance(x, torch.Tensor) else x))
 
     def barrier(self) -> None:
-        """Wait for all members; in a void body it does nothing."""
-        if self._loop.step.rehearsing:
-            return
-        if not self._gate.in_body:
-            with self._released_by_head():
-                self._loop.together(Kind.BARRIER, 0.0)
-        elif self._loop.step.final_shard:
-            self._in_final(None, 0.0)
-
-    def _in_final(self, slot: int | None, value: float) -> float:
-        """A call in the final body: `slot` says which mean of the body it is, None that it is a barrier."""
-        step = self._loop.step
-        if step.means.unanswered:
-            told = self._gathered(step.means.tell(slot, value, step.shards, trains=step.trains))
-            if told is not None:
-                try:
-                    step.means.answer(told)
-                except FallowError as error:
-                    raise self._gate.refuse(f"step {self.step}: {error.message}") from None
-            elif self._gate.acted:
-                self._place.doubtful = True
-            else:
-                step.void()
-        result = step.means.result()
-        if result is not None:
-            return result
-        # The body is void, or nobody may have a value of his own from here on.
-        return math.nan if self._place.doubtful else value
-
-    def _gathered(self, cells: torch.Tensor) -> list[torch.Tensor] | None:
-        # All parts, for an exact sum: who computed which shard does not show in the last bit. Gathered, not reduced:
-        # if others are in the step's reduction by mistake, gloo takes neither for a part of the other.
-        progress = self._session.progress if self._session is not None else None
-        if progress is not None:
-            progress.in_mean = True
-        try:
-            told = self._member.group.all_gather(cells)
-            self._member.group.wait()
-        except Interrupted:
-            return None
-        finally:
-            if progress is not None:
-                progress.in_mean = False
-        return told
+        """Wait for all members, outside of inner loops."""
+        self._loop.together(Kind.BARRIER, 0.0)
 
     def checkpoint(self) -> None:
         """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.
@@ -337,12 +264,12 @@ class Run:
         While the one before is being written, the next step that can take it does. Without a head there is no folder
         of the run: nothing happens.
         """
-        if self._member.saver is not None and not self._loop.step.rehearsing:
+        if self._member.saver is not None and not self._loop.rehearsing:
             self._member.saver.asked = True
 
     def on_resize(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Decorator: call this after each change of the membership, before the next step."""
-        self._member.on_resize.append(callback)
+        self._on_resize.append(callback)
         return callback
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -350,15 +277,14 @@ class Run:
     def _finished(self) -> int | None:
         """The script has ended; returns the exit code of who has left the run, None: the script's own."""
         session = self._session
-        if self._released:
+        if self._generations.released:
             return 0
         # In which the script did what comes after the loop. The end of a loop that it left by break may need another.
         generation = self.generation
         if self._call is not None:
             self._call.close()  # it may be one that nobody has taken to its end
         try:
-            with self._released_by_head():
-                self._loop.end_call(script=True)
+            self._loop.end_call(script=True)
             if self._place.astray:
                 raise self._place.stranger()
         except Released:
@@ -386,8 +312,8 @@ class Run:
                 loss=at.loss,
                 samples=at.samples,
                 repeated=self._prepared.arithmetic.repeated,
-                agreed=self._place.agreed,
-                answer=self._place.answer,
+                agreed=at.op,
+                answer=self._loop.answer,
             ),
             self._last_word_s(),
         )
@@ -400,10 +326,11 @@ class Run:
 
     def _failed(self, code: int, message: str, trace: str, signature: str) -> None:
         session, place = self._session, self._place
-        if session is None or self._released:
+        if session is None or self._generations.released:
             return
-        decides = place.joined and not self._gate.in_body and bool(self.is_main)
-        self._released = True
+        update = self._loop.update
+        decides = place.joined and (update is None or update.open is None) and bool(self.is_main)
+        self._generations.released = True
         failed = Failed(
             worker=session.worker,
             code=code,
@@ -411,7 +338,7 @@ class Run:
             traceback=trace[-100_000:],
             signature=signature,
             step=session.progress.step,
-            outcome=Outcome(generation=self.generation, agreed=place.agreed, answer=place.answer)
+            outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=self._loop.answer)
             if place.joined
             else None,
         )
@@ -426,13 +353,7 @@ class Run:
             )
         if isinstance(error, AttributeError) and (advice := self._advice_on(error.name, error.obj)):
             return advice
-        missing = isinstance(error, (AttributeError, TypeError)) and "NoneType" in str(error)
-        if not missing or not self._loop.step.left_void:
-            return ""
-        return (
-            "If that is a gradient: in a body that is not the step's last one on this member parameters have none "
-            "(.grad is None); look at them under `if run.final_shard:`"
-        )
+        return ""
 
     def _advice_on(self, name: str | None, thing: Any) -> str:
         """What scripts for other runtimes ask of a model or a loader."""
@@ -453,13 +374,6 @@ class Run:
         if group.broken is None:
             group.destroy()  # nothing is pending in it, and gloo ends badly if the interpreter goes first
         return group.abandoned
-
-
-def _code(code: int) -> Exit:
-    try:
-        return Exit(code)
-    except ValueError:
-        return Exit.SOFTWARE
 
 
 def init() -> Run:

@@ -1,8 +1,7 @@
-"""The elastic loader: any shard of any step of any epoch, fetched as the user's DataLoader would.
+"""The elastic loader: any shard of any step of any epoch, fetched as the script's own DataLoader would.
 
-Which samples a shard holds is a function of (seed, epoch) and the fixed layout. What the membership changes is only
-which shards this process asks for. With `num_workers` the batches are prefetched along the current plan; after a change
-of plan those that are still wanted are used and the others thrown away.
+Which samples a shard has is a function of (seed, epoch) and the fixed layout. The membership decides only which shards
+this process asks for. With `num_workers`, loader processes load ahead (see `prefetch`).
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -26,112 +25,12 @@ from torch.utils.data import (
 from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
+from fallow.worker.data.prefetch import Prefetcher, Request, samples_of
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 
-class ElasticLoader(Source):
-    """A loader over a data set whose samples have numbers.
-
-    Args:
-        source: the user's loader; its dataset, sampler, collate function and worker settings are used.
-        seed: the run's seed.
-        global_batch: samples in a step; a multiple of the batch size.
-    """
-
-    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
-        super().__init__(source, seed, global_batch)
-        self._prefetch: _Prefetcher | None = None
-        first = self._ordered(0)
-        if not type(source.sampler).__module__.startswith("torch.") and self._ordered(0) != first:
-            raise FallowError(
-                f"prepare: the sampler {type(source.sampler).__name__} gives another order each time it is iterated, "
-                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, or give "
-                "it a set_epoch(epoch) from which the order follows",
-                Exit.DATA,
-            )
-        self._cached = {0: first}
-        self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)
-        self.steps = self.layout.steps
-
-    def __len__(self) -> int:
-        """Optimizer steps in one epoch."""
-        return self.layout.steps
-
-    def order(self, epoch: int) -> array[int]:
-        """Sample numbers of an epoch, in order: the same on every member and for every membership.
-
-        Raises:
-            FallowError: they are not as many as in the first epoch.
-        """
-        if epoch not in self._cached:
-            order = self._ordered(epoch)
-            if len(order) != self.layout.length:
-                raise FallowError(
-                    f"the sampler {type(self.source.sampler).__name__} gives {len(order)} samples in epoch {epoch} and "
-                    f"gave {self.layout.length} in the first one: every epoch must have the same number of them; "
-                    "repeat some, or leave some out",
-                    Exit.DATA,
-                )
-            # Two, because prefetching looks into the next epoch.
-            for old in sorted(self._cached)[:-1]:
-                del self._cached[old]
-            self._cached[epoch] = order
-        return self._cached[epoch]
-
-    def _ordered(self, epoch: int) -> array[int]:
-        return array("q", _order(self.source, epoch, mix(self._seed, "order", epoch)))
-
-    def indices(self, key: Key) -> list[int]:
-        """Sample numbers of one shard."""
-        first, end = self.layout.bounds(key.step, key.shard)
-        return self.order(key.epoch)[first:end].tolist()
-
-    def cut(self, epoch: int, step: int) -> Cut:
-        """The shards of a step of an epoch."""
-        shards = range(self.layout.shards_in(step))
-        bounds = [self.layout.bounds(step, shard) for shard in shards]
-        order = memoryview(self.order(epoch))
-        return Cut(
-            tuple(end - first for first, end in bounds),
-            tuple(shard_crc(epoch, step, shard, order[slice(*bounds[shard])]) for shard in shards),
-            step + 1 == self.layout.steps,
-        )
-
-    def replan(self, at: Key, duties: Duties) -> None:
-        """Tell the prefetching processes what this member will want from `at` on."""
-        if self._prefetch is not None:
-            self._prefetch.replan(at, duties)
-
-    def example(self, members: Callable[[], Reached]) -> Any:
-        """The first shard of all."""
-        return self.fetch(Key(0, 0, 0), lambda shards: [0])
-
-    def fetch(self, key: Key, duties: Duties) -> Any:
-        """One batch, collated (and pinned) as the user's loader does it."""
-        if self.source.num_workers:
-            if self._prefetch is None:
-                self._prefetch = _Prefetcher(self, key, duties)
-            self.load_s, batch = self._prefetch.take(key)
-            return batch
-        began = time.monotonic()
-        rng.seed_everything(self.data_seed(key), self.generators)
-        batch = self.source.collate_fn(_samples(self.dataset, self.indices(key)))
-        if self.source.pin_memory and torch.cuda.is_available():
-            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
-        self.load_s = time.monotonic() - began
-        return batch
-
-    def data_seed(self, key: Key) -> int:
-        """Seed for the dataset's own random numbers (augmentation) in one shard."""
-        return mix(self._seed, "data", *key)
-
-    def close(self) -> None:
-        """Stop prefetching processes, if any."""
-        self._prefetch = None
-
-
 def check_loader(loader: DataLoader[Any]) -> None:
-    """Refuse what cannot be cut into shards.
+    """Refuse a loader that cannot be cut into shards.
 
     Raises:
         FallowError: the text names the feature and what to write instead.
@@ -150,152 +49,124 @@ def check_loader(loader: DataLoader[Any]) -> None:
         raise FallowError(f"prepare: this DataLoader cannot be made elastic: {advice}", Exit.DATA)
 
 
-def _order(loader: DataLoader[Any], epoch: int, seed: int) -> list[int]:
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return list(range(len(sampler)))
-    generator = torch.Generator().manual_seed(seed)
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        size = len(sampler.data_source)
-        if sampler.num_samples == size:
-            return list(torch.randperm(size, generator=generator).tolist())
-    its = getattr(sampler, "generator", None)
-    own = its if isinstance(its, torch.Generator) else generator
-    before = own.get_state()
-    set_epoch = getattr(sampler, "set_epoch", None)
-    with rng.kept():
-        rng.seed_everything(seed)
-        own.manual_seed(seed)
-        if callable(set_epoch):
-            set_epoch(epoch)  # the script's call, if there is one, may come after prefetching has begun
-        order = [int(index) for index in sampler]
-    own.set_state(before)
-    return order
+class ElasticLoader(Source):
+    """A loader over a data set whose samples have numbers.
 
+    Args:
+        source: the script's loader; its dataset, sampler, collate function and worker settings are used.
+        seed: the run's seed.
+        global_batch: samples in a step; a multiple of the batch size.
 
-def _samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    if callable(getattr(dataset, "__getitems__", None)):
-        return list(dataset.__getitems__(list(indices)))
-    return [dataset[index] for index in indices]
+    Raises:
+        FallowError: the sampler's order is not a function of the epoch, or the sizes do not fit.
+    """
 
+    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
+        assert source.batch_size is not None
+        super().__init__(source.batch_size, global_batch)
+        self.source, self.dataset = source, source.dataset
+        self.processes = source.num_workers
+        self._seed = seed
+        self._prefetch: Prefetcher | None = None
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
+        first = self._order(0)
+        if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
+            raise FallowError(
+                f"prepare: the sampler {type(source.sampler).__name__} gives another order each time it is iterated, "
+                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, or give "
+                "it a set_epoch(epoch) from which the order follows",
+                Exit.DATA,
+            )
+        self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)
+        self.steps = self.layout.steps
 
-# -------------------------------------------------------------------------------------------------- prefetching
+    def __len__(self) -> int:
+        """Return the optimizer steps in one epoch."""
+        return self.layout.steps
 
+    def order(self, epoch: int) -> array[int]:
+        """Return the sample numbers of an epoch, in order: the same on every member and for every membership.
 
-class _Tagged(NamedTuple):
-    key: tuple[int, ...]
-    began: float
-    samples: list[Any]
+        Raises:
+            FallowError: they are not as many as in the first epoch.
+        """
+        order = self._order(epoch)
+        if len(order) != self.layout.length:
+            raise FallowError(
+                f"the sampler {type(self.source.sampler).__name__} gives {len(order)} samples in epoch {epoch} and "
+                f"gave {self.layout.length} in the first one: every epoch must have the same number of them; "
+                "repeat some, or leave some out",
+                Exit.DATA,
+            )
+        return order
 
+    def indices(self, key: Key) -> list[int]:
+        """Return the sample numbers of one shard."""
+        first, end = self.layout.bounds(key.step, key.shard)
+        return self.order(key.epoch)[first:end].tolist()
 
-class _TaggedDataset(torch.utils.data.Dataset[Any]):
-    """Runs in the loader's processes: an index list begins with (seed, key) and seeds all generators first."""
-
-    def __init__(self, dataset: Any, generators: Sequence[Any]) -> None:
-        self.dataset = dataset
-        self._generators = list(generators)  # come with the data set, so they are the ones that it holds there
-
-    def __getitems__(self, tagged: list[Any]) -> _Tagged:
-        (seed, key), *indices = tagged
-        began = time.monotonic()
-        rng.seed_everything(seed, self._generators)
-        return _Tagged(key, began, _samples(self.dataset, indices) if indices else [])
-
-
-def _begin(user: Callable[[int], None] | None, number: int) -> None:
-    """In a loader process: the script's code there finds its own data set in `get_worker_info`, not the tagged one."""
-    info = torch.utils.data.get_worker_info()
-    assert info is not None
-    assert isinstance(info.dataset, _TaggedDataset)
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # its class forbids assignments
-    if user is not None:
-        user(number)
-
-
-def _collate(user: Callable[[Any], Any], tagged: _Tagged) -> tuple[tuple[int, ...], float, Any]:
-    batch = user(tagged.samples) if tagged.samples else None
-    return tagged.key, time.monotonic() - tagged.began, batch
-
-
-class _Feed:
-    """A batch sampler whose future can change. It never ends: a loader process's StopIteration would be permanent."""
-
-    def __init__(self, loader: ElasticLoader) -> None:
-        self._loader = loader
-        self.flying: set[Key] = set()
-        self._plan: Iterator[Key] = iter(())
+    def cut(self, epoch: int, step: int) -> Cut:
+        """Return the shards of a step of an epoch."""
+        bounds = [self.layout.bounds(step, shard) for shard in range(self.layout.shards_in(step))]
+        order = memoryview(self.order(epoch))
+        return Cut(
+            tuple(end - first for first, end in bounds),
+            tuple(shard_crc(epoch, step, shard, order[first:end]) for shard, (first, end) in enumerate(bounds)),
+            step + 1 == self.layout.steps,
+        )
 
     def replan(self, at: Key, duties: Duties) -> None:
-        self._plan = _keys(self._loader.layout, at, duties)
+        """Have the loader processes load what this member will fetch from `at` on."""
+        if self._prefetch is not None:
+            self._prefetch.replan(at, duties)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        while True:
-            key = next(k for k in self._plan if k not in self.flying)
-            self.flying.add(key)
-            yield [(self._loader.data_seed(key), tuple(key)), *self._indices(key)]
+    def example(self, members: Callable[[], Reached]) -> Any:
+        """Return the first shard of all."""
+        return self.fetch(Key(0, 0, 0), lambda shards: [0])
 
-    def _indices(self, key: Key) -> list[int]:
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
+        if self.processes:
+            if self._prefetch is None:
+                self._prefetch = Prefetcher(self.source, self.generators, self.layout, self._request)
+                self._prefetch.replan(key, duties)
+            self.load_s, batch = self._prefetch.take(key)
+            return batch
+        began = time.monotonic()
+        with rng.kept(self.generators):
+            rng.seed_everything(self._data_seed(key), self.generators)
+            batch = self.source.collate_fn(samples_of(self.dataset, self.indices(key)))
+        if self.source.pin_memory and torch.accelerator.is_available():
+            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+        self.load_s = time.monotonic() - began
+        return batch
+
+    def _request(self, key: Key) -> Request:
         try:
-            return self._loader.indices(key)
+            indices = self.indices(key)
         except Exception:
             # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first and is told why.
-            return []
+            indices = []
+        return Request(key, self._data_seed(key), indices)
 
+    def _data_seed(self, key: Key) -> int:
+        """Return the seed of random numbers (augmentation) of the data set and the collate function in one shard."""
+        return mix(self._seed, "data", *key)
 
-def _keys(layout: Layout, at: Key, duties: Duties) -> Iterator[Key]:
-    epoch, step, first = at
-    while True:
-        for shard in duties(layout.shards_in(step)):
-            if shard >= first:
-                yield Key(epoch, step, shard)
-        first = 0
-        step += 1
-        if step == layout.steps:
-            epoch, step = epoch + 1, 0
-
-
-class _Prefetcher:
-    """A DataLoader over the feed, and the batches that arrived before they were wanted."""
-
-    def __init__(self, loader: ElasticLoader, at: Key, duties: Duties) -> None:
-        source = loader.source
-        self._feed = _Feed(loader)
-        self._feed.replan(at, duties)
-        self._duties = duties
-        self._at = at
-        self._layout = loader.layout
-        self._ready: dict[Key, tuple[float, Any]] = {}
-        inner: DataLoader[Any] = DataLoader(
-            _TaggedDataset(loader.dataset, loader.generators),
-            batch_sampler=self._feed,
-            num_workers=source.num_workers,
-            collate_fn=functools.partial(_collate, source.collate_fn),
-            pin_memory=source.pin_memory,
-            timeout=source.timeout,
-            worker_init_fn=functools.partial(_begin, source.worker_init_fn),
-            multiprocessing_context=source.multiprocessing_context,
-            prefetch_factor=source.prefetch_factor,
-        )
-        self._batches = iter(inner)
-
-    def replan(self, at: Key, duties: Duties) -> None:
-        self._feed.replan(at, duties)
-        self._at, self._duties = at, duties
-        kept = {key: batch for key, batch in self._ready.items() if self._wanted(key)}
-        # What is thrown away does not fly any more: a later plan that wants it has to ask for it again.
-        self._feed.flying -= self._ready.keys() - kept.keys()
-        self._ready = kept
-
-    def take(self, key: Key) -> tuple[float, Any]:
-        while key not in self._ready:
-            raw, load_s, batch = next(self._batches)
-            arrived = Key(*raw)
-            if self._wanted(arrived) or arrived == key:
-                self._ready[arrived] = load_s, batch
-            else:
-                self._feed.flying.discard(arrived)
-        self._feed.flying.discard(key)
-        return self._ready.pop(key)
-
-    def _wanted(self, key: Key) -> bool:
-        return key >= self._at and key.shard in self._duties(self._layout.shards_in(key.step))
+    def _make_order(self, epoch: int) -> array[int]:
+        sampler, seed = self.source.sampler, mix(self._seed, "order", epoch)
+        if isinstance(sampler, SequentialSampler):
+            return array("q", range(len(sampler)))
+        of_sampler = getattr(sampler, "generator", None)
+        generator = of_sampler if isinstance(of_sampler, torch.Generator) else torch.Generator(device="cpu")
+        set_epoch = getattr(sampler, "set_epoch", None)
+        with rng.kept([generator]), generator.device:
+            rng.seed_everything(seed)
+            generator.manual_seed(seed)
+            if isinstance(sampler, RandomSampler) and not sampler.replacement:
+                size = len(sampler.data_source)
+                if sampler.num_samples == size:  # at once, not in chunks through torch's iterator
+                    return array("q", torch.randperm(size, generator=generator).tolist())
+            if callable(set_epoch):
+                set_epoch(epoch)  # the script's own call, if there is one, may come after prefetching has begun
+            return array("q", (int(index) for index in sampler))

@@ -1,99 +1,69 @@
-"""Appends to one file, in a thread of its own where the file system can hang."""
+"""Appends to one file, on threads where the file system can hang."""
 
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
 
-class Written(NamedTuple):
-    """What became of one hand-over."""
+class Outcome(NamedTuple):
+    """What became of an append: bytes that are in the file, and why not all of them."""
 
     size: int
-    "bytes that are in the file, from the beginning of those handed over"
     error: OSError | None
-    "why not all of them"
 
 
-class Pen:
-    """Writes what it is handed, one thing at a time.
+class RecordFile:
+    """Appends one piece of data at a time.
 
-    A write to a shared file system whose server does not answer cannot be taken back or given a deadline: whoever makes
-    it stands still with it. So it is made by a thread there, and who hands over waits as long as he likes.
+    A write to a shared file system whose server does not answer can neither be cancelled nor given a deadline: whoever
+    makes it stands still. So a thread makes it there, and the caller waits for the outcome as long as it likes.
 
     Args:
-        path: the file; it, and its folder, are made with the first hand-over.
-        apart: write in a thread; else whoever hands over writes.
+        path: the file; it, and its folder, are made with the first append.
+        threaded: append on a thread; else `append` itself writes.
     """
 
-    def __init__(self, path: Path, *, apart: bool) -> None:
-        self.apart = apart
-        self._nib = _Nib(path)
-        self._written: Written | None = None
-        self._busy = False
-        self._jobs: queue.SimpleQueue[bytes | None] | None = None
-        self._results: queue.SimpleQueue[Written] = queue.SimpleQueue()
-        if apart:
-            self._jobs = queue.SimpleQueue()
-            job = self._jobs, self._results, self._nib
-            threading.Thread(target=_write_all, args=job, name="fallow-ledger", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False
-
-    def hand_over(self, data: bytes) -> None:
-        """Have `data` appended; only when `take` has given the outcome of the one before."""
-        self._busy = True
-        if self._jobs is None:
-            self._results.put(self._nib.write(data))
-        else:
-            self._jobs.put(data)
-
-    def wait(self, end: float) -> bool:
-        """Until nothing is under way, or until `end` on the monotonic clock: then False."""
-        if self._busy:
-            try:
-                self._written = self._results.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                return False
-            self._busy = False
-        return True
-
-    def take(self) -> Written | None:
-        """The outcome of the last hand-over, once, when nothing is under way; None: nothing was handed over since."""
-        written, self._written = self._written, None
-        return written
-
-
-class _Nib:
-    """The file itself."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, threaded: bool) -> None:
+        self.threaded = threaded
         self._path = path
         self._descriptor: int | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome = Outcome(0, None)
 
-    def write(self, data: bytes) -> Written:
-        at = 0
+    def append(self, data: bytes) -> None:
+        """Begin to append. Call it only when `outcome` has told of the append before."""
+        if self.threaded:
+            self._thread = threading.Thread(target=self._append, args=(data,), name="fallow-ledger", daemon=True)
+            self._thread.start()
+        else:
+            self._append(data)
+
+    def outcome(self, end: float) -> Outcome | None:
+        """Wait for the append under way until `end` on the monotonic clock; None: it is under way still.
+
+        Each outcome is told once. Without an append it is that of nothing.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, end - time.monotonic()))
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        outcome, self._outcome = self._outcome, Outcome(0, None)
+        return outcome
+
+    def _append(self, data: bytes) -> None:
+        written, error = 0, None
         try:
-            descriptor = self._open()
-            while at < len(data):
-                # A disk that is all but full takes a part of it.
-                at += os.write(descriptor, data[at:])
-        except OSError as error:
-            return Written(at, error)
-        return Written(at, None)
-
-    def _open(self) -> int:
-        if self._descriptor is None:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, 0o600)
-        return self._descriptor
-
-
-def _write_all(jobs: queue.SimpleQueue[bytes | None], results: queue.SimpleQueue[Written], nib: _Nib) -> None:
-    while (data := jobs.get()) is not None:
-        results.put(nib.write(data))
+            if self._descriptor is None:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+            while written < len(data):  # a disk that is all but full takes a part at a time
+                written += os.write(self._descriptor, data[written:])
+        except OSError as caught:
+            error = caught
+        self._outcome = Outcome(written, error)

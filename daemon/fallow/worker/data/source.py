@@ -1,12 +1,10 @@
-"""What the loop needs of a loader, whatever its data set is like."""
+"""What the loop needs of its data: how each step is cut into shards, and the batch of each shard."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-from torch.utils.data import DataLoader
 
 from fallow.core.shards import Cut
 from fallow.model import Exit, FallowError
@@ -21,7 +19,7 @@ class Key(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How far members are: epoch of the data, finished steps in it."""
+    """How far the members are: epoch of the data, finished steps in that epoch."""
 
     epoch: int
     step: int
@@ -32,30 +30,27 @@ Duties = Callable[[int], Sequence[int]]
 
 
 class Source(ABC):
-    """Stands where the user's DataLoader stood. Iterated by `run.steps` only.
+    """The data of a loop over updates. Which samples a shard has never depends on the membership.
 
     Args:
-        source: the user's loader, which has a batch size.
-        seed: the run's seed.
-        global_batch: samples in a full step.
+        batch_size: samples in a full shard.
+        global_batch: samples in a full step, a multiple of `batch_size`.
     """
 
-    steps: int | None
-    "optimizer steps in one epoch; None: not known"
+    steps: int | None = None
+    "optimizer steps in one epoch; None: the source itself knows only when an epoch ends"
+    processes = 0
+    "loader processes that work in the background; 0: `fetch` itself loads"
 
-    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
-        assert source.batch_size is not None
-        self.source = source
-        self.dataset = source.dataset
-        self.batch_size = source.batch_size
+    def __init__(self, batch_size: int, global_batch: int) -> None:
+        self.batch_size = batch_size
         self.global_batch = global_batch
         self.load_s = 0.0
-        "seconds of this member's own work in the last batch that `fetch` gave, wherever it was done"
+        "seconds that loading the last fetched batch took, in whichever process"
         self.moved: Callable[[], None] = lambda: None
-        "called while something takes long, as often as it gets on"
+        "called whenever a long operation makes progress"
         self.generators: Sequence[Any] = ()
-        "of the script, which its data set may hold: seeded as those are that torch, numpy and `random` have"
-        self._seed = seed
+        "prepared generators, which the data set may hold: seeded together with those of torch, numpy and `random`"
 
     @property
     def shards(self) -> int:
@@ -63,11 +58,14 @@ class Source(ABC):
         return self.global_batch // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        raise FallowError("a prepared DataLoader is iterated with `for batch in run.steps(loader)`", Exit.DATA)
+        raise FallowError(
+            "a prepared DataLoader is iterated with `for update in run.updates(loader): for batch in update:`",
+            Exit.DATA,
+        )
 
     @abstractmethod
     def cut(self, epoch: int, step: int) -> Cut:
-        """The shards of a step of an epoch: the same on every member.
+        """Return the shards of a step of an epoch: the same on every member.
 
         Raises:
             FallowError: there is no such step.
@@ -75,16 +73,19 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, key: Key, duties: Duties) -> Any:
-        """One batch, collated (and pinned) as the user's loader does it; its step was cut just before."""
+        """Return one batch of the step that was cut last. The caller has seeded all random numbers for the shard.
+
+        A loader leaves all generators as they are; `Calls` draws from them.
+        """
 
     @abstractmethod
     def example(self, members: Callable[[], Reached]) -> Any:
-        """A batch for the rehearsal. `members`: where the others are by now, as far as is known."""
+        """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
 
-    @abstractmethod
     def replan(self, at: Key, duties: Duties) -> None:
-        """What this member will want from `at` on."""
+        """Take note of what this member will fetch from `at` on."""
+        return
 
     def follow(self, members: Reached) -> bool:
-        """Wait usefully for a place among members who are there; returns True if there is more to do at once."""
+        """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
         return False

@@ -1,13 +1,13 @@
 """The elastic loader of a stream: an IterableDataset, whose samples have an order but no numbers.
 
 Every member iterates the whole stream, with loader processes of its own, and uses the batches of its own shards: batch
-`step * shards + shard` of an epoch is that shard of that step. All batches of a step are read before it begins, and so
-much beyond it as tells whether another one comes. They are kept until the step is finished, so that it can be done
+`step * shards + shard` of an epoch is that shard of that step. All batches of a step are read before the step begins,
+and as many more as tell whether another step follows. They are kept until the step is finished, so that it can be done
 again and divided in another way. A newcomer reads its way to the members' place before it joins.
 
 Everything random is seeded from (seed, epoch), so the same stream comes on every member, provided that the data set
 gives the same on every node and does not divide itself by rank. The beginning of each sample's content goes into the
-CRCs that members compare in every step, so one that does otherwise is found in its first step.
+CRCs that members compare in every step, so a data set that does otherwise is found in its first step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader
 from fallow.core.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
+from fallow.worker.data.prefetch import start_loading
 from fallow.worker.data.source import Duties, Key, Reached, Source
-from fallow.worker.handover.state import as_bytes
 
-_COMPARED = 1024
-"""Bytes of each tensor, array or text of a batch that its CRC is made of."""
+_COMPARED_BYTES = 1024
+"""Bytes of each tensor, array or text of a batch that go into its CRC."""
 
 
 class _Batch(NamedTuple):
@@ -46,16 +46,22 @@ class StreamLoader(Source):
     """A loader over an IterableDataset.
 
     Args:
-        source: the user's loader; its dataset, collate function and worker settings are used. Where the data set has
-            `set_epoch`, it is told the number of the pass.
+        source: the script's loader; its dataset, collate function and worker settings are used. If the data set has
+            `set_epoch`, it is told the number of the epoch.
         seed: the run's seed.
         global_batch: samples in a full step; a multiple of the batch size.
+
+    Raises:
+        FallowError: `global_batch` is not such a multiple.
     """
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
-        super().__init__(source, seed, global_batch)
+        assert source.batch_size is not None
+        super().__init__(source.batch_size, global_batch)
         check_batch(self.batch_size, global_batch)
-        self.steps = None
+        self.source = source
+        self.dataset = source.dataset
+        self._seed = seed
         self._epoch = -1
         self._stream: Iterator[_Batch] | None = None
         "None: it has ended"
@@ -64,7 +70,7 @@ class StreamLoader(Source):
         self._kept: deque[_Batch] = deque()
 
     def cut(self, epoch: int, step: int) -> Cut:
-        """The shards of a step of an epoch; reads them.
+        """Read a step of an epoch and return its shards.
 
         Raises:
             FallowError: the stream has no such step.
@@ -97,7 +103,7 @@ class StreamLoader(Source):
         )
 
     def fetch(self, key: Key, duties: Duties) -> Any:
-        """One batch of the step that was cut last."""
+        """Return one batch of the step that was cut last."""
         number = key.step * self.shards + key.shard - self._first
         batch = self._kept[number]
         # A body may change its batch, and the step may have to be done again.
@@ -105,7 +111,7 @@ class StreamLoader(Source):
         return batch.data
 
     def example(self, members: Callable[[], Reached]) -> Any:
-        """The next batch at the place where the members are, who may get on while this member reads."""
+        """Return the next batch at the members' place. They may advance while this member reads."""
         at = members()
         while self._skip(at) and at != (at := members()):
             pass
@@ -116,11 +122,8 @@ class StreamLoader(Source):
                 raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
         return copied(self._kept[0].data)
 
-    def replan(self, at: Key, duties: Duties) -> None:
-        """Nothing: who does what makes no difference to the reading."""
-
     def follow(self, members: Reached) -> bool:
-        """Read one step's batches, if members who are there need them no more."""
+        """Read past one step's batches, if the members have finished that step."""
         ended = self._epoch == members.epoch and self._stream is None
         if ended or (self._epoch == members.epoch and self._first >= members.step * self.shards):
             return False
@@ -128,7 +131,7 @@ class StreamLoader(Source):
         return self._skip(Reached(members.epoch, step))
 
     def _skip(self, to: Reached) -> bool:
-        """Let go of what comes before that step; False if the stream ends there or before."""
+        """Read up to that step and drop the batches before it; return False if the stream ends before it."""
         wanted = to.step * self.shards
         if self._epoch != to.epoch or wanted < self._first:
             self._open(to.epoch)
@@ -158,25 +161,18 @@ class StreamLoader(Source):
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            inner: DataLoader[_Batch] = DataLoader(
+            self._stream = start_loading(
+                source,
                 self.dataset,
                 batch_size=source.batch_size,
                 drop_last=source.drop_last,
-                num_workers=source.num_workers,
                 collate_fn=functools.partial(_counted, source.collate_fn),
-                pin_memory=source.pin_memory and torch.cuda.is_available(),
-                timeout=source.timeout,
-                worker_init_fn=source.worker_init_fn,
-                multiprocessing_context=source.multiprocessing_context,
-                prefetch_factor=source.prefetch_factor,
-                generator=torch.Generator().manual_seed(mix(self._seed, "stream", epoch)),
             )
-            self._stream = iter(inner)
 
     @contextmanager
     def _seeded(self, batch: int) -> Iterator[None]:
-        """Seed what draws random numbers in this process, and put the script's generators back."""
-        with rng.kept():
+        """Seed all random numbers of this process, and put the generators back afterwards."""
+        with rng.kept(self.generators):
             rng.seed_everything(mix(self._seed, "stream", self._epoch, batch), self.generators)
             yield
 
@@ -187,7 +183,10 @@ def _counted(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
 
 
 def content_crc(batch: Any) -> int:
-    """CRC-32 of the beginning of every tensor, array, text and number of a batch, whatever it is made of."""
+    """Return the CRC-32 of the beginning of every tensor, array, text and number of a batch.
+
+    Of a tensor that is not on the host only type and shape count: to read it would be to wait for the device.
+    """
     total = 0
     for leaf in tree_leaves(batch):
         total = zlib.crc32(_beginning(leaf), total)
@@ -197,20 +196,20 @@ def content_crc(batch: Any) -> int:
 def _beginning(leaf: Any) -> bytes:
     if isinstance(leaf, torch.Tensor):
         shape = repr((leaf.dtype, *leaf.shape)).encode()
-        if leaf.layout is not torch.strided or leaf.is_quantized:
+        if leaf.device.type != "cpu" or leaf.layout is not torch.strided or leaf.is_quantized:
             return shape
-        flat = leaf.detach().flatten()[: max(1, _COMPARED // leaf.element_size())]
-        return shape + as_bytes(flat.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+        flat = leaf.detach().flatten()[: max(1, _COMPARED_BYTES // leaf.element_size())]
+        return shape + flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, str | int | float | complex | None):
-        return repr(leaf)[:_COMPARED].encode()
+        return repr(leaf)[:_COMPARED_BYTES].encode()
     try:
-        return bytes(memoryview(leaf).cast("B")[:_COMPARED])  # a NumPy array, bytes
+        return bytes(memoryview(leaf).cast("B")[:_COMPARED_BYTES])  # a NumPy array, bytes
     except (TypeError, ValueError):
         return type(leaf).__qualname__.encode()
 
 
 def copied(batch: Any) -> Any:
-    """The batch with contents of its own, which a body may change.
+    """Return a copy of a batch, so that a body may change the batch itself.
 
     Raises:
         FallowError: something in it cannot be copied.

@@ -1,1 +1,1 @@
-"""What a script must not do, and what it is told then."""
+"""What a script must not do: found early, refused with what to write instead."""

@@ -10,14 +10,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from fallow.worker.handover import extra_state, state
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
 
 EVERY = 100
 """Steps between two such transfers at least: unlike processors differ in nearly every step."""
+
+
+class _Outline(msgspec.Struct, frozen=True):
+    tree: bytes
+    tensors: list[state.TensorSpec]
 
 
 def source(pieces: Sequence[int]) -> int:
@@ -27,28 +32,26 @@ def source(pieces: Sequence[int]) -> int:
 
 
 def align(group: Group, prepared: Prepared, root: int) -> None:
-    """Put `root`'s state into all members' objects.
+    """Put `root`'s state into all members' objects, over the group's transport.
 
     Raises:
         Interrupted: the group broke; nothing has changed here.
     """
-    encoded, tensors = state.encode([prepared.export(), extra_state.read(prepared.modules)], "run")
-    text = torch.frombuffer(bytearray(msgspec.msgpack.encode(encoded)), dtype=torch.uint8)
-    length = torch.tensor([text.numel()])
-    group.broadcast(length, root)
-    group.wait()
+    text, tensors = b"", []
+    if group.rank == root:
+        encoded = state.encode([prepared.export(), extra_state.read(prepared.modules)], "run")
+        text, tensors = msgspec.msgpack.encode(_Outline(encoded.tree, encoded.specs)), encoded.tensors
+    text = group.gather(text)[root]
+    outline = msgspec.msgpack.decode(text, type=_Outline)
     if group.rank != root:
-        text = torch.empty(int(length), dtype=torch.uint8)
-    group.broadcast(text, root)
-    group.wait()
-    if group.rank != root:
-        encoded = msgspec.msgpack.decode(text.numpy().tobytes(), type=state.Encoded)
-        tensors = state.room(encoded.tensors)
-    for tensor in tensors:
+        tensors = state.room(outline.tensors, prepared.device)
+    moved = [device.to_device(tensor.detach(), group.device) for tensor in tensors]
+    for tensor in moved:
         if tensor.numel():
-            group.broadcast(state.as_bytes(tensor), root)
-    group.wait()
+            group.copy(state.as_bytes(tensor), root)
+    group.certain()
     if group.rank != root:
-        objects, extra = state.decode(encoded, tensors)
+        moved = [device.to_device(there, here.device) for there, here in zip(moved, tensors, strict=True)]
+        objects, extra = state.decode(outline.tree, moved)
         prepared.load(objects)
         extra_state.write(prepared.modules, extra)

@@ -1,23 +1,25 @@
-"""A receiver's part in the hand-over of the state: see `supply`, which is the other end."""
+"""A receiver's end of the hand-over: see `supply`, which is the other end."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.handover import state
-from fallow.worker.handover.stream import Bytes, arrays, receive, receive_piece
-from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
+from fallow.worker.handover.pieces import receive_piece
+from fallow.worker.handover.stream import receive
+from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline, text_sum
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.transport.group import Group, Interrupted
+from fallow.worker.transport import device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
 
 _CHANGED = (
     "weights changed while they were sent to a newcomer: the script changes them before a backward; the step is done "
@@ -31,7 +33,7 @@ TRIES = 3
 
 
 class Changed(Interrupted):
-    """The donors' weights did not stay as they were until the first reduction."""
+    """The donors' weights did not stay as they were until the receiver had them."""
 
 
 class Intake:
@@ -41,8 +43,7 @@ class Intake:
         group: the new generation's.
         prepared: live objects; their parameters and buffers are overwritten from here on where `in_place` is set.
         donors: ranks that send a piece each.
-        in_place: receive weights into the live ones, and what comes late into the live optimizers. Without it nothing
-            changes before everything has arrived.
+        in_place: receive weights into the live ones. Without it nothing changes before everything has arrived.
     """
 
     def __init__(self, group: Group, prepared: Prepared, donors: Sequence[int], *, in_place: bool) -> None:
@@ -50,17 +51,23 @@ class Intake:
         self._prepared = prepared
         self._in_place = in_place
         self._changed = threading.Condition()
+        self._text: tuple[bytes, bytes, int] | None = None
+        "outline, extra state, and the outline's fingerprint"
         self._outline: Outline | None = None
-        self._crc = 0
         self._tensors: list[torch.Tensor] = []
-        self._parts: list[list[Bytes]] = []
+        self._memory: list[list[torch.Tensor]] = []
+        "their bytes, by part"
+        self.received: set[int] = set()
+        "ids of the tree's tensors that are live ones"
+        self._device = prepared.device
+        self._ready: torch.Event | None = None
+        "behind it the tensors may be written to"
         self._open = [len(donors) for _ in PARTS]
         "pieces that are not here, by part"
         self._received = [0 for _ in PARTS]
         "bytes, by part"
         self._error: Exception | None = None
         self._then: Callable[[], None] | None = None
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._threads = [
             threading.Thread(
                 target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
@@ -78,41 +85,28 @@ class Intake:
         try:
             line = streams.line(rank)
             line.sendall(ASK.pack(number, pieces))
-            length, crc = HEAD.unpack(receive(line, HEAD.size))
-            text: bytes | None = None
+            length, fingerprint, *extra = HEAD.unpack(receive(line, HEAD.size))
             if number == 0:
-                text = self._whole(line, rank, lambda: _outline(line, length, crc))
-                line.sendall(DONE)
-            self._agree(text, crc)
-            for part in PARTS:
-                got = self._receive(line, rank, part, number, pieces)
+                texts = self._whole(line, rank, lambda: _texts(line, length, fingerprint, *extra))
                 line.sendall(DONE)
                 with self._changed:
-                    self._received[part] += got
-                    self._open[part] -= 1
-                    last = not self._open[LATE]
-                    then = self._then if last else None
+                    self._text = texts[0], texts[1], fingerprint
                     self._changed.notify_all()
-            if last:
-                self._group.end_transfers()
-            if then is not None:
-                then()
+            self._agree(fingerprint)
+            device.enter(self._device)
+            with device.beside(self._device, self._ready):
+                for part in PARTS:
+                    got = self._receive(line, rank, part, number, pieces)
+                    line.sendall(DONE)
+                    self._count(part, got)
         except Exception as error:  # whatever it is, the training thread must hear of it
-            reason = f"state from rank {rank}: {error}"
-            with self._changed:
-                # Before the interruption, which ends the other threads' lines: theirs would be errors of no meaning.
-                if self._error is None:
-                    lost = isinstance(error, OSError)
-                    self._error = Interrupted(self._group.broken or reason) if lost else error
-            self._group.interrupt(reason)
-            with self._changed:
-                self._changed.notify_all()
+            self._fail(error, f"state from rank {rank}: {error}")
         finally:
             if line is not None:
                 streams.drop(line)
 
     def _receive(self, line: socket.socket, rank: int, part: int, number: int, pieces: int) -> int:
-        memory = self._parts[part]
+        memory = self._memory[part]
         try:
             return self._whole(line, rank, lambda: receive_piece(line, memory, number, pieces, self._group.moved))
         except FallowError:
@@ -136,90 +130,102 @@ class Intake:
                 f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
             ) from None
 
-    def _agree(self, text: bytes | None, crc: int) -> None:
-        """The first donor's outline makes the room for everybody's bytes; the others must have the same."""
+    def _agree(self, fingerprint: int) -> None:
+        """Wait until the training thread has made room for the first donor's outline, which the others must have."""
         with self._changed:
-            if text is not None:
-                self._lay_out(text)
-                self._crc = crc
-                self._received[EARLY] += len(text)
-                self._changed.notify_all()
             self._changed.wait_for(lambda: self._outline is not None or self._error is not None)
-            if self._error is not None:
+            if self._text is None or self._outline is None:
                 raise ConnectionAbortedError("the first donor failed")
-        if crc != self._crc:
+        if fingerprint != self._text[2]:
             raise FallowError(
                 f"generation {self._group.generation}: members with equal weights hold different optimizer or other "
                 "state; prepare everything that changes with the steps"
             )
 
-    def _lay_out(self, text: bytes) -> None:
-        outline = msgspec.msgpack.decode(text, type=Outline)
-        specs = outline.state.tensors
-        late = set(outline.late)
-        own = self._prepared.weight_tensors() if self._in_place else []
-        places: list[torch.Tensor | None] = [None] * len(specs)
-        for number, tensor in enumerate(own[: outline.weights]):
-            spec = specs[number]
-            fits = str(tensor.dtype).removeprefix("torch.") == spec.dtype and list(tensor.shape) == spec.shape
-            if fits and tensor.device.type == "cpu" and tensor.is_contiguous():
-                places[number] = tensor
-        for some in (late, {number for number in range(len(specs)) if number not in late and places[number] is None}):
-            numbers = sorted(some)
-            for number, tensor in zip(numbers, state.room([specs[number] for number in numbers]), strict=True):
-                places[number] = tensor
-        self._tensors = [tensor for tensor in places if tensor is not None]
-        self._parts = [arrays([self._tensors[number] for number in numbers]) for numbers in outline.split()]
-        self._outline = outline
+    def _count(self, part: int, got: int) -> None:
+        with self._changed:
+            self._received[part] += got
+            self._open[part] -= 1
+            then = self._then if self.complete else None
+            self._changed.notify_all()
+        if self.complete:
+            self._group.end_transfers()
+        if then is not None:
+            then()
+
+    def _fail(self, error: Exception, reason: str) -> None:
+        with self._changed:
+            # Before the interruption, which ends the other threads' lines: theirs would be errors of no meaning.
+            if self._error is None:
+                lost = isinstance(error, OSError)
+                self._error = Interrupted(self._group.broken or reason) if lost else error
+        self._group.interrupt(reason)
+        with self._changed:
+            self._changed.notify_all()
 
     # --------------------------------------------------------------------------------------- the training thread
 
-    def wait_weights(self) -> dict[str, object]:
-        """The state's tree, once all but the late part is here; its late tensors are filled by `settle`.
+    def wait_weights(self) -> tuple[Any, bytes]:
+        """The state's tree and extra state, once all but the late part is here; `settle` fills its late tensors.
 
         Raises:
             Changed: what came of the middle part is torn.
             Interrupted: the group broke. The weights are torn if they were received in place.
             FallowError: what came is damaged, or the donors differ.
         """
-        self._wait(MIDDLE)
+        self._wait_for(lambda: self._text is not None)
+        assert self._text is not None
+        try:
+            self._lay_out(self._text[0])
+        except Exception as error:
+            self._fail(error, f"the state cannot be taken over: {error}")
+            raise
+        self._wait_for(lambda: not self._open[MIDDLE if self._in_place else LATE])
         assert self._outline is not None
-        tree: dict[str, object] = state.decode(self._outline.state, self._tensors)
-        return tree
+        return state.decode(self._outline.tree, self._tensors), self._text[1]
+
+    def _lay_out(self, text: bytes) -> None:
+        """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
+        outline = msgspec.msgpack.decode(text, type=Outline)
+        place: dict[int, torch.Tensor] = {}
+        if self._in_place:
+            for n, (live, spec) in enumerate(zip(self._prepared.weight_tensors(), outline.tensors, strict=False)):
+                if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
+                    place[n] = live.detach()
+        self.received = {id(tensor) for tensor in place.values()}
+        late = outline.split()[LATE]  # in a block of its own: memory of the others can be freed
+        for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
+            specs = [outline.tensors[n] for n in numbers]
+            place |= zip(numbers, state.room(specs, self._device), strict=True)
+        self._tensors = [place[n] for n in range(len(outline.tensors))]
+        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._ready = device.event(self._device)
+        with self._changed:
+            self._outline = outline
+            self._received[EARLY] += len(text)
+            self._changed.notify_all()
 
     def check(self, fingerprint: int) -> None:
-        """The tree was loaded: are these the weights that the donors had in the exchange?
+        """The tree was loaded: compare the weights with those that the donors had at the switch.
 
         Raises:
-            Changed: they are not. The group is broken, and nothing comes any more.
+            Changed: they differ. The group is broken, and nothing comes any more.
         """
-        if self._parts[MIDDLE] and state.fingerprint(self._prepared.weights()) != fingerprint:
-            self._group.interrupt(_CHANGED)
-            self.give_up()
+        if self._memory[MIDDLE] and state.fingerprint(self._prepared.weights()) != fingerprint:
+            self.give_up(_CHANGED)
             raise Changed(_CHANGED)
 
-    def adopt(self) -> None:
+    def adopt(self, objects: dict[str, Any]) -> None:
         """The tree was loaded: see to it that late tensors reach the live optimizers.
 
-        On the CPU `load_state_dict` takes the very tensors over, and nothing is left to do. Else they are copied at the
-        end (another device); where that is not possible, everything is waited for and loaded again.
+        An optimizer takes over the very tensor, if that lies on its parameter's device, in its type. Where one was
+        copied, perhaps before it had arrived, all is waited for and loaded again.
         """
-        outline = self._outline
-        assert outline is not None
-        late = {self._tensors[number].data_ptr(): self._tensors[number] for number in outline.late}
-        live = {id(tensor): tensor for tensor in self._prepared.plain_optimizer_tensors()}
-        taken = {tensor.data_ptr() for tensor in live.values()}
-        missing = [tensor for pointer, tensor in late.items() if pointer not in taken]
-        if not missing:
-            return
-        tree = state.decode(outline.state, self._tensors)
-        pairs = self._prepared.optimizer_pairs(tree["objects"])
-        if pairs is None:
+        assert self._outline is not None
+        live = {id(tensor) for tensor in self._prepared.optimizer_tensors()}
+        if any(id(self._tensors[n]) not in live for n in self._outline.split()[LATE]):
             self.settle()
-            self._prepared.load(tree["objects"])
-            return
-        wanted = {tensor.data_ptr() for tensor in missing}
-        self._copies = [(here, there) for here, there in pairs if there.data_ptr() in wanted]
+            self._prepared.load(objects, self.received)
 
     @property
     def bytes_in_pause(self) -> int:
@@ -240,27 +246,23 @@ class Intake:
         """Call this once, as soon as everything is here; never if it does not come."""
         with self._changed:
             self._then = then
-            now = not self._open[LATE]
+            now = self.complete
         if now:
             then()
 
     def settle(self) -> None:
-        """Wait for the late part and put it in its place.
+        """Wait for the late part.
 
         Raises:
             Interrupted: the group broke before it was complete.
             FallowError: it arrived damaged.
         """
-        self._wait(LATE)
-        with torch.no_grad():
-            for here, there in self._copies:
-                here.copy_(there)
-        self._copies = []
+        self._wait_for(lambda: self.complete)
 
-    def _wait(self, part: int) -> None:
+    def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._group.waits(), self._changed:
-            self._changed.wait_for(lambda: not self._open[part] or self._error is not None)
-        if not self._open[part]:
+            self._changed.wait_for(lambda: here() or self._error is not None)
+        if here():
             return
         # The sockets are shut: no thread writes to this memory after it has ended.
         for thread in self._threads:
@@ -268,15 +270,15 @@ class Intake:
         assert self._error is not None
         raise self._error
 
-    def give_up(self) -> None:
-        """End an intake that is not complete, because its group is broken."""
-        self._group.interrupt("given up")
+    def give_up(self, why: str = "given up") -> None:
+        """End an intake that is not complete, because its group is of no use."""
+        self._group.interrupt(why)
         for thread in self._threads:
             thread.join()
 
 
-def _outline(line: socket.socket, length: int, crc: int) -> bytes:
-    text = receive(line, length)
-    if zlib.crc32(text) != crc:
+def _texts(line: socket.socket, length: int, fingerprint: int, more: int, fingerprint_of_more: int) -> list[bytes]:
+    texts = [receive(line, length), receive(line, more)]
+    if [text_sum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
         raise FallowError("the outline arrived damaged", Exit.TEMPFAIL)
-    return text
+    return texts

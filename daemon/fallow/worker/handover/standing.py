@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fallow.worker.handover.intake import Intake
 from fallow.worker.handover.supply import Supply
-from fallow.worker.transport.group import Interrupted
+from fallow.worker.transport.waits import Interrupted
 
 FRESH, HOLDS, TORN = 0, 1, 2
 """As the script made it; the run's, complete; partly overwritten by a transfer, so that it can only receive."""
 
 
 class Standing:
-    """Changed by exchanges, also by those that fail."""
+    """Changed by transfers, also by those that fail."""
 
     def __init__(self) -> None:
         self.value = FRESH
@@ -19,12 +19,14 @@ class Standing:
         "what comes to this member while its first forward and backward run"
         self.supply: Supply | None = None
         "what others take from this member"
+        self.latest: Intake | None = None
+        "what came in the last transfer, for its figures; it may be complete"
         self.whole = False
-        "a member's script changes weights before a backward, so all of them are sent while nobody computes"
+        "a member's script changed weights while they were sent: from then on nobody computes meanwhile"
 
     @property
     def holds(self) -> bool:
-        """It can train with its state, and give it to others."""
+        """This member's state is complete: it may train, and it may donate state."""
         return self.value == HOLDS
 
     def complete(self) -> bool:
@@ -43,7 +45,7 @@ class Standing:
         return True
 
     def settle(self) -> bool:
-        """As `complete`, and wait until others have what they take from here: then the state may be changed."""
+        """Do as `complete`, and wait until others have what they take from here: then the state may be changed."""
         if self.supply is not None:
             try:
                 self.supply.settle()
@@ -53,7 +55,7 @@ class Standing:
         return self.complete()
 
     def give_up(self) -> None:
-        """Before another exchange: what is complete by now counts, what is not ends."""
+        """Prepare for another exchange: what is complete by now counts, what is not ends."""
         self.supply = None
         if self.intake is not None and not (self.intake.complete and self.complete()):
             self.intake.give_up()

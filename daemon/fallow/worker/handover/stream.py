@@ -1,4 +1,4 @@
-"""Tensors' bytes from one member to another over TCP, from live memory to live memory, each chunk with a sum.
+"""Lines between two members of a generation, over TCP: state goes through them.
 
 Plain sockets and not collectives: only the two members concerned take part, several donors send at once, and a shut
 socket ends a transfer for good, so that memory that was being received into may be used again. One `Streams` belongs
@@ -13,21 +13,10 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from fallow.model import Exit, FallowError
 from fallow.wire.address import listen
-from fallow.worker.handover.state import as_bytes, padded
-
-CHUNK = 1 << 20
-"""Bytes under one sum: small enough to be in the cache still when they are summed."""
-
-_BUFFERS = 128
-"""Tensors in one chunk at most; the kernel takes 1024 buffers in one call."""
 
 DONORS = 4
 """More donors at once than this do not make the transfer faster."""
@@ -39,8 +28,6 @@ PATIENCE_S = 600.0
 _HELLO = struct.Struct("<16sQ")
 _CARD = struct.Struct("<BH16s45s")
 CARD_BYTES = _CARD.size
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Card(NamedTuple):
@@ -184,55 +171,21 @@ class Streams:
                 line.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- bytes
-
-
-def arrays(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
-    """The memory of contiguous CPU tensors."""
-    return [as_bytes(tensor.detach()).numpy() for tensor in tensors]
-
-
 def receive(line: socket.socket, size: int) -> bytes:
     """Exactly `size` bytes. Raises OSError, also if the peer ends before."""
     data = bytearray(size)
-    _receive_into(line, [memoryview(data)])
+    receive_into(line, [memoryview(data)])
     return bytes(data)
 
 
-def send_piece(line: socket.socket, memory: Sequence[Bytes], number: int, pieces: int) -> int:
-    """Send piece `number` of `pieces` equal ones of a list of arrays; returns its bytes. Raises OSError."""
-    total = 0
-    for chunk in cut(memory, number, pieces):
-        total += sum(part.size for part in chunk)
-        buffers = [part.data for part in chunk]
-        buffers.append(memoryview(word_sum(chunk).to_bytes(8, "little")))
-        while buffers:
-            sent = line.sendmsg(buffers)
-            _advance(buffers, sent)
-    return total
+def send_all(line: socket.socket, buffers: list[memoryview]) -> None:
+    """Send several buffers, one after the other, in as few calls as possible; empties the list. Raises OSError."""
+    while buffers:
+        _advance(buffers, line.sendmsg(buffers))
 
 
-def receive_piece(
-    line: socket.socket, memory: Sequence[Bytes], number: int, pieces: int, moved: Callable[[], None]
-) -> int:
-    """The other end of `send_piece`; calls `moved` whenever something has come.
-
-    Raises:
-        OSError: the line broke.
-        FallowError: what arrived is not what was sent. All of it was read, so the line can be used on.
-    """
-    total, damaged = 0, False
-    for chunk in cut(memory, number, pieces):
-        total += sum(part.size for part in chunk)
-        told = bytearray(8)
-        _receive_into(line, [*(part.data for part in chunk), memoryview(told)], moved)
-        damaged = damaged or int.from_bytes(told, "little") != word_sum(chunk)
-    if damaged:
-        raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
-    return total
-
-
-def _receive_into(line: socket.socket, buffers: list[memoryview], moved: Callable[[], None] = lambda: None) -> None:
+def receive_into(line: socket.socket, buffers: list[memoryview], moved: Callable[[], None] = lambda: None) -> None:
+    """Fill several buffers; empties the list, and calls `moved` whenever something has come. Raises OSError."""
     while buffers:
         got = line.recvmsg_into(buffers)[0]
         if not got:
@@ -242,44 +195,10 @@ def _receive_into(line: socket.socket, buffers: list[memoryview], moved: Callabl
 
 
 def _advance(buffers: list[memoryview], done: int) -> None:
-    gone = 0
-    while gone < len(buffers) and done >= buffers[gone].nbytes:
-        done -= buffers[gone].nbytes
-        gone += 1
-    del buffers[:gone]
+    whole = 0
+    while whole < len(buffers) and done >= buffers[whole].nbytes:
+        done -= buffers[whole].nbytes
+        whole += 1
+    del buffers[:whole]
     if done:
         buffers[0] = buffers[0][done:]
-
-
-def cut(memory: Sequence[Bytes], number: int, pieces: int) -> Iterator[list[Bytes]]:
-    """The chunks, at most `CHUNK` bytes each, of one of several pieces of about the same length.
-
-    Both ends cut the same list of sizes, so nothing about it needs to be sent.
-    """
-    words = sum(padded(array.size) for array in memory) // 64
-    first, end = words * number // pieces * 64, words * (number + 1) // pieces * 64
-    chunk: list[Bytes] = []
-    size = at = 0
-    for array in memory:
-        low, high = max(first, at), min(end, at + array.size)
-        while low < high:
-            take = min(high - low, CHUNK - size)
-            chunk.append(array[low - at : low - at + take])
-            size += take
-            low += take
-            if size == CHUNK or len(chunk) == _BUFFERS:
-                yield chunk
-                chunk, size = [], 0
-        at += padded(array.size)
-    if chunk:
-        yield chunk
-
-
-def word_sum(chunk: Sequence[Bytes]) -> int:
-    """Sum of 64-bit words, per array in order: sees every single changed bit; fast, not secure."""
-    total = 0
-    for array in chunk:
-        even = array.size & ~7
-        part = int(array[:even].view(np.int64).sum()) + int(array[even:].sum())
-        total = (total * 1_000_003 + part) & (2**64 - 1)
-    return total

@@ -1,32 +1,35 @@
-"""State from the members that have it to those that have not: what must be there first, and what may come behind.
+"""A donor's end of the hand-over: what a newcomer must have first, and what may come behind.
 
-Three parts, one after the other on each line. *Early*: buffers, small tensors and everything that is no tensor; donors
-wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer changes; the
-receiver waits for them before its first forward, donors are at work by then. *Late*: large tensors of plain optimizers,
-which come while the receiver's first forward and backward run, straight into its optimizer. Each receiver takes an
-equal piece of all parts from several donors at once. What arrives damaged is sent again.
+Three parts come one after the other on each line. *Early*: buffers, small tensors and everything that is no tensor;
+donors wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer
+changes; the receiver waits for them before its first forward, while the donors are at work. *Late*: large tensors of
+plain optimizers, which arrive during the receiver's first forward and backward. Each receiver takes an equal piece of
+every part from several donors at once. A damaged piece is sent again.
 
-Donors send from live memory where it is plain, on the CPU. It stays as it is until every receiver has everything, since
-a receiver takes part in the first step's reduction only then, and nobody's optimizer acts before that reduction is
-complete. A script that writes to weights before it, by hand, tears what is sent: the receiver sees that by the weights'
-fingerprint, and the group is built again with the middle part in the early one; see `Standing.whole`.
+Donors send from live memory: it stays as it is until every receiver has everything, since a receiver tells that it has
+the step's sums only then, and no optimizer acts before all members have told that. A script that writes to weights
+before, by hand, tears what is sent. The receiver notices by the weights' fingerprint, and the next generation sends
+the middle part early; see `Standing.whole`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import struct
 import threading
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 import msgspec
 
-from fallow.worker.handover import state
-from fallow.worker.handover.stream import arrays, receive, send_piece
+from fallow.worker.handover.pieces import send_piece
+from fallow.worker.handover.state import Encoded, Path, TensorSpec, as_bytes, device_of
+from fallow.worker.handover.stream import receive
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.transport.group import Group, Interrupted
+from fallow.worker.transport import device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
 
 EARLY, MIDDLE, LATE = PARTS = range(3)
 
@@ -36,53 +39,56 @@ _LARGE = 1 << 16
 ASK = struct.Struct("<II")
 """Number of the piece, and of how many."""
 
-HEAD = struct.Struct("<QI")
-"""Length and CRC of the outline, which follows on the first line only."""
+HEAD = struct.Struct("<QQQQ")
+"""Length and sum of the outline, and of the extra state; both follow on the first line only."""
 
 DONE, AGAIN = b"\x01", b"\x02"
-"""From the receiver, after the outline and after each part: it is here, or it arrived damaged."""
+"""From the receiver, after the texts and after each part: it is here, or it arrived damaged."""
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
-    """What a donor says before the bytes."""
+    """The state without its tensors' bytes; the same on all donors."""
 
-    state: state.Encoded
-    weights: int
-    "the first so many tensors are those of the modules"
-    middle: list[int]
-    "numbers of the tensors of that part"
-    late: list[int]
+    tree: bytes
+    tensors: list[TensorSpec]
+    parts: bytes
+    "for each tensor the part in which it comes"
 
     def split(self) -> list[list[int]]:
         """Numbers of the tensors of each part."""
-        behind = {*self.middle, *self.late}
-        return [[n for n in range(len(self.state.tensors)) if n not in behind], self.middle, self.late]
+        return [[n for n, where in enumerate(self.parts) if where == part] for part in PARTS]
 
 
 class Supply:
-    """A donor's part: hands its pieces to those who ask.
+    """Hands pieces of this member's state to those who ask.
 
     Args:
         group: the new generation's.
         prepared: live objects.
-        tree: their whole state; its first tensors are those of the modules.
+        encoded: their whole state; the modules' tensors come first.
+        extra: extra state of modules, as bytes; the first donor's counts for each receiver.
         pieces: how many pieces will be asked for here.
         whole: there is no middle part: all weights come early. The same on all members.
     """
 
-    def __init__(self, group: Group, prepared: Prepared, tree: object, pieces: int, *, whole: bool) -> None:
-        encoded, tensors = state.encode(tree, "run")
-        large = {number for number, spec in enumerate(encoded.tensors) if spec.nbytes >= _LARGE}
-        plain = {id(tensor) for tensor in prepared.plain_optimizer_tensors()}
-        outline = Outline(
-            state=encoded,
-            weights=len(prepared.weight_tensors()),
-            middle=[] if whole else [number for number in prepared.trained_weights() if number in large],
-            late=[n for n, tensor in enumerate(state.tensors_in(tree)) if n in large and id(tensor) in plain],
+    def __init__(
+        self, group: Group, prepared: Prepared, encoded: Encoded, extra: bytes, pieces: int, *, whole: bool
+    ) -> None:
+        specs = encoded.specs
+        middle = set() if whole else prepared.trained_weights()
+        plain = prepared.plain_optimizers()
+        late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
+        parts = bytes(
+            EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
+            for n, spec in enumerate(specs)
         )
-        self._text = msgspec.msgpack.encode(outline)
-        self._crc = zlib.crc32(self._text)
-        self._parts = [arrays([tensors[number] for number in numbers]) for numbers in outline.split()]
+        outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
+        text = msgspec.msgpack.encode(outline)
+        self._text = text + extra
+        self._head = HEAD.pack(len(text), text_sum(text), len(extra), text_sum(extra))
+        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._device = device_of(encoded.tensors)
+        self._ready = device.event(self._device)
         self._group = group
         self._changed = threading.Condition()
         self._open = [pieces for _ in PARTS]
@@ -94,19 +100,21 @@ class Supply:
         # A line that was opened ahead may never be asked for anything, and ends without harm.
         number, pieces = ASK.unpack(receive(line, ASK.size))
         try:
-            line.sendall(HEAD.pack(len(self._text), self._crc))
+            line.sendall(self._head)
             if number == 0:
                 _until_done(line, lambda: line.sendall(self._text))
-            for part in PARTS:
-                _until_done(line, partial(send_piece, line, self._parts[part], number, pieces))
-                with self._changed:
-                    self._open[part] -= 1
-                    self._changed.notify_all()
+            device.enter(self._device)
+            with device.beside(self._device, self._ready):
+                for part in PARTS:
+                    _until_done(line, partial(send_piece, line, self._memory[part], number, pieces))
+                    with self._changed:
+                        self._open[part] -= 1
+                        self._changed.notify_all()
         except Exception as error:  # whatever it is, the training thread must hear of it
             self._group.interrupt(f"state for another member could not be sent: {error}")
         else:
             if not self._open[LATE]:
-                self._parts = []  # copies, where the state is not in plain memory
+                self._memory = []  # copies, where the state has gaps in memory
                 self._group.end_transfers()
 
     def _wake(self) -> None:
@@ -114,11 +122,11 @@ class Supply:
             self._changed.notify_all()
 
     def wait_early(self) -> None:
-        """Until everybody who takes from here has the early part. Raises Interrupted."""
+        """Wait until everybody who takes from here has the early part. Raises Interrupted."""
         self._wait(EARLY)
 
     def settle(self) -> None:
-        """Until everybody who takes from here has everything. Raises Interrupted."""
+        """Wait until everybody who takes from here has everything. Raises Interrupted."""
         self._wait(LATE)
 
     def _wait(self, part: int) -> None:
@@ -128,8 +136,18 @@ class Supply:
                 raise Interrupted(self._group.broken)
 
 
+def text_sum(text: bytes) -> int:
+    """62 bits by which texts are compared."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+def _is_late(path: Path, plain: Set[int]) -> bool:
+    """True for a tensor in the state of an optimizer that takes tensors over as they are."""
+    return path[:2] == ["objects", "optimizers"] and path[3] == "state" and path[2] in plain
+
+
 def _until_done(line: socket.socket, send: Callable[[], object]) -> None:
-    """Send it until it is there; the receiver bounds the tries. Its memory is as it was until then: see above."""
+    """Send it until it has arrived; the receiver bounds the tries."""
     while True:
         send()
         if receive(line, len(DONE)) == DONE:

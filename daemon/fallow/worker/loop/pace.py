@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 
-from fallow.worker.transport.group import Group
+import torch
 
 WINDOW = 5
 """Steps whose median counts: two odd ones in a row do not show."""
@@ -14,65 +14,108 @@ WINDOW = 5
 ENOUGH = 3
 """Steps measured before a pace is told; the first ones of a process are slow."""
 
+_MOST_UNREAD = 8
+"Steps whose events the device has not reached yet; older ones are forgotten."
+
 
 class Pace:
-    """A stopwatch for bodies, read once per step.
+    """A stopwatch for the bodies of the inner loop, read once per step.
 
-    What counts is a body from the moment its batch is there to its last backward; what the final body does beyond that
-    (the optimizer's step) happens once per step, however many shards there are. What loading costs comes on top, or, if
-    processes load in the background, takes the place of the body's time where they are slower. How long a body had to
-    wait for such a batch does not tell: a member with few shards never waits, and would get more than it can load.
+    A body counts from the moment before its batch is loaded to its end. If processes load in the background, it counts
+    from the moment when its batch is there, and what a batch costs those processes takes its place where that is more.
+    The time that a body waits for such a batch says nothing: a member with few shards never waits, and would get more
+    shards than its processes can load.
+
+    On a device both ends are events on the current stream. They are read once the device has reached them, some steps
+    later if need be, so that nobody ever waits for the device here.
+
+    Args:
+        device: on which the bodies compute.
     """
 
-    def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=WINDOW)
-        self._group = Group(0, 0, 1, None)
-        self._since = 0.0
-        self._waited = 0.0
-        self._whole = False
-        self._bodies = 0
-        self._work_s = 0.0
-        self._load_s = 0.0
-        self._background_s = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        "per shard, of measured steps"
+        self._unread: deque[_Step] = deque(maxlen=_MOST_UNREAD)
+        self._step = _Step([], 0.0)
+        self._began: _Mark | None = None
+        "of the body under way, if it counts"
 
     @property
     def value(self) -> float:
         """Seconds per shard; 0: not known yet."""
-        return statistics.median(self._steps) if len(self._steps) >= ENOUGH else 0.0
+        while self._unread and self._unread[0].is_over():
+            self._seconds.append(self._unread.popleft().seconds_per_shard())
+        return statistics.median(self._seconds) if len(self._seconds) >= ENOUGH else 0.0
 
-    def begin_phase(self, group: Group, *, first: bool) -> None:
-        """A step begins, or another phase of it; a step that was begun before and not finished is forgotten."""
-        self._group = group
-        if first:
-            self._bodies = 0
-            self._work_s = self._load_s = self._background_s = 0.0
+    def begin_step(self) -> None:
+        """Begin a step. One that was begun before and did not end is forgotten."""
+        self._step = _Step([], 0.0)
 
-    def begin_body(self, *, whole: bool) -> None:
-        """A body is next. `whole`: its shard has the full number of samples; others do not count."""
-        self._whole = whole
-        self._bodies += whole
+    def begin_body(self, *, is_full: bool) -> None:
+        """Begin a body; call it before its batch is loaded.
+
+        Args:
+            is_full: its shard has the full number of samples; others do not count.
+        """
+        self._began = _mark(self._device) if is_full else None
 
     def loaded(self, load_s: float, processes: int) -> None:
-        """Its batch was loaded, which took `load_s` in one of so many background processes; 0: in this one."""
-        if not self._whole:
-            return
-        if processes:
-            self._background_s += load_s / processes
-        else:
-            self._load_s += load_s
+        """Note that the batch is there.
 
-    def restart(self) -> None:
-        """What was done since the last lap is not the shard's work."""
-        self._since, self._waited = time.monotonic(), self._group.waited_s
+        Args:
+            load_s: how long loading took, in whichever process.
+            processes: that load in the background; 0: it was loaded by this one.
+        """
+        if processes and self._began is not None:
+            self._step.background_s += load_s / processes
+            self._began = _mark(self._device)
 
-    def lap(self) -> None:
-        """What was done since the last lap, or restart, is the shard's work, but for waiting in collectives."""
-        since, waited = self._since, self._waited
-        self.restart()
-        if self._whole:
-            self._work_s += self._since - since - (self._waited - waited)
+    def end_body(self) -> None:
+        """End a body; call it before anything waits for other members."""
+        if self._began is not None:
+            self._step.bodies.append((self._began, _mark(self._device)))
+            self._began = None
 
-    def finish_step(self) -> None:
-        """The step is finished: its measurement counts."""
-        if self._bodies:
-            self._steps.append(max(self._work_s + self._load_s, self._background_s) / self._bodies)
+    def end_step(self) -> None:
+        """End the step: its measurement counts."""
+        if self._step.bodies:
+            self._unread.append(self._step)
+        self.begin_step()
+
+
+_Mark = float | torch.Event
+"""A moment: of this process, or an event on a device's stream."""
+
+
+class _Step:
+    """The bodies of one step."""
+
+    def __init__(self, bodies: list[tuple[_Mark, _Mark]], background_s: float) -> None:
+        self.bodies = bodies
+        self.background_s = background_s
+
+    def is_over(self) -> bool:
+        end = self.bodies[-1][1]
+        return not isinstance(end, torch.Event) or end.query()
+
+    def seconds_per_shard(self) -> float:
+        work_s = sum(_seconds(began, end) for began, end in self.bodies)
+        return max(work_s, self.background_s) / len(self.bodies)
+
+
+def _mark(device: torch.device) -> _Mark:
+    if device.type in ("cpu", "meta"):
+        return time.monotonic()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: _Mark, end: _Mark) -> float:
+    if isinstance(began, torch.Event) and isinstance(end, torch.Event):
+        return float(began.elapsed_time(end)) / 1000
+    assert isinstance(began, float)
+    assert isinstance(end, float)
+    return end - began

@@ -1,4 +1,4 @@
-"""Where the script is: which `run.epochs` and `run.steps` it has begun, beside where the members are (`Position`)."""
+"""Where the script is: which `run.epochs` and `run.updates` it has begun, beside where the members are (`Position`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from fallow.core.failures import Stranger
 from fallow.model import Exit, FallowError
 from fallow.worker.loop.position import Position
-from fallow.worker.loop.together import Asking
 
 _ASTRAY = (
     "this newcomer's script is past the place where the members are (step {step}) and has not come by there: the "
-    "conditions around run.steps are others now than when the members came to them. The members go on without it. "
+    "conditions around run.updates are others now than when the members came to them. The members go on without it. "
     "Write `for epoch in run.epochs(n):` or max_steps, not `while run.step < n:`; and end a loop early by what a "
     "prepared object keeps"
 )
@@ -36,9 +35,9 @@ class Place:
         self.wrong_epoch = False
         "`epochs` handed out another epoch than the members are in"
         self.went_back = False
-        "the members were rolled back to a checkpoint, and this script has not yet looked where that is"
+        "the members were rolled back, or trained without this worker; this script has not yet looked where they are"
         self._goes_back = False
-        "this script was in sync, and since a rollback it comes to the members' place as a newcomer's does"
+        "this script was in sync, and since then it comes to the members' place as a newcomer's does"
         self.epoch_entered: tuple[int, int] | None = None
         "(number of the run.epochs loop, epoch) that the script is in"
         self._loop_left = False
@@ -48,19 +47,9 @@ class Place:
         self.loops = 0
         "run.epochs loops that the script has begun"
         self.calls = 0
-        "run.steps calls that the script has begun; a newcomer's are numbered like the members' where it comes to them"
-        self.agreed = 0
-        "exchanges outside of bodies that are complete, see `together`"
-        self.answer = 0.0
-        "what the last of them gave"
+        "run.updates calls that the script has begun; a newcomer's are numbered as the members' where it comes to them"
         self.asked = 0
-        "run.mean and run.barrier that this script has come by since its last run.steps call, or its epoch began"
-        self.asking: Asking | None = None
-        "the one that the script waits in"
-        self.over: int | None = None
-        "run.steps call whose end the members had agreed on before this script came to it"
-        self.doubtful = False
-        "the last step has acted on this member without a sum that others may have: theirs counts"
+        "run.mean and run.barrier that this script has come by since its last run.updates call, or its epoch began"
 
     @property
     def epoch(self) -> int:
@@ -122,11 +111,11 @@ class Place:
 
     def _begin_epoch(self, epoch: int) -> None:
         self.asked = 0
-        self.position.begin_epoch(epoch, self.agreed)
+        self.position.begin_epoch(epoch)
 
     def _finish_loop(self) -> None:
         self.asked = 0
-        self.position.finish_loop(self.agreed)
+        self.position.finish_loop()
 
     def _jump(self) -> None:
         """To the beginning of the epoch that the members are in, or to behind the loop that they have left last."""
@@ -171,13 +160,14 @@ class Place:
     def stranger(self) -> FallowError:
         """What to say of such a newcomer, or of a member that the rolled back run has not met again."""
         if self._goes_back:
-            return self._unreachable()
+            return self.unreachable()
         return Stranger(_ASTRAY.format(step=self.position.step))
 
-    def _unreachable(self) -> FallowError:
+    def unreachable(self) -> FallowError:
+        """What to say where the script cannot come to the members' place, and another process can."""
         return FallowError(
-            f"the run was rolled back to step {self.position.step}, in a part of the script that this process has "
-            "left; it ends, and the run goes on from there with new processes",
+            f"the members are at step {self.position.step}, in a part of the script that this process has left or "
+            "does not come to; it ends, and the run goes on with new processes",
             Exit.TEMPFAIL,
         )
 
@@ -194,7 +184,7 @@ class Place:
         return call < self.position.call
 
     def begin_call(self) -> int:
-        """Count one run.steps call of the script; returns its number."""
+        """Count one run.updates call of the script; returns its number."""
         self.calls += 1
         self.asked = 0
         return self.calls - 1
@@ -205,7 +195,7 @@ class Place:
         self.position.behind = None
 
     def begin_asking(self) -> bool:
-        """Count one `run.mean` or `run.barrier` outside of bodies.
+        """Count one `run.mean` or `run.barrier` outside of a call.
 
         A newcomer may have come while the members waited for each other in one. There it is in sync: what the script
         does from there on to the next call, the members have not done yet.
@@ -217,20 +207,19 @@ class Place:
         behind = self.position.behind
         if not self.joined or self.in_sync or self.astray or behind is None:
             return False
-        self.in_sync = 0 <= self.agreed - behind <= self.asked  # below 0: counted by processes before a suspension
+        self.in_sync = 0 <= self.position.op - behind <= self.asked  # below 0: counted by processes before a suspension
         return self.in_sync
 
     @property
     def answered(self) -> bool:
         """The members have the answer to what the script asks for as it comes to them."""
-        return self.position.behind is not None and self.asked == self.agreed - self.position.behind
+        return self.position.behind is not None and self.asked == self.position.op - self.position.behind
 
     def elsewhere(self, call: int | None) -> bool:
-        """After a rollback, inside the call of that number: True if the members went back to another place than here.
+        """After a rollback, inside the call of that number: True if the members are in another place than here.
 
-        `call` is None behind a call, which is no place of a checkpoint.
-
-        The script then leaves its call and comes to that place through `epochs`, as a newcomer does.
+        `call` is None behind a call, which is no place of a checkpoint. The script then leaves its call and comes to
+        that place as a newcomer does. The same after a while in which the members trained without this worker.
 
         Raises:
             FallowError: it cannot come there; another process can.
@@ -241,14 +230,23 @@ class Place:
         at = self.position
         reachable = self._where == self._members_where
         if self.epoch_entered is None:
-            reachable = here = reachable and at.call == call
+            here = reachable and at.call == call
+            reachable = reachable and at.call >= (self.calls if call is None else call)
         else:
             here = reachable and self.epoch_entered[1] == at.loop_epoch and at.call == call
         if not reachable:
-            raise self._unreachable()
+            raise self.unreachable()
         if not here:
-            self.wrong_epoch, self.in_sync, self._goes_back = True, False, True
+            self.wrong_epoch = self.epoch_entered is not None
+            self.in_sync, self._goes_back = False, True
         return not here
+
+    def trained_without(self) -> None:
+        """The members trained without this worker, which had met them: the script has to look where they are."""
+        at = self.position
+        self.went_back = self.in_sync
+        if not self.in_sync and self.epoch_entered is not None:
+            self.wrong_epoch = self.wrong_epoch or not at.inside or self.epoch_entered != (at.loop, at.loop_epoch)
 
     def meet(self, call: int) -> int:
         """Just joined, inside the call of that number: returns the call's number among the members'."""

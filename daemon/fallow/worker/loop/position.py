@@ -19,15 +19,21 @@ class Position(msgspec.Struct, kw_only=True):
     index: int = 0
     "finished steps in this pass"
     call: int = 0
-    "number of the call of run.steps in progress, or the next one"
+    "number of the call of run.updates in progress, or the next one"
+    op: int = 0
+    "finished operations: inner loops and joint calls"
+    outcome: bytes = b""
+    "what the last of them concluded"
+    concluded: int = 0
+    "generation + 1 in which it did"
+    acts: int = 0
+    "steps of prepared optimizers since the last inner loop"
     behind: int | None = None
-    "`Place.agreed` when the call before ended, or this epoch began; None: in a call"
+    "`op` when the call before ended, or this epoch began; None: in a call"
     passes: int = 0
     "finished passes in this call"
     call_steps: int = 0
     "finished steps in this call"
-    left: bool = False
-    "the script has left this call by itself (break), which the others have not agreed to yet"
     loop: int = 0
     "number of the run.epochs loop in progress, or the next one"
     inside: bool = False
@@ -35,30 +41,14 @@ class Position(msgspec.Struct, kw_only=True):
     loop_epoch: int = 0
     "its current epoch"
     loop_call: int = 0
-    "number of the first run.steps call in that epoch, or since the loop before"
-    phase: int = 0
-    "finished phases of the step in progress"
-    phases: list[str] | None = None
-    "names of the phases in this call; None: its first body is not over"
+    "number of the first run.updates call in that epoch, or since the loop before"
     loss: float | None = None
-    "mean loss of the last finished step"
+    "mean of the figure `loss` in the last step that had one"
 
-    @property
-    def progress(self) -> int:
-        """Grows with every finished phase: whoever has the larger one is ahead."""
-        return (self.step << 8) + self.phase
-
-    def finish_phase(self, loss: float | None) -> bool:
-        """Count one finished phase (a step without phases is one); returns True if the step is complete with it."""
-        if self.phase == 0:
-            self.loss = loss
-        elif loss is not None:
-            self.loss = (self.loss or 0.0) + loss
-        self.phase += 1
-        if self.phase < len(self.phases or ()):
-            return False
-        self.phase = 0
-        return True
+    def finish_operation(self, outcome: bytes, generation: int) -> None:
+        """Count one operation that every member of that generation can finish."""
+        self.op += 1
+        self.outcome, self.concluded = outcome, generation + 1
 
     def finish_step(self, samples: int, *, last: bool) -> None:
         """Count one finished step of `samples` samples; `last`: of its pass."""
@@ -71,31 +61,25 @@ class Position(msgspec.Struct, kw_only=True):
             self.passes += 1
             self.data_epoch += 1
 
-    def finish_call(self, agreed: int) -> None:
-        """Count one finished run.steps call; a pass that `max_steps` cut short is not taken up again.
-
-        Args:
-            agreed: see `Place.agreed`; the call's end is counted.
-        """
-        self.behind = agreed
+    def finish_call(self) -> None:
+        """Count one finished run.updates call; a pass that `max_steps` cut short is not taken up again."""
+        self.behind = self.op
         if self.index:
             self.index = 0
             self.data_epoch += 1
         self.call += 1
         self.passes = self.call_steps = 0
-        self.left = False
-        self.phase, self.phases = 0, None
 
-    def begin_epoch(self, epoch: int, agreed: int) -> None:
-        """Enter an epoch of the current run.epochs loop; `agreed` as in `finish_call`."""
-        self.behind = agreed
+    def begin_epoch(self, epoch: int) -> None:
+        """Enter an epoch of the current run.epochs loop."""
+        self.behind = self.op
         self.inside = True
         self.loop_epoch = epoch
         self.loop_call = self.call
 
-    def finish_loop(self, agreed: int) -> None:
-        """Count one finished run.epochs loop; `agreed` as in `finish_call`."""
-        self.behind = agreed
+    def finish_loop(self) -> None:
+        """Count one finished run.epochs loop."""
+        self.behind = self.op
         self.loop += 1
         self.inside = False
         self.loop_epoch = 0

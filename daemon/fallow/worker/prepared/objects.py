@@ -1,29 +1,27 @@
-"""What `run.prepare` took over: who acts when, and all of its state as one tree."""
+"""What `run.prepare` took over, and all of its state as one tree."""
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.handover import extra_state
-from fallow.worker.handover.state import plain_name, tensors_in
+from fallow.worker.handover.state import decode, device_of, encode, plain_name
 from fallow.worker.prepared.modes import Modes
-from fallow.worker.prepared.scaling import Scaling
-from fallow.worker.reduction.arithmetic import Arithmetic, Floating, all_zero
+from fallow.worker.reduction.arithmetic import Arithmetic, Floating
 from fallow.worker.reduction.exact import Exact
+from fallow.worker.transport import device
 
-_GATED = ("step", "update", "unscale_", "update_parameters")
-"""Methods that change state once per step; in a void body they do nothing."""
+_ACTING = ("step", "update", "unscale_", "update_parameters")
+"""Methods that change state once per step."""
 
 
 class _Home(NamedTuple):
@@ -46,202 +44,79 @@ class ModelNames(NamedTuple):
     "further names of tied tensors -> the name under which the tensor is exported"
 
 
-class Gate:
-    """Tells prepared objects whether a call counts now. One per run, set by the loop."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.in_body = False
-        self.single = True
-        "the step has one shard only, so a closure may run the model again"
-        self.stepped = False
-        "an optimizer's step was called in this body, in a void one too"
-        self.acted = False
-        "something has changed its state in this body"
-        self.acting = 0
-        "prepared objects that are at work just now, one inside the other"
-        self.called = False
-        "something that acts was called in this body, or in its phase, in a void one too"
-        self.calls: set[tuple[int, float]] = set()
-        "what was called to act in this body, in a void one too: (number of the method, on or with what)"
-        self.steps = 0
-        "optimizer steps that have acted in this body"
-        self.seed_step: Callable[[int], None] = lambda number: None
-        "puts random numbers to where they begin in that step of this body, on every member alike"
-        self.between: Callable[[], None] = lambda: None
-        "called before something acts outside of bodies"
-        self.untrained = False
-        "the last loop is over, and no body of it has made a backward"
-        self.settle: Callable[[], bool] = lambda: True
-        "asked before a closure: is the whole state here? False: it will not come, the body is void"
-        self.in_backward = False
-        self.trained = False
-        "a backward has begun in this body"
-        self.handmade = False
-        "before that, an optimizer was to step on gradients"
-        self.gathered: set[int] = set()
-        "ids of parameters with a gradient from before this step"
-        self.refusal: FallowError | None = None
-        "what was refused in this body; it counts even if the body catches the exception"
-
-    def refuse(self, message: str) -> FallowError:
-        """An error to be raised in the user's body, and again by the loop if the body goes on."""
-        self.refusal = FallowError(message, Exit.DATA)
-        return self.refusal
-
-
 class Prepared:
     """The objects of one run, in the order in which they were prepared."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.others: list[Any] = []
+        "schedulers, scalers, averages, and whatever has state_dict and load_state_dict"
+        self.dicts: list[dict[Any, Any]] = []
+        "of plain values and tensors"
         self.generators: list[Any] = []
-        "of random numbers; no part of the state, for each body seeds them"
-        self.scaling = Scaling()
-        "which GradScaler belongs to which loss and optimizer"
+        "of random numbers; no part of the state, for each shard and each step seeds them"
         self.arithmetic: Arithmetic = Floating()
         "how the run's gradients are added up"
+        self.modes = Modes(lambda: self.modules)
         self._homes: list[_Home] | None = None
         "where buffers are found: a forward may put another tensor in a buffer's place"
         self._trainable: dict[int, nn.Parameter] = {}
         "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
-        self.order: list[int] = []
-        "indices of `parameters()`, as a backward gave their gradients; the same on all members"
-        self.modes = Modes(lambda: self.modules)
-        self.acts: list[int] = []
-        "how often each object that acts has done so in bodies of this generation"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
 
         Raises:
-            FallowError: it is no module and no generator, and has no state_dict and load_state_dict.
+            FallowError: it has no state that can be handed to another member, or it was given before.
         """
-        known = [*self.modules, *self.optimizers, *self.others, *self.generators]
+        known = [*self.modules, *self.optimizers, *self.others, *self.dicts, *self.generators]
+        kind = type(thing).__name__
         if any(thing is other for other in known):
-            raise FallowError(f"prepare: {type(thing).__name__} was given twice; prepare each object once")
-        averaged = isinstance(thing, torch.optim.swa_utils.AveragedModel)
-        self._homes = None
+            raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
         if isinstance(thing, nn.Module):
             _check_module(thing)
-        if isinstance(thing, nn.Module) and not averaged:
-            extra_state.pack(extra_state.read([thing]), f"prepare: {type(thing).__name__}")
+        if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
+            encode(extra_state.read([thing]), f"prepare: {kind}")
+            self._homes = None
             self.modules.append(thing)
             self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
-            return
-        if rng.is_generator(thing):
+        elif rng.is_generator(thing):
             self.generators.append(thing)
-            return
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers.append(thing)
+        elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            self.others.append(thing)
+        elif isinstance(thing, dict):
+            encode(dict(thing), f"prepare: {kind}")
+            self.dicts.append(thing)
+        else:
             raise FallowError(
-                f"prepare: {type(thing).__name__} has no state_dict and load_state_dict, so its state cannot be "
-                "handed to a member that joins; add both, or do not prepare it",
+                f"prepare: {kind} has no state_dict and load_state_dict, so its state cannot be "
+                "handed to a member that joins; add both, put its values into a dict, or do not prepare it",
                 Exit.DATA,
             )
-        if isinstance(thing, torch.optim.Optimizer):
-            self.optimizers.append(thing)
-        else:
-            self.others.append(thing)
-        if isinstance(thing, torch.amp.GradScaler):
-            self.scaling.scalers.append(thing)
-        names = [name for name in _GATED if callable(getattr(thing, name, None))]
-        if isinstance(thing, torch.optim.Optimizer):
-            # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
-            plain = thing.step
-            gated = self._gated(thing, "step")
-            if hasattr(plain, "_wrapped_by_lr_sched"):
-                gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
-            setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
-            setattr(thing, "add_param_group", self._unless_received(thing))  # noqa: B010
-        elif names:
-            # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
-            cls = type(thing)
-            methods = {name: self._gated(thing, name) for name in names}
-            body: dict[str, Any] = {
-                "__slots__": (),
-                "__module__": cls.__module__,
-                "__reduce_ex__": _as_plain(cls),
-                **methods,
-            }
-            if isinstance(thing, torch.amp.GradScaler):
-                body["scale"] = self.scaling.noted(thing)
-            thing.__class__ = type(cls.__name__, (cls,), body)
 
-    def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
-        gate = self._gate
-        inner = getattr(thing, name)
-        is_optimizer = isinstance(thing, torch.optim.Optimizer)
-        takes_step = name == "step" and isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler)
-        acts, number = self.acts, len(self.acts)
-        acts.append(0)
+    def acting(self) -> list[tuple[Any, list[str]]]:
+        """Objects that change their state once per step, and the names of the methods that do it."""
+        things = [*self.optimizers, *self.others]
+        found = ((thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things)
+        return [(thing, names) for thing, names in found if names]
 
-        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not gate.in_body:
-                gate.between()
-            closure = args[0] if args else kwargs.get("closure")
-            if is_optimizer and gate.in_body and callable(closure):
-                return _with_closure(inner, gate, closure)
-            if takes_step and not gate.acting:
-                self.scaling.note_step(_stepped(thing, args, kwargs), None if is_optimizer else thing)
-            if takes_step and gate.in_body:
-                if gate.in_backward:
-                    raise gate.refuse(
-                        "an optimizer's step inside backward would use one shard's gradient: call step after backward"
-                    )
-                gate.stepped = True
-                if not gate.trained:
-                    gate.handmade = gate.handmade or _has_gradients(_stepped(thing, args, kwargs))
-                if is_optimizer and gate.gathered and _holds(thing, gate.gathered):
-                    raise gate.refuse(
-                        "an optimizer's step on gradients that were gathered over several steps: they would be lost if "
-                        "the membership changes; call zero_grad in each step, and for larger steps raise global_batch "
-                        "in run.prepare"
-                    )
-            if takes_step and gate.untrained and not gate.in_body and _has_gradients(_stepped(thing, args, kwargs)):
-                raise FallowError(
-                    "an optimizer's step outside of the body, after a run.steps loop in which no body made a backward: "
-                    "gradients are shared in bodies only, so each member would train by itself, on its own shards; "
-                    "train in the body of `for batch in run.steps(loader):`, and neither make a list of it nor keep "
-                    "its batches for later",
-                    Exit.DATA,
-                )
-            if gate.in_body:
-                gate.called = True
-                if not gate.acting:
-                    gate.calls.add((number, id(_stepped(thing, args, kwargs)) if takes_step else _place(thing, args)))
-            if not gate.open:
-                return None
-            if gate.in_body:
-                # Between two calls one member may be a change of the membership ahead of another.
-                acts[number] += 1
-                gate.acted = True
-                if takes_step and not gate.acting:
-                    gate.seed_step(gate.steps)
-                    gate.steps += 1
-            gate.acting += 1
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                gate.acting -= 1
+    @property
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """All GradScalers."""
+        return [thing for thing in self.others if isinstance(thing, torch.amp.GradScaler)]
 
-        return gated
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """All learning rate schedulers."""
+        return [thing for thing in self.others if isinstance(thing, LRScheduler)]
 
-    def _unless_received(self, optimizer: torch.optim.Optimizer) -> Callable[..., None]:
-        gate, add = self._gate, optimizer.add_param_group
-
-        def gated(*args: Any, **kwargs: Any) -> None:
-            # On the script's way to the members' place the group is there already, see `CatchUp`.
-            if gate.open or gate.in_body:
-                add(*args, **kwargs)
-            if gate.in_body:
-                strange = self.strangers()
-                if strange:
-                    raise gate.refuse(strange)
-
-        return gated
+    @property
+    def averages(self) -> list[torch.optim.swa_utils.AveragedModel]:
+        """All averages of models."""
+        return [thing for thing in self.others if isinstance(thing, torch.optim.swa_utils.AveragedModel)]
 
     def strangers(self) -> str:
         """What to say of prepared optimizers that train what was not prepared; empty: there is nothing."""
@@ -310,68 +185,64 @@ class Prepared:
 
     def weight_tensors(self) -> list[torch.Tensor]:
         """What modules contribute to `export`, in its order."""
-        return [tensor for module in self.modules for tensor in _module_tensors(module).values()]
+        return [tensor for module in self.modules for tensor in _named(module).values()]
 
-    def trained_weights(self) -> list[int]:
+    def trained_weights(self) -> set[int]:
         """Numbers, among `weight_tensors`, of the parameters that prepared optimizers change."""
         held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        weights = (tensor for module in self.modules for tensor in _named(module).values())
-        return [number for number, tensor in enumerate(weights) if id(tensor) in held]
+        return {number for number, tensor in enumerate(self.weight_tensors()) if id(tensor) in held}
 
     def devices(self) -> set[torch.device]:
         """Where the modules are."""
         return {tensor.device for tensor in self.weights()}
 
+    @property
+    def device(self) -> torch.device:
+        """The accelerator on which the modules are, else the host."""
+        return device_of(self.weights())
+
     # ----------------------------------------------------------------------------------------------------- state
 
-    def plain_optimizer_tensors(self) -> list[torch.Tensor]:
-        """Tensors in the state of optimizers that load a state by taking the tensors over as they are."""
-        return [
-            value
-            for optimizer in self.optimizers
-            if _loads_plainly(optimizer)
-            for entry in optimizer.state.values()
-            for value in tensors_in(entry)
-        ]
+    def plain_optimizers(self) -> set[int]:
+        """Numbers of the optimizers that load a state by taking over, as they are, the tensors that fit."""
+        return {number for number, optimizer in enumerate(self.optimizers) if _loads_plainly(optimizer)}
 
-    def optimizer_pairs(self, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Live optimizer tensors beside those of a state that was loaded; None if they do not correspond."""
-        live = list(tensors_in([optimizer.state_dict() for optimizer in self.optimizers]))
-        loaded = list(tensors_in(state["optimizers"]))
-        if [tensor.shape for tensor in live] != [tensor.shape for tensor in loaded]:
-            return None
-        return list(zip(live, loaded, strict=True))
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """Tensors in the state of all optimizers."""
+        return encode([optimizer.state_dict()["state"] for optimizer in self.optimizers], "optimizers").tensors
 
     def export(self) -> dict[str, Any]:
-        """The whole state as a tree for `state.encode`; tensors share memory with the live ones."""
+        """The whole state as a tree for `state.encode`; tensors share memory with the live ones.
+
+        Raises:
+            Exception: a script's own object raised it.
+        """
         return {
-            "models": [_module_tensors(module) for module in self.modules],
+            "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
             "groups": [_groups(optimizer, self._names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
-            "arithmetic": self.arithmetic.export(),
+            "dicts": [dict(values) for values in self.dicts],
         }
 
     def names(self) -> list[ModelNames]:
         """How each module's `state_dict` calls the tensors that `export` has."""
         return [_names_of(module) for module in self.modules]
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Put an exported state into the live objects.
+    def load(self, state: dict[str, Any], received: Set[int] = frozenset()) -> None:
+        """Put an exported state into the live objects, which may keep tensors of it.
+
+        Args:
+            state: as `export` made it. Tensors of modules may be on the host instead of their device.
+            received: ids of tensors of it that share the live ones' memory: they are not copied.
 
         Raises:
             FallowError: it does not fit them.
             Exception: a script's own object raised it, which nobody but the script can explain.
         """
         try:
-            with torch.no_grad():
-                for module, tensors in zip(self.modules, state["models"], strict=True):
-                    own = _module_tensors(module)
-                    if own.keys() != tensors.keys():
-                        raise KeyError(", ".join(sorted(own.keys() ^ tensors.keys())))
-                    for name, tensor in own.items():
-                        if tensor.data_ptr() != tensors[name].data_ptr():  # else it was received in place
-                            tensor.copy_(tensors[name])
+            for module, tensors in zip(self.modules, state["models"], strict=True):
+                _load_module(module, tensors, received)
             for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
                 _regroup(optimizer, groups, self._names())
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -379,7 +250,10 @@ class Prepared:
                 if _loads_plainly(optimizer):
                     _keep_dtypes(optimizer, saved)
                 _keep_strides(optimizer)
-            self.arithmetic.load(state["arithmetic"])
+            for own, values in zip(self.dicts, state["dicts"], strict=True):
+                values = _placed(values, own)
+                own.clear()
+                own.update(values)
             others = list(zip(self.others, state["others"], strict=True))
         except (KeyError, ValueError, RuntimeError) as error:
             raise FallowError(
@@ -415,45 +289,8 @@ class Prepared:
             lines.append(f"optimizer.{number} {type(optimizer).__name__}")
         lines += list(extra_state.holders(self.modules))
         lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
+        lines += [f"dict.{number}" for number in range(len(self.dicts))]
         return lines
-
-
-def _holds(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
-    """True if one of them has a gradient."""
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return any(id(parameter) in parameters and parameter.grad is not None for parameter in held)
-
-
-def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
-    """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        found = cls.__reduce_ex__(self, protocol)
-        if isinstance(found, tuple) and found[1] == (type(self),):
-            # What object's own does in older protocols: it does not insist on the class that the object has.
-            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
-        return found
-
-    return reduce
-
-
-def _stepped(thing: Any, args: Any, kwargs: Any) -> torch.optim.Optimizer:
-    """Whom a call of `step` is for: an optimizer, or a scaler's first argument."""
-    found: torch.optim.Optimizer = (
-        thing if isinstance(thing, torch.optim.Optimizer) else args[0] if args else kwargs["optimizer"]
-    )
-    return found
-
-
-def _place(thing: Any, args: Any) -> float:
-    """Where a scheduler is told to go: `step(epoch + i / n)`. A metric is another thing, see `run.mean`."""
-    told = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau) and args
-    return float(args[0]) if told and isinstance(args[0], int | float) else 0.0
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return not all_zero([gradient for gradient in gradients if gradient is not None])
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, nn.Parameter]]) -> list[list[str]]:
@@ -475,7 +312,7 @@ def _regroup(
     for group in wanted[alike:]:
         params = [(name, known[name]) for name in group]
         added = {"params": params if named else [parameter for _, parameter in params]}
-        type(optimizer).add_param_group(optimizer, added)  # whatever the gate says
+        optimizer.add_param_group(added)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -498,6 +335,28 @@ def _check_module(module: nn.Module) -> None:
 def signature_of(layout: list[str]) -> str:
     """SHA-256 of the layout."""
     return hashlib.sha256("\n".join(layout).encode()).hexdigest()
+
+
+def _load_module(module: nn.Module, tensors: dict[str, torch.Tensor], received: Set[int]) -> None:
+    own = _named(module)
+    if own.keys() != tensors.keys():
+        raise KeyError(", ".join(sorted(own.keys() ^ tensors.keys())))
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if id(tensors[name]) not in received:
+                tensor.copy_(tensors[name], non_blocking=True)
+
+
+def _placed(values: dict[Any, Any], own: dict[Any, Any]) -> dict[Any, Any]:
+    """The values, with tensors on the devices of those in whose place they come."""
+    live, encoded = encode(dict(own), "dict"), encode(values, "dict")
+    places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
+    tensors = [
+        device.to_device(tensor, places.get(str(path), tensor.device))
+        for path, tensor in zip(encoded.paths, encoded.tensors, strict=True)
+    ]
+    placed: dict[Any, Any] = decode(encoded.tree, tensors)
+    return placed
 
 
 def _loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
@@ -527,10 +386,6 @@ def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
                     entry[key] = lying.copy_(value)
 
 
-def _module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in _named(module).items()}
-
-
 def _named(module: nn.Module) -> dict[str, torch.Tensor]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {plain_name(name): tensor for name, tensor in named.items()}
@@ -550,19 +405,3 @@ def _names_of(module: nn.Module) -> ModelNames:
     }
     kept = {name: own for name, own in aliases.items() if name not in transient}
     return ModelNames(frozenset(transient), kept)
-
-
-def _with_closure(inner: Callable[..., Any], gate: Gate, closure: Callable[[], Any]) -> Any:
-    if not gate.single:
-        raise FallowError(
-            "optimizer.step(closure) needs the whole global batch in one shard; set the DataLoader's batch_size to "
-            "global_batch, or use an optimizer without a closure",
-            Exit.DATA,
-        )
-
-    if not gate.settle():
-        return None
-    # The closure's first backward opens the gate; until then it is closed, so `inner` is called regardless.
-    result = inner(closure)
-    gate.stepped = True
-    return result

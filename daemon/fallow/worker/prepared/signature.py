@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -71,21 +72,26 @@ def signature(devices: Iterable[torch.device]) -> list[str]:
         f"float32 matrix products of {torch.get_float32_matmul_precision()} precision",
         f"deterministic algorithms {'on' if torch.are_deterministic_algorithms_enabled() else 'off'}",
         f"oneDNN {'on' if torch.backends.mkldnn.enabled else 'off'}",
-        f"denormal numbers {'kept' if torch.tensor([1e-40]).mul(1).item() else 'flushed to 0'}",
+        f"denormal numbers {'kept' if torch.tensor([1e-40], device='cpu').mul(1).item() else 'flushed to 0'}",
         f"the default type {str(torch.get_default_dtype()).removeprefix('torch.')}",
         f"autocast in {_short(torch.get_autocast_dtype('cpu'))} on the CPU",
     ]
+    lines += [line for kind in kinds if kind != "cpu" for line in _device(kind)]
     if "cuda" in kinds:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         lines += [
-            f"GPUs of type {properties.name} with {properties.multi_processor_count} multiprocessors",
             f"CUDA {torch.version.cuda}",
             f"cuDNN {torch.backends.cudnn.version()}",  # type: ignore[no-untyped-call]
             f"TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 else 'off'}",
             f"CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}",
-            f"autocast in {_short(torch.get_autocast_dtype('cuda'))} on the GPU",
         ]
     return [*lines, *(f"test sums on {kind} of digest {_sample(kind)}" for kind in kinds)]
+
+
+def _device(kind: str) -> list[str]:
+    properties: Any = getattr(torch.get_device_module(kind), "get_device_properties", lambda: None)()
+    name, units = (getattr(properties, of, "(unknown)") for of in ("name", "multi_processor_count"))
+    dtype = _short(torch.get_autocast_dtype(kind)) if torch.amp.is_autocast_available(kind) else "(none)"
+    return [f"{kind} devices of type {name} with {units} multiprocessors", f"autocast in {dtype} on {kind}"]
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -109,10 +115,10 @@ def _sample(kind: str) -> str:
     """Digest of a few small computations, forward and backward: the libraries' choices show here, whatever they are."""
     total = hashlib.sha256()
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast(kind, enabled=False):
-        made = torch.Generator().manual_seed(1)
-        x = torch.randn(24, 3, 17, 13, generator=made, dtype=torch.float32).to(kind)
-        kernel = torch.randn(8, 3, 3, 3, generator=made, dtype=torch.float32).to(kind).requires_grad_()
-        weight = torch.randn(1320, 257, generator=made, dtype=torch.float32).to(kind).requires_grad_()
+        made = torch.Generator(device="cpu").manual_seed(1)
+        x = torch.randn(24, 3, 17, 13, generator=made, dtype=torch.float32, device="cpu").to(kind)
+        kernel = torch.randn(8, 3, 3, 3, generator=made, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
+        weight = torch.randn(1320, 257, generator=made, dtype=torch.float32, device="cpu").to(kind).requires_grad_()
         h = F.gelu(F.conv2d(x, kernel)).flatten(1)
         h = F.layer_norm(h @ weight, (257,))
         low = (h.bfloat16() @ weight.t().bfloat16()).float()

@@ -1,171 +1,165 @@
-"""How gradients of shards are added up."""
+"""How gradients of shards are added up: what the reduction asks of an arithmetic, and the fast one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from fallow.worker.reduction.buckets import Bucket, Buckets
+from fallow.worker.reduction.buckets import Bucket, Sum
 from fallow.worker.transport.group import Group
 
-SMALL = 1 << 14
-"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
+Arrived = list[tuple[int, torch.Tensor]]
+"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
 
 
-def all_zero(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there is nothing but zeros: one pass at the speed of memory, and few calls for many small ones."""
-    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    large = []
-    for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_complex():
-            if bool(tensor.any()):
-                return False
-        elif tensor.numel() >= SMALL:
-            large.append(tensor)
-        elif tensor.numel():
-            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
-    for tensor in (*map(torch.cat, small.values()), *large):
-        # `any` takes five times as long. NaN is not 0.
-        if any(torch.stack(torch.aminmax(tensor.detach())).tolist()):
-            return False
-    return True
+class Arithmetic:
+    """Adds weight x gradient into buckets, launches their sums over the members, and turns sums into gradients.
 
-
-class Arithmetic(Protocol):
-    """What the reducer asks when a gradient arrives and when the step's sum is handed out.
-
-    `number` counts the backwards of a body from 0: each has sums of its own.
+    A *late* gradient comes when its bucket has left. It goes into a sum of its own, which a second round adds.
+    Members call `launch` and `conclude` in the same order.
     """
 
-    linear: bool
-    "gradients of shards of equal weight may be summed as they are, before `add` sees them"
-    repeated: int
-    "finished steps that were done again because `judge` said so"
+    hands_out_sums = True
+    "gradients lie in the memory of the sums"
+
+    def __init__(self) -> None:
+        self._buckets: Sequence[Bucket] = ()
+        self._sums: list[Sum | None] = []
+        "by bucket, what this member gives to the sum; None: it was idle so far"
+        self._late: dict[int, Sum] = {}
+        "by bucket, what came late in this attempt"
+
+    @property
+    def repeated(self) -> int:
+        """Finished sums that were made again because they had outgrown their scale."""
+        return 0
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Type in which gradients of `dtype` are summed, over shards and over members."""
+        """Return the type in which gradients of `dtype` are summed. Raises FallowError if there is none."""
+        raise NotImplementedError
 
-    def begin_step(self, phase: int, lone: Sequence[float]) -> bool:
-        """A step, or that phase of it, begins, or begins again.
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Use this layout from now on. Raises FallowError for a type that cannot be summed."""
+        for bucket in buckets:
+            self.sum_dtype(bucket.dtype)
+        self._buckets = buckets
+        self.renew()
 
-        Args:
-            phase: of the step.
-            lone: see `StepPlan`.
+    def renew(self) -> None:
+        """Use new memory: a late peer may still write into the old one."""
+        self._sums = [None] * len(self._buckets)
 
-        Returns:
-            Whether places are in the gradients' own type in this step, not in `sum_dtype`.
-        """
+    def begin(self, phase: str, idle: Sequence[bool]) -> None:
+        """Begin an attempt at the sum of a phase; buckets that are `idle` by number get no memory."""
+        self._late = {}
+        for bucket in self._buckets:
+            if not idle[bucket.number]:
+                known = self._sums[bucket.number]
+                if known is None or (self.hands_out_sums and known.shared):
+                    self._sums[bucket.number] = known = Sum(bucket, self.sum_dtype(bucket.dtype))
+                known.clear()
 
-    def add(
-        self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
-    ) -> None:
-        """Add weight x grad to `place`, the parameter's part of its bucket; `first`: overwrite what is there.
+    def begin_body(self) -> None:
+        """Begin with the gradients of another shard."""
 
-        It may be put off until `settle`; `grad` belongs to the arithmetic.
-        """
+    def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
+        """Add weight x gradient; the weight is not 0."""
+        raise NotImplementedError
 
-    def settle(self) -> None:
-        """Everything that was added is in its place when this returns."""
+    def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
+        """Launch the sum over the members."""
+        raise NotImplementedError
 
-    def reduce(self, group: Group, bucket: Bucket) -> None:
-        """Launch the sum of a full bucket over the members."""
+    def conclude(self, group: Group) -> None:
+        """Launch what must follow when all launched sums are complete."""
 
-    def extent(self, number: int, count: int) -> list[int]:
-        """What the members must tell each other beside the sums, for `count` parameters: 32 bits each."""
+    def prepare_extents(self) -> None:
+        """Send what `extents` needs to the host; readable once the group is certain."""
 
-    def judge(self, number: int, extent: Sequence[int]) -> bool:
-        """Given the greatest of all members' extents: True if the sums are good; False: the step must be done again, by
-        all.
-        """
+    def extents(self) -> list[int]:
+        """Return what the members must tell each other beside the sums: one number for each parameter, or none."""
+        return []
 
-    def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
-        """Gradients by parameter's index, for those that are `touched`, once the sums of that set are complete.
+    def judge(self, extents: Sequence[int]) -> bool:
+        """Given the greatest of all members' extents: False if all must do the sum again."""
+        return True
 
-        They lie in memory of the set, until its next sums.
+    def results(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the gradients by place. Their memory is not used again while somebody holds them."""
+        raise NotImplementedError
 
-        Raises:
-            Interrupted: the group broke.
-        """
-
-    def end_step(self) -> None:
-        """The step, or its phase, is finished on all members."""
+    def end(self) -> None:
+        """The sum counts."""
 
     def forget(self) -> None:
-        """The step begins anew in another group: drop what only the members of the old one may have learned."""
+        """The group changed: what was learned in attempts of an unfinished sum does not count."""
 
     def export(self) -> dict[str, Any]:
-        """Replicated state that a newcomer needs before its first gradient, as plain values."""
+        """Return replicated state that a newcomer needs, as plain values."""
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over an exported state."""
 
+    def _sum(self, bucket: Bucket, *, late: bool) -> Sum:
+        """What is added to; a late sum is zero as long as nothing has come."""
+        total = self._late.get(bucket.number) if late else self._sums[bucket.number]
+        if total is None:
+            assert late
+            self._late[bucket.number] = total = Sum(bucket, self.sum_dtype(bucket.dtype))
+            total.flat.zero_()
+            total.filled = [True] * len(bucket.members)
+        return total
 
-class Floating:
+
+class Floating(Arithmetic):
     """Sums in the gradients' own type: fast; the last bits depend on who computed which shard."""
 
-    linear = True
-    repeated = 0
-
     def __init__(self) -> None:
-        self._weight = 1.0
-        self._factor = _single(self._weight)
-        "the same: of a Python number torch makes and casts a tensor in each call, which takes longer than a small sum"
+        super().__init__()
+        self._factors: dict[float, torch.Tensor] = {}
+        "weights as tensors: of a Python number torch makes one in each call, which takes longer than a small sum"
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The gradients' own."""
         return dtype
 
-    def begin_step(self, phase: int, lone: Sequence[float]) -> bool:
-        """They are the same."""
-        return False
+    def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
+        total = self._sum(bucket, late=late)
+        small: dict[int, torch.Tensor] = {}
+        for place, grad in arrived:
+            view = total.views[place]
+            if bucket.offsets[place] < bucket.batched and place not in small:
+                small[place] = grad
+            elif total.filled[place] or place in small:
+                view.add_(grad, alpha=weight)
+            else:
+                self._multiply(grad, weight, view)
+            total.filled[place] = True
+        if small:
+            torch._foreach_add_([total.views[place] for place in small], list(small.values()), alpha=weight)
 
-    def add(
-        self, number: int, index: int, place: torch.Tensor, grad: torch.Tensor, weight: float, *, first: bool
-    ) -> None:
-        """In place, one pass over the memory."""
-        if not first:
-            place.add_(grad, alpha=weight)
-            return
-        if weight != self._weight:
-            self._weight, self._factor = weight, _single(weight)
+    def _multiply(self, grad: torch.Tensor, weight: float, into: torch.Tensor) -> None:
         # Half precision is multiplied by a number as it is, not by one that was rounded to it.
-        torch.mul(grad, self._factor if grad.dtype == torch.float32 else weight, out=place)
+        if grad.dtype == torch.float32:
+            if weight not in self._factors:
+                self._factors = {weight: torch.tensor(weight, dtype=torch.float32, device="cpu")}
+            torch.mul(grad, self._factors[weight], out=into)
+        else:
+            torch.mul(grad, weight, out=into)
 
-    def settle(self) -> None:
-        """Nothing is put off."""
+    def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
+        total = self._sum(bucket, late=late)
+        total.complete()
+        group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
 
-    def reduce(self, group: Group, bucket: Bucket) -> None:
-        """As a whole, in place."""
-        group.all_reduce(bucket.flat)
-
-    def extent(self, number: int, count: int) -> list[int]:
-        """Nothing."""
-        return []
-
-    def judge(self, number: int, extent: Sequence[int]) -> bool:
-        """They are."""
-        return True
-
-    def results(self, group: Group, buckets: Buckets, touched: Sequence[bool]) -> dict[int, torch.Tensor]:
-        """The places themselves: no copy."""
-        return {index: view for index, view in enumerate(buckets.views) if touched[index]}
-
-    def end_step(self) -> None:
-        """Nothing."""
-
-    def forget(self) -> None:
-        """Nothing."""
-
-    def export(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-
-def _single(value: float) -> torch.Tensor:
-    # Here, wherever the script has new tensors made.
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
+    def results(self, bucket: Bucket) -> list[torch.Tensor]:
+        late, total = self._late.pop(bucket.number, None), self._sums[bucket.number]
+        if late is not None:
+            if total is not None:
+                total.flat.add_(late.flat)
+            else:
+                self._sums[bucket.number] = total = late
+        assert total is not None
+        return [view.detach() for view in total.views]

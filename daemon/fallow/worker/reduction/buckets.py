@@ -1,15 +1,19 @@
-"""Where gradients wait for their reduction: flat buckets with a place for each parameter."""
+"""Where gradients are added up: flat buckets with a place for each parameter.
+
+The layout is a function of the parameters and of one learned order, so all members have the same. Parameters that gave
+no gradient while the order was learned lie in buckets of their own, behind the others.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fallow.worker.reduction.scattered import Scattered
+from fallow.worker.transport.device import asynchronous
 
 _FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -20,93 +24,85 @@ _LAST_BYTES = 6 << 20
 then each takes three quarters of what is left: it is reduced while backward makes the rest, if the network moves three
 times what backward makes. More buckets would hide more, but each costs a fifth of a millisecond to launch."""
 
+SMALL = 1 << 14
+"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """One flat tensor that is reduced as a whole."""
 
-    flat: torch.Tensor
-    "of the sums' type"
+    number: int
+    "the bucket's place in the order of reductions"
     members: list[int]
-    "indices of its parameters, in the order of their places"
-    dtype: torch.dtype
-    "of the parameters"
+    "indices of the parameters, in the order of their places: small parameters first"
+    params: list[nn.Parameter]
+    "the same parameters"
     offsets: list[int]
-    "where they begin"
-    waiting: int = 0
-    "those who have still to speak in the current backward"
-    launched: bool = False
-    scattered: Scattered | None = None
-    "if it is not summed as a whole, in place"
+    "first element of each place"
+    numel: int
+    batched: int
+    "elements at the front whose gradients are added together; the other parameters are added one by one"
+    silent: bool
+    "the parameters gave no gradient when the order was learned"
 
     @property
-    def plain(self) -> torch.Tensor:
-        """The same memory in the parameters' type, as far as that needs it."""
-        return self.flat.view(self.dtype)[: self.flat.numel()]
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return self.params[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.params[0].device
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor of at least `numel` elements into the places, each in its parameter's shape and strides."""
+        return [
+            _shaped(flat[offset : offset + parameter.numel()], parameter)
+            for offset, parameter in zip(self.offsets, self.params, strict=True)
+        ]
 
 
-class Buckets:
-    """All buckets of a run, one dtype in each; memory is taken at first use.
+class Sum:
+    """Memory for the sum over one bucket.
 
     Args:
-        params: parameters that require gradients, in model order.
-        sum_dtype: says of which type the sums of a type are.
-        order: indices of the first ones, as a backward gives their gradients; the last of the others come first.
+        bucket: its layout.
+        dtype: type of the sum.
+        numel: elements, at least the bucket's; more are padding.
     """
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        sum_dtype: Callable[[torch.dtype], torch.dtype],
-        order: Sequence[int] = (),
-    ) -> None:
-        self._params = list(params)
-        self._sum_dtype = sum_dtype
-        self._order = list(dict.fromkeys([*order, *reversed(range(len(self._params)))]))
-        self._place = _layout(self._params, self._order)
-        self.all: list[Bucket] = []
-        self.views: list[torch.Tensor] = []
-        "for each parameter its part of a bucket, in the parameter's shape and order of elements"
-        self.of: list[Bucket] = []
-        "for each parameter the bucket in which it has its place"
-        self._plain = False
-        self._ways: dict[bool, list[torch.Tensor]] = {}
+    __slots__ = ("_bucket", "_users", "filled", "flat", "views")
 
-    def ensure(self) -> None:
-        """Take memory, if there is none."""
-        if self.all or not self._params:
-            return
-        for number in range(1 + max(number for number, _, _ in self._place)):
-            members = [index for index in self._order if self._place[index][0] == number]
-            numel = sum(self._place[index][2] for index in members)
-            first = self._params[members[0]]
-            flat = torch.zeros(numel, dtype=self._sum_dtype(first.dtype), device=first.device)
-            self.all.append(Bucket(flat, members, first.dtype, [self._place[index][1] for index in members]))
-        self.of = [self.all[number] for number, _, _ in self._place]
-        for plain in (False, True):
-            parts: dict[int, torch.Tensor] = {}
-            for bucket in self.all:
-                parts |= self.parts(bucket, bucket.plain if plain else bucket.flat)
-            self._ways[plain] = [parts[index] for index in range(len(self._params))]
-        self.views = self._ways[self._plain]
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, numel: int | None = None) -> None:
+        self._bucket = bucket
+        self.flat = torch.empty(numel or bucket.numel, dtype=dtype, device=bucket.device)
+        self.views = bucket.views(self.flat)
+        "one for each place"
+        self.filled = [False] * len(self.views)
+        "by place: something was added there"
+        self._users = _users(self.flat)
 
-    def lay(self, *, plain: bool) -> None:
-        """Have `views` in the parameters' type, or in the sums', from now on; what is in them is lost."""
-        self._plain = plain
-        self.views = self._ways.get(plain, [])
+    def clear(self) -> None:
+        """Begin at nothing: batched places become zero, the others are overwritten by what is added first."""
+        self.flat[: self._bucket.batched].zero_()
+        self.filled = [False] * len(self.views)
 
-    def parts(self, bucket: Bucket, flat: torch.Tensor) -> dict[int, torch.Tensor]:
-        """By parameter's index its part of a tensor that is laid out like the bucket."""
-        parts = {}
-        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
-            parameter = self._params[index]
-            parts[index] = _shaped(flat[offset : offset + parameter.numel()], parameter)
-        return parts
+    def complete(self) -> None:
+        """Make the places zero to which nothing was added."""
+        for view, offset, filled in zip(self.views, self._bucket.offsets, self.filled, strict=True):
+            if not filled and offset >= self._bucket.batched:
+                view.zero_()
 
-    def forget(self) -> None:
-        """Give the memory up for good: a late peer may still write into it."""
-        self.all, self.views, self.of = [], [], []
-        self._ways = {}
+    @property
+    def shared(self) -> bool:
+        """Somebody else holds a tensor in this memory, for example a script that keeps last step's gradients."""
+        return _users(self.flat) != self._users
+
+
+def _users(flat: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -117,24 +113,52 @@ def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset())
 
 
-def _layout(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Per parameter: bucket number, offset and length in elements."""
-    place: dict[int, tuple[int, int, int]] = {}
+def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket]:
+    """Lay all parameters out, one dtype to a bucket.
+
+    Args:
+        params: all of the run, in model order.
+        order: indices of those that are expected to get gradients, as a backward gives them. The others follow in
+            buckets of their own, the last parameters of the model first.
+
+    Returns:
+        The buckets, in the order of their reduction.
+    """
+    expected = list(order)
+    others = sorted(set(range(len(params))).difference(expected), reverse=True)
+    loud, silent = _spread(params, expected), _spread(params, others)
+    return [_bucket(params, number, members, number >= len(loud)) for number, members in enumerate([*loud, *silent])]
+
+
+def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int], silent: bool) -> Bucket:
+    together = asynchronous(params[members[0]].device)  # a call for each parameter is a kernel there
+    small = [index for index in members if together or params[index].numel() < SMALL]
+    members = [*small, *(index for index in members if not together and params[index].numel() >= SMALL)]
+    offsets, at = [], 0
+    for index in members:
+        offsets.append(at)
+        at += params[index].numel()
+    batched = sum(params[index].numel() for index in small)
+    return Bucket(number, members, [params[index] for index in members], offsets, at, batched, silent)
+
+
+def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[int]]:
+    """The indices, divided into buckets."""
+    found: list[list[int]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int, int]] = {}
     left: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    for parameter in params:
-        left[parameter.dtype, parameter.device] += parameter.numel() * parameter.element_size()
-    count = 0
+    for index in order:
+        left[params[index].dtype, params[index].device] += params[index].nbytes
     for index in order:
         parameter = params[index]
         key = (parameter.dtype, parameter.device)
         number, used, cap = open_bucket.get(key, (-1, 0, 0))
-        if used * parameter.element_size() >= cap:
+        if used >= cap:
             part = left[key] if left[key] <= _LAST_BYTES else left[key] * 3 // 4
-            cap = min(BUCKET_BYTES, max(1, part)) if count else _FIRST_BYTES
-            number, used = count, 0
-            count += 1
-        place[index] = (number, used, parameter.numel())
-        open_bucket[key] = (number, used + parameter.numel(), cap)
-        left[key] -= parameter.numel() * parameter.element_size()
-    return [place[index] for index in range(len(params))]
+            cap = min(BUCKET_BYTES, max(1, part)) if found else _FIRST_BYTES
+            number, used = len(found), 0
+            found.append([])
+        found[number].append(index)
+        open_bucket[key] = (number, used + parameter.nbytes, cap)
+        left[key] -= parameter.nbytes
+    return found

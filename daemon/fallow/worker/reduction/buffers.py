@@ -1,140 +1,179 @@
-"""Buffers: after each round of a step all members hold those of shard 0.
+"""Buffers of the modules in a step: every shard starts from the step's own, and shard 0's are kept.
 
-Most models have none that change, or only such as a mask. So they are broadcast where the same round of the last step
-changed them, and in a generation's first; else the control exchange tells whether shard 0's member has changed one, and
-only then they follow. What a script writes to them between two exchanges is found by the next one.
+All copies stay on the buffers' device, and the host waits for none. Buffers are compared there, because native
+BatchNorm and scripts that write to `.data` move no version counter. Buffers that nobody changed for a while do not
+travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
-from fallow.worker.handover.state import as_bytes
+from fallow.worker.reduction.expectations import Unused
+from fallow.worker.reduction.step_sums import bitmap, flags
+from fallow.worker.transport.device import to_device, to_host
 from fallow.worker.transport.group import Group
 
+_ALIGN = 16
+_PHASE = ""
 
-class SharedBuffers:
-    """One per run.
+
+class _Room:
+    """Memory for copies of all buffers, in one block of bytes."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self._ends: list[int] = []
+        at = 0
+        for tensor in like:
+            at += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            self._ends.append(at)
+        self.bytes = torch.zeros(at, dtype=torch.uint8, device=like[0].device)
+        self.views = [
+            self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *self._ends], like, strict=False)
+        ]
+
+    @cached_property
+    def last_words(self) -> torch.Tensor:
+        """By buffer, the number of 8-byte words up to its end, on the device."""
+        return to_device(torch.tensor([end // 8 for end in self._ends], device="cpu"), self.bytes.device)
+
+
+class StepBuffers:
+    """Made once per run.
 
     Args:
-        live: gives the modules' buffers.
-        unread: gives the ids of those that no backward looks at.
+        live: gives the modules' buffers, always as many, of the same shapes and types.
     """
 
-    def __init__(self, live: Callable[[], Sequence[torch.Tensor]], unread: Callable[[], set[int]]) -> None:
-        self._live = live
-        self._unread = unread
-        self._agreed: list[torch.Tensor] = []
-        "copies of what all members had after the last round; empty: there was none in this generation"
-        self._kept: list[list[torch.Tensor]] = []
-        "copies of shard 0's, by number of the backward that had just returned, if other shards came after it"
-        self._quiet: set[tuple[int, int]] = set()
-        "(phase, round) in which nothing had changed the last time: they do not go with its control exchange"
-        self._key = (0, 0)
-        "the one at work"
-        self._flat: torch.Tensor | None = None
-        self._alone = False
-        "nobody else has any"
-        self.changed = False
-        "this member has shard 0, which changed one in this round"
+    def __init__(self, live: Callable[[], Sequence[torch.Tensor]]) -> None:
+        # One that covers the same memory several times, as an expanded one does, cannot be written to.
+        written = [not _overlaps(tensor) for tensor in live()]
+        self._all, self._written = live, written
+        self._count = sum(written)
+        self._unused = Unused([False] * self._count)
+        self._before: _Room | None = None
+        "the step's own"
+        self._kept: _Room | None = None
+        "shard 0's"
+        self._has_kept = False
+        self._arriving: list[tuple[list[int], _Room]] = []
+        "numbers of buffers on their way, and where they arrive"
+        self._changed: torch.Tensor | None = None
+        "by buffer, on the host: words that shard 0 changed, up to its end"
 
-    def attach(self) -> None:
-        """Another generation begins."""
-        self._agreed = []
-        self._quiet.clear()
+    def _live(self) -> list[torch.Tensor]:
+        return [tensor for tensor, written in zip(self._all(), self._written, strict=True) if written]
 
-    def begin_step(self) -> None:
-        """A step begins, or a phase of it."""
-        self._kept = []
-
-    def keep(self, copies: list[torch.Tensor]) -> None:
-        """These are shard 0's behind its next backward, or of all of its body if that made none."""
-        self._kept.append(copies)
-
-    @property
-    def kept(self) -> bool:
-        """Shard 0's are known, and this member has come to others."""
-        return bool(self._kept)
-
-    def launch(self, group: Group, phase: int, number: int) -> None:
-        """Just before the control exchange of a round, which has that number in its phase; sets `changed`."""
-        # Rank 0 always has shard 0.
-        self._key, self._flat, self.changed = (phase, number), None, False
-        mine = self._mine()
-        self._alone = not mine or (group.size == 1 and not self._kept)
-        if self._alone:
+    def begin(self) -> None:
+        """Remember the step's own buffers."""
+        if not self._count:
             return
-        self.changed = group.rank == 0 and bool(self._agreed) and not all(map(_same, mine, self._agreed))
-        if self._key not in self._quiet:
-            self._flat = _gather(mine)
-            group.broadcast(self._flat, 0)
+        live = self._live()
+        if self._before is None:
+            self._before = _Room(live)
+        self._has_kept, self._changed, self._arriving = False, None, []
+        with torch.no_grad():
+            torch._foreach_copy_(self._before.views, live)
 
-    def settle(self, group: Group, *, changed: bool) -> None:
-        """The control exchange is complete.
+    def restore(self) -> None:
+        """Put the step's own buffers back: before another shard, or before the step is done again."""
+        if self._before is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self._live(), self._before.views)
+
+    def keep(self) -> None:
+        """Shard 0's body is over, on this member: its buffers are the step's result."""
+        if not self._count:
+            return
+        assert self._before is not None
+        if self._kept is None:
+            self._kept = _Room(self._live())
+        self._has_kept = True
+        with torch.no_grad():
+            torch._foreach_copy_(self._kept.views, self._live())
+            unlike = self._kept.bytes.view(torch.int64) != self._before.bytes.view(torch.int64)
+            # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
+            counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
+            self._changed = to_host(counts[self._kept.last_words])
+
+    def share(self, group: Group, root: int) -> None:
+        """Launch that all get those of shard 0 that change now and then.
 
         Args:
-            group: the same as in `launch`.
-            changed: whether that of shard 0's member said so.
-
-        Raises:
-            Interrupted: the group broke.
+            group: the members.
+            root: the rank that has kept shard 0's.
         """
-        if self._alone:
+        travels = [not unused for unused in self._unused.items(_PHASE)]
+        self._launch(group, root, [number for number, one in enumerate(travels) if one])
+
+    def changed(self) -> bytes:
+        """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
+        if self._changed is None:
+            return b""
+        counts = [0, *self._changed.tolist()]
+        return bitmap(count > before for before, count in pairwise(counts))
+
+    def missing(self, changed: bytes) -> list[int]:
+        """Numbers of the buffers that were changed and did not travel."""
+        unused = self._unused.items(_PHASE)
+        return [number for number, one in enumerate(flags(changed, self._count)) if one and unused[number]]
+
+    def share_missing(self, group: Group, root: int, changed: bytes) -> None:
+        """Launch that all get these, too."""
+        self._launch(group, root, self.missing(changed))
+
+    def settle(self) -> None:
+        """All members have shard 0's: they become the modules' own."""
+        if self._before is None:
             return
-        if changed and self._flat is None:
-            self._flat = _gather(self._mine())
-            group.broadcast(self._flat, 0)
-            group.wait()
+        live, wanted = self._live(), list(self._before.views)
+        with torch.no_grad():
+            if self._has_kept:
+                assert self._kept is not None
+                wanted = self._kept.views
+            else:
+                for numbers, room in self._arriving:
+                    for number, view in zip(numbers, room.views, strict=True):
+                        wanted[number] = view
+            torch._foreach_copy_(live, wanted)
+        self._arriving = []
+
+    def renew(self) -> None:
+        """The group was abandoned: a late peer may still write into what was to arrive."""
+        self._kept, self._arriving = None, []
+
+    def count(self, changed: bytes) -> None:
+        """The sum counts: learn from what all members say which buffers change."""
+        if self._count:
+            self._unused.count(_PHASE, flags(changed, self._count))
+
+    def export(self) -> dict[str, list[int]]:
+        """Return what a newcomer needs, as plain values."""
+        return self._unused.export()
+
+    def load(self, exported: dict[str, list[int]]) -> None:
+        """Take over what was exported."""
+        self._unused.load(exported)
+
+    def _launch(self, group: Group, root: int, numbers: list[int]) -> None:
+        if group.size == 1 or not numbers:
+            return
         live = self._live()
-        if self._flat is not None:
-            self._agreed = _parts(self._flat, live)
-        if group.rank or self._kept:
-            self._take(live, came=self._flat is not None)
-        self._flat = None
-        (self._quiet.discard if changed else self._quiet.add)(self._key)
-
-    def _mine(self) -> Sequence[torch.Tensor]:
-        """Of shard 0, as far as this member knows, behind the backward at work."""
-        return self._kept[min(self._key[1], len(self._kept) - 1)] if self._kept else self._live()
-
-    def _take(self, live: Sequence[torch.Tensor], *, came: bool) -> None:
-        """So that a graph that was made before stays good for another backward: what is equal is left alone.
-
-        Torch refuses a backward that needs one that is not, since the graph was made with another value.
-        """
-        unread = self._unread()
-        for target, value in zip(live, self._agreed, strict=True):
-            free = id(target) in unread
-            if (free and came) or not _same(value, target):
-                with torch.no_grad():
-                    # `data` leaves no trace for autograd.
-                    (target.data if free else target).copy_(value)
+        if self._kept is None:
+            self._kept = _Room(live)
+        room = self._kept
+        if len(numbers) < self._count:
+            room = _Room([live[number] for number in numbers])
+            if group.rank == root:
+                torch._foreach_copy_(room.views, [self._kept.views[number] for number in numbers])
+        group.copy(room.bytes, root)
+        self._arriving.append((numbers, room))
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, on whatever device; both of one shape and type."""
-    return torch.equal(_words(one), _words(other.to(one.device)))
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, large ones where possible: torch compares them several times as fast as bytes."""
-    raw = as_bytes(tensor.detach().contiguous())
-    return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0 else raw
-
-
-def _gather(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Bytes, because a copy is exact for every dtype.
-    return torch.cat([as_bytes(tensor.detach().to("cpu").contiguous()) for tensor in tensors])
-
-
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `_gather`."""
-    found, at = [], 0
-    for tensor in like:
-        part = flat[at : at + tensor.numel() * tensor.element_size()]
-        aligned = part if at % tensor.element_size() == 0 else part.clone()
-        found.append(aligned.view(tensor.dtype).view(tensor.shape))
-        at += part.numel()
-    return found
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and side > 1 for stride, side in zip(tensor.stride(), tensor.shape, strict=True))

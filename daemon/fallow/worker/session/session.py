@@ -43,7 +43,9 @@ from fallow.model import (
 )
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.questions import Questions
-from fallow.worker.transport.group import Group, reap
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import reap
+from fallow.worker.transport.group import Group
 from fallow.worker.transport.link_load import LinkLoad
 from fallow.worker.transport.upcoming import Built, Upcoming
 
@@ -96,6 +98,7 @@ class Session:
         self.address = address
         self.ports = ports
         self._grouped = grouped
+        self._device = devices.HOST
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._term = 0
@@ -128,6 +131,8 @@ class Session:
         self._acks = 0
         self.members_reached = 0, 0
         "where the members are in their data, as the head has last told"
+        self.joins = False
+        "members train already, as the head has last told"
         self.is_main = False
         "as long as this worker is in no generation: as the head has last told"
         self._closed = threading.Event()
@@ -249,7 +254,7 @@ class Session:
             match message:
                 case Welcome():
                     self._welcome = message
-                    self.is_main = message.main
+                    self.is_main, self.joins = message.main, message.joins
                     self.members_reached = message.reached
                     self._date_checkpoint(message.checkpoint_in_s)
                 case Prepare():
@@ -264,7 +269,7 @@ class Session:
                 case BeatAck():
                     self._acks += 1
                     self._ready_seen = message.ready
-                    self.is_main = message.main
+                    self.is_main, self.joins = message.main, message.joins
                     self.members_reached = message.reached
                     if message.deadline_in_s is not None:
                         self._deadline = time.monotonic() + message.deadline_in_s
@@ -281,7 +286,7 @@ class Session:
                     self._others = message
                     self._break(self._highest, "the others have finished")
                 case Refused():
-                    self._end = FallowError(message.message, _exit(message.code))
+                    self._end = FallowError(message.message, exit_code(message.code))
                     self._break(self._highest, message.message)
                 case KvReply():
                     self._questions.answer(message)
@@ -331,7 +336,9 @@ class Session:
         holds = self.progress.generation > 0
         built = Built()
         if self._grouped:
-            built = upcoming.build(self.worker, self.address, self.ask, holds=holds, ports=self.ports)
+            built = upcoming.build(
+                self.worker, self.address, self.ask, holds=holds, device=self._device, ports=self.ports
+            )
         with self._changed:
             wanted = self._next is upcoming
             if wanted:
@@ -349,9 +356,14 @@ class Session:
 
     # ------------------------------------------------------------------------------------------- the training thread
 
-    def announce(self, ready: WorkerReady) -> None:
-        """Rehearsal done; repeated with the beats until the head has noted it."""
-        self._ready = ready
+    def announce(self, ready: WorkerReady, device: torch.device = devices.HOST) -> None:
+        """Rehearsal done; repeated with the beats until the head has noted it.
+
+        Args:
+            ready: what the head is told.
+            device: of the parameters; groups are made for it from now on.
+        """
+        self._ready, self._device = ready, device
         self.send(ready)
 
     def hold(self, generation: int, reason: str) -> None:
@@ -371,6 +383,12 @@ class Session:
         """True once a planned change is committed and its group stands here."""
         upcoming = self._next
         return upcoming is not None and upcoming.committed and upcoming.standing
+
+    @property
+    def switch_offered(self) -> int:
+        """Number of the generation to which that change leads; 0: there is none."""
+        upcoming = self._next
+        return upcoming.prepare.generation if upcoming is not None and self.switch_committed else 0
 
     @property
     def superseded(self) -> bool:
@@ -413,7 +431,8 @@ class Session:
 
         Raises:
             Answered: it does; the generation is left for the next call.
-            FallowError: the head was silent for its whole patience, or ended this worker.
+            FallowError: the head was silent for its whole patience, or ended this worker; or the device does not get
+                rid of the group before (`Group.retire`).
         """
         self._awaiting_since = time.monotonic()
         try:
@@ -422,6 +441,7 @@ class Session:
             self._awaiting_since = None
             self.progress.move()
         if old is not None:
+            old.retire()
             self._retired.append(old)
         return taken
 
@@ -528,14 +548,15 @@ class OthersEnded(FallowError):
     def __init__(self, message: OthersFinished) -> None:
         super().__init__(
             f"the other members' scripts have ended at step {message.steps} while this one waits for them; every "
-            "member has to make the same run.steps, run.mean and run.barrier calls: no `if run.is_main` around them",
+            "member has to make the same run.updates, run.mean and run.barrier calls: no `if run.is_main` around them",
             Exit.DATA,
         )
         self.agreed = message.agreed
         self.answer = message.answer
 
 
-def _exit(code: int) -> Exit:
+def exit_code(code: int) -> Exit:
+    """The documented exit code of that number, or that of a mistake in the software."""
     try:
         return Exit(code)
     except ValueError:

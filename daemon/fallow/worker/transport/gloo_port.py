@@ -94,7 +94,8 @@ def device_within(address: str, ports: range) -> tuple[Any, Moved]:
         for _ in range(_TRIES):
             before = _listeners(address)
             device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-            new = {fd: port for fd, port in _listeners(address).items() if fd not in before}
+            # By both: a group that is taken down meanwhile leaves its descriptor to the new listener.
+            new = dict(_listeners(address).items() - before.items())
             if len(new) != 1:
                 raise OSError(errno.ENOTSUP, "gloo's listener is not found; unset [network] member_ports")
             ((fd, first),) = new.items()

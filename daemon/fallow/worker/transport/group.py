@@ -1,368 +1,331 @@
-"""One generation's process group, and collectives that an interrupt can end.
+"""One generation's members: what they tell each other, and collectives that an interrupt can end.
 
-gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives here are always
-asynchronous; `wait` ends when the works' futures have completed or when `interrupt` was called, whichever is first.
-Python hears of completion once in a `wait`, not once for each work: every call from gloo's thread wants the GIL.
+*Control* carries bytes on the host: `tell` and `gather`. *Transport* carries tensors of one device: `sum`, `copy`,
+`exchange`, `collect`; they are launched, and `certain` is the one wait for them. The two share no communicator, so they
+may be launched in an unlike order on two members. *Streams* carry state between two members.
+
+gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives are always asynchronous;
+a wait ends when their futures have completed or when `interrupt` was called, whichever is first. Python hears of
+completion once in a wait: every call from gloo's thread wants the GIL. A device communicator is aborted, which ends its
+collectives with garbage: what a device has computed counts only after `certain`.
+
 A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.stream import Card, Streams, sources
-from fallow.worker.transport.gloo_port import MovedStore, device_within
+from fallow.worker.handover.stream import Streams
+from fallow.worker.transport import device as devices
+from fallow.worker.transport import gloo
+from fallow.worker.transport.communicators import Communicator, Work
+from fallow.worker.transport.waits import Interrupted, Waits
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
+_DRAIN_S = 5.0
+"""For so long an aborted communicator may take to end what it has on the device."""
 
-_QUIET_S = 1.0
-"""After this, what was on its way in an abandoned group has arrived."""
-
-_UNUSED_TAG = 1 << 20
-"""Of a message that nobody sends."""
-
-_STAGGER_S = 0.1
-_LATEST_S = 20.0
+_LENGTH_BYTES = 8
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Interrupted(Exception):
-    """A pending collective was given up. Never reaches the user's code."""
+@dataclass(slots=True)
+class Connections:
+    """What the members of a group are connected by."""
+
+    gloo_groups: list[Any] = field(default_factory=list)
+    "the first is control's"
+    transport: Communicator | None = None
+    streams: Streams | None = None
+    store: Any = None
+    "kept: a communicator may ask it again, and torch does not keep what is written in Python"
 
 
-class Group:
-    """Ranks 0..size-1 of one generation. `pg` is None for a world of one: every collective is then the identity.
+class Told:
+    """Bytes of all members, on their way.
 
-    Collectives may be issued from autograd's threads and `interrupt` comes from the communication thread; one thread at
-    a time waits.
+    Args:
+        group: theirs.
+        taken: filled with them, by rank.
+        lengths: of each member's bytes.
+        work: fills `taken`; None: nobody else has any.
     """
 
-    def __init__(self, generation: int, rank: int, size: int, pg: Any | None, streams: Streams | None = None) -> None:
+    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], work: Any = None) -> None:
+        self._group, self._taken, self._lengths = group, taken, lengths
+        self.works = [] if work is None else [work]
+
+    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+        """Wait for the bytes of all members, by rank.
+
+        Raises:
+            Interrupted: the group is broken, or `timeout_s` has passed.
+        """
+        self._group._finish_telling(self, timeout_s)
+        data, ends = self._taken.numpy().tobytes(), list(itertools.accumulate(self._lengths))
+        return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
+
+
+class Group(Waits):
+    """Ranks 0..size-1 of one generation. In a world of one every collective is the identity.
+
+    Collectives may be launched from autograd's threads and `interrupt` comes from the communication thread; one thread
+    at a time waits.
+
+    Args:
+        generation: its number.
+        rank: this member's place, 0-based.
+        size: members.
+        connections: None for a world of one.
+        device: of the transport's tensors.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        rank: int,
+        size: int,
+        connections: Connections | None = None,
+        device: torch.device = devices.HOST,
+    ) -> None:
+        super().__init__()
         self.generation = generation
         self.rank = rank
         self.size = size
-        self._pg = pg
-        self._streams = streams
-        self.waiting = False
-        "the training thread waits for other members"
-        self.turned_at = 0.0
-        "time.monotonic at which the last wait began or ended, or a part of the state came in"
-        self._guard = threading.Lock()
-        self._broken: str | None = None
-        self._kept: list[tuple[Any, Any]] = []
-        "works that were not waited for yet, with their tensors"
-        self._waiter: _Waiter | None = None
-        self._wakes: list[Callable[[], None]] = []
-        self.waited_s = 0.0
-        "seconds that `wait` has taken, all calls together"
-
-    @property
-    def broken(self) -> str | None:
-        """Why the group cannot be used any more; None: it stands."""
-        return self._broken
+        self.device = device
+        self._connections = connections
+        self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
+        "of the transport; on a device the tensors stay until a stream waits for the work"
+        self._tellings: list[Told] = []
+        self._aborting: threading.Thread | None = None
 
     @property
     def pending(self) -> bool:
         """Something was launched that nobody has waited for."""
-        return bool(self._kept)
+        return bool(self._launched or self._tellings)
 
     @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
-        return self._broken is not None and self._pg is not None
+        return self.broken is not None and self._connections is not None
 
     @property
     def streams(self) -> Streams:
         """Transfers of state between two members; they end with the group."""
-        assert self._streams is not None, "a world of one hands nothing over"
-        return self._streams
+        assert self._connections is not None, "a world of one hands nothing over"
+        assert self._connections.streams is not None
+        return self._connections.streams
+
+    # -------------------------------------------------------------------------------------------------- its end
 
     def interrupt(self, reason: str) -> None:
-        """End every pending and future collective and transfer of this group with `Interrupted`."""
-        with self._guard:
-            if self._broken is None:
-                self._broken = reason
-            waiter = self._waiter
-        if waiter is not None:
-            waiter.wake()
-        for wake in self._wakes:
-            wake()
+        """End every pending and future collective and transfer of this group with `Interrupted`; from any thread."""
+        # First of all: who sees a collective complete looks next whether the group is broken.
+        super().interrupt(reason)
+        self._begin_abort()
         self.end_transfers()
 
-    def on_break(self, wake: Callable[[], None]) -> None:
-        """Call this, from any thread, whenever the group is broken: somebody waits for something else of it."""
-        self._wakes.append(wake)
+    def _begin_abort(self) -> None:
+        # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
+        with self._guard:
+            transport = self._connections.transport if self._connections is not None else None
+            if self._aborting is None and transport is not None and devices.asynchronous(self.device):
+                name = f"abort-{self.generation}"
+                self._aborting = threading.Thread(target=transport.abort, name=name, daemon=True)
+                self._aborting.start()
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""
-        if self._streams is not None:
-            self._streams.close()
+        if self._connections is not None and self._connections.streams is not None:
+            self._connections.streams.close()
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Launch a sum over the ranks, in place; complete after `wait`."""
-        if self._pg is not None:
-            self._launch(lambda pg: pg.allreduce([tensor]), tensor)
+    def retire(self) -> None:
+        """Leave nothing of this group on the device: its tensors may be freed, and another group may take over.
 
-    def tell(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Launch a gather of few bytes to all; the returned ones, by rank, are complete after `wait`.
+        For the training thread, before it makes buffers for the next group. Waits for the end of an abort.
+
+        Raises:
+            FallowError: aborted collectives do not end, so nothing on this device would ever end behind them.
+        """
+        self.behind()
+        if self.broken is None or self.size == 1 or not devices.asynchronous(self.device):
+            return
+        end = time.monotonic() + _DRAIN_S
+        self._begin_abort()
+        if self._aborting is not None:
+            self._aborting.join(_DRAIN_S)
+        drained = devices.event(self.device)
+        devices.wait(drained, lambda: time.monotonic() > end)
+        if drained is not None and not drained.query():
+            raise FallowError(
+                f"{self.device} has not ended the aborted collectives of generation {self.generation} within "
+                f"{_DRAIN_S:g} s: this member gives up; see the driver's log on this node",
+                Exit.TEMPFAIL,
+            )
+
+    def destroy(self) -> None:
+        """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
+        self.end_transfers()
+        with self._guard:
+            connections, self._connections = self._connections, None
+            whole, self.broken = self.broken is None, self.broken or "destroyed"
+        if connections is None:
+            return
+        if whole and connections.transport is not None:
+            connections.transport.shutdown()
+        for one in connections.gloo_groups:
+            gloo.close_connections(one)
+            one.shutdown()
+        self._launched.clear()
+        self._tellings.clear()
+
+    # -------------------------------------------------------------------------------------------------- control
+
+    def tell(self, part: bytes) -> Told:
+        """Launch an exchange of a few bytes among all.
 
         Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
         after the one before it, and every message costs both sides processor time.
 
         Args:
-            part: uint8, 1-D, of equal length on all ranks.
-        """
-        if self._pg is None:
-            return [part]
-        given = part.repeat(self.size, 1)
-        taken = torch.empty_like(given)
-        self._launch(lambda pg: pg.alltoall_base(taken, given, [], []), (given, taken))
-        return list(taken)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Launch a copy of `root`'s values to all, in place; complete after `wait`."""
-        if self._pg is None:
-            return
-        options = BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        self._launch(lambda pg: pg.broadcast([tensor], options), tensor)
-
-    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
-        """Launch an exchange of unlike parts; complete after `wait`.
-
-        Args:
-            given: what this rank has for the others, by rank.
-            counts: elements of it for each rank.
-            taken: filled with what the others have for this one, by rank.
-            arriving: elements from each rank.
-        """
-        if self._pg is not None:
-            self._launch(lambda pg: pg.alltoall_base(taken, given, arriving, counts), (given, taken))
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Launch a gather to all; the returned tensors, by rank, are complete after `wait`."""
-        if self._pg is None:
-            return [tensor.clone()]
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._launch(lambda pg: pg.allgather([gathered], [tensor]), (tensor, gathered))
-        return gathered
-
-    @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
-        """Inside, the training thread waits for other members: the head must not take it for one that hangs."""
-        self.waiting, self.turned_at = True, time.monotonic()
-        try:
-            yield
-        finally:
-            self.waiting, self.turned_at = False, time.monotonic()
-
-    def moved(self) -> None:
-        """A part of the state has come in: those who wait for the rest of it get on."""
-        self.turned_at = time.monotonic()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until everything launched is complete.
+            part: of equal length on all ranks.
 
         Raises:
-            Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
+            Interrupted: the group is broken.
         """
-        if self._broken is None and self._kept:
-            with self.waits():
-                self._wait(timeout_s)
-        if self._broken is not None:
-            raise Interrupted(self._broken)
-        self._kept.clear()
+        return self._tell(part, [len(part)] * self.size)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        began = time.monotonic()
-        try:
-            self._complete([work.get_future() for work, _ in self._kept], timeout_s)
-        except RuntimeError as error:
-            self.interrupt(_reason(error))
-        self.waited_s += time.monotonic() - began
+    def gather(self, part: bytes) -> list[bytes]:
+        """Parts of unlike length of all members, by rank; waits.
 
-    def _complete(self, futures: list[Any], timeout_s: float | None) -> None:
-        """Return when all are complete or the group is broken; raises what a future raises."""
-        every = torch.futures.collect_all(futures)
-        if not every.done():
-            waiter = _Waiter()
-            with self._guard:
-                self._waiter = waiter
-                if self._broken is not None:
-                    waiter.wake()
-            # Runs on gloo's thread, or here if all are complete by now.
-            every.add_done_callback(lambda _: waiter.wake())
-            if not waiter.wait(timeout_s):
-                self.interrupt(f"no answer from a peer within {timeout_s:g} s")
-            self._waiter = None
-        if self._broken is None:
-            every.value()
-
-    def _launch(self, issue: Any, tensors: Any) -> None:
-        if self._broken is not None:
-            raise Interrupted(self._broken)
-        try:
-            self._kept.append((issue(self._pg), tensors))
-        except RuntimeError as error:
-            self.interrupt(_reason(error))
-            raise Interrupted(self._broken) from None
-
-    def destroy(self) -> None:
-        """Drop the native group. May block for `COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
-        if self._pg is not None:
-            self._close_connections(self._pg)
-            self._pg.shutdown()
-        self._pg = None
-        self._kept.clear()
-        self.end_transfers()
-
-    def _close_connections(self, pg: Any) -> None:
-        """End collectives that still wait for a peer, which `shutdown` would wait for.
-
-        gloo has no call for that, but it closes all connections of a group when a receive runs out of time.
+        Raises:
+            Interrupted: the group is broken.
         """
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
+        told = self.tell(len(part).to_bytes(_LENGTH_BYTES)).wait()
+        return self._tell(part, [int.from_bytes(length) for length in told]).wait()
+
+    def _tell(self, part: bytes, lengths: list[int]) -> Told:
+        given = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else _NOTHING
+        if self.size == 1 or not any(lengths):
+            return Told(self, given, lengths)
+        if self.broken is not None:
+            raise Interrupted(self.broken)
+        assert self._connections is not None
+        taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        counts = [len(part)] * self.size
+        work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+        told = Told(self, taken, lengths, work)
+        self._tellings.append(told)
+        return told
+
+    def _finish_telling(self, told: Told, timeout_s: float | None) -> None:
+        self.finish(told.works, timeout_s)
+        if told.works:
+            told.works.clear()
+            self._tellings.remove(told)
+
+    # ------------------------------------------------------------------------------------------------- transport
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Launch a sum over the ranks, in place.
+
+        This and the other collectives of the transport are complete after `certain`; on a device, what the current
+        stream is given after `behind` comes behind them. All ranks launch them in the same order.
+
+        Raises:
+            Interrupted: the group is broken.
+            TypeError: the tensor is not on the transport's device.
+        """
+        self._launch(lambda transport: transport.sum(tensor), tensor)
+
+    def copy(self, tensor: torch.Tensor, root: int) -> None:
+        """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
+        self._launch(lambda transport: transport.copy(tensor, root), tensor)
+
+    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
+        """Launch an exchange of unlike parts. Raises as `sum`.
+
+        Args:
+            given: 1-D, what this rank has for each, by rank.
+            counts: elements of it for each rank.
+            taken: 1-D, filled with what each has for this one, by rank.
+            arriving: elements from each rank.
+        """
+        if self.size == 1:
+            taken.copy_(given)
+        self._launch(lambda transport: transport.exchange(given, counts, taken, arriving), given, taken)
+
+    def collect(self, piece: torch.Tensor, whole: torch.Tensor) -> None:
+        """Launch a gather of pieces of one length, 1-D, into `whole`, by rank. Raises as `sum`."""
+        if self.size == 1:
+            whole.copy_(piece)
+        self._launch(lambda transport: transport.collect(piece, whole), piece, whole)
+
+    def _launch(self, launch: Callable[[Communicator], Work], *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise TypeError(f"the transport is for {self.device}, not for a tensor on {tensor.device}")
+        if self.size == 1:
+            return
+        if self.broken is None:
             try:
-                pg.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "imed out" in str(error):
-                    return
-                # This one's connection is lost already, which says nothing of the others'.
+                self._launched.append((launch(self._transport), tensors))
+                return
+            except RuntimeError:
+                # A lost peer does not show here but in `certain`: else it is a mistake in the program.
+                failure = self._failure()
+                if failure is None:
+                    raise
+                self.interrupt(failure)
+        raise Interrupted(self.broken)
 
+    def behind(self) -> None:
+        """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
+        if devices.asynchronous(self.device):
+            launched, self._launched = self._launched, []
+            for work, _ in launched:
+                work.wait()
 
-class _Waiter:
-    """Lets one thread sleep until another wakes it, once: the cheapest there is in Python."""
+    def certain(self) -> None:
+        """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        The one wait for a device in a step.
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """False: nobody called `wake` in time."""
-        return self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        Raises:
+            Interrupted: `interrupt` was called, a peer's connection is lost, or the communicator failed.
+        """
+        if not devices.asynchronous(self.device):
+            self.finish([work for work, _ in self._launched])
+            self._launched.clear()
+            return
+        own = devices.event(self.device)
+        self.behind()
+        end = devices.event(self.device)
+        # As long as this device itself has something to do, others wait for this member, and it for nobody.
+        devices.wait(own, self._failure)
+        with self.counted():
+            devices.wait(end, self._failure)
+        # After the event: an abort completes events, too, with garbage before them.
+        failure = self._failure()
+        if failure is not None:
+            self.interrupt(failure)
+            raise Interrupted(failure)
 
-    def wake(self) -> None:
-        """May be called several times."""
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
+    def _failure(self) -> str | None:
+        if self.broken is not None or self.size == 1:
+            return self.broken
+        return self._transport.error()
 
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, without gloo's source position and advice."""
-    lines = str(error).splitlines()
-    if not lines:
-        return type(error).__name__
-    text = re.sub(r"^\[[^\]]*/gloo/[^\]]*\] ", "", lines[0])
-    return text.partition(". This is typically caused")[0]
-
-
-def build_group(
-    generation: int,
-    rank: int,
-    size: int,
-    store: Store | None,
-    address: str,
-    timeout_s: float,
-    *,
-    holds: bool = False,
-    ports: range | None = None,
-) -> Group:
-    """Build a group over gloo and open its connections.
-
-    Args:
-        generation: number of the generation, for the record only; `store` must be private to it.
-        rank: this process's place, 0-based.
-        size: members; 1 builds no native group at all.
-        store: rendezvous; may be None for a size of 1.
-        address: the only local address to listen on.
-        timeout_s: seconds until the attempt fails.
-        holds: this member has the run's state; those who have not open lines to some who have.
-        ports: to listen on; None: the kernel chooses.
-
-    Raises:
-        FallowError: the group could not be built; the text says why.
-    """
-    if size == 1:
-        return Group(generation, 0, 1, None)
-    started = time.monotonic()
-    pg, reason = None, ""
-    try:
-        assert store is not None
-        pg = _connect(store, rank, size, address, timeout_s, ports)
-        group = Group(generation, rank, size, pg, Streams(generation, address, ports))
-    except (RuntimeError, OSError) as error:
-        reason = _reason(error)
-    # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
-    # peer connects to a group that failed.
-    if pg is not None and not reason:
-        try:
-            _open_connections(group, timeout_s - (time.monotonic() - started), holds=holds)
-            pg._set_default_timeout(COLLECTIVE_TIMEOUT)
-        except (RuntimeError, OSError, Interrupted) as error:
-            reason = _reason(error)
-            group.end_transfers()
-            # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
-            reap(group)
-    if reason:
-        raise FallowError(
-            f"process group of generation {generation} (rank {rank} of {size}) on {address}: {reason}; "
-            "check that the nodes reach each other on that address",
-            Exit.TEMPFAIL,
-        )
-    return group
-
-
-def _connect(store: Store, rank: int, size: int, address: str, timeout_s: float, ports: range | None) -> Any:
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
-    # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
-    if ports is None:
-        device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-    else:
-        device, moved = device_within(address, ports)
-        store = MovedStore(store, moved)
-    options._devices = [device]
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _open_connections(group: Group, timeout_s: float, *, holds: bool) -> None:
-    # All are connected already; where they hand out state goes through the group itself.
-    card = torch.frombuffer(bytearray(group.streams.card(holds=holds).encode()), dtype=torch.uint8)
-    cards = group.all_gather(card)
-    group.wait(timeout_s)
-    group.streams.cards = [Card.decode(row.numpy().tobytes()) for row in cards]
-    if not holds:
-        # Those who will receive know now from whom, in all likelihood.
-        there = [rank for rank, card in enumerate(group.streams.cards) if card.holds]
-        away = [rank for rank in range(group.size) if rank not in there]
-        for donor in sources(there, away)[group.rank] if there else []:
-            group.streams.connect(donor)
-
-
-def reap(group: Group) -> None:
-    """Destroy a group later, on a thread of its own, since that can block for as long as a peer is stopped.
-
-    Later, and the higher ranks before the lower: gloo 2.13 ends the whole process ("enforce fail ... state_ <=
-    CONNECTED") if a pair is closed here in the moment in which something comes from its other end, be it a late peer's
-    data or that end's own closing.
-    """
-
-    def destroy() -> None:
-        time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _LATEST_S))
-        group.destroy()
-
-    threading.Thread(target=destroy, name=f"reaper-{group.generation}", daemon=True).start()
+    @property
+    def _transport(self) -> Communicator:
+        assert self._connections is not None
+        assert self._connections.transport is not None
+        return self._connections.transport

@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import torch
+
 from fallow.model import FallowError, Prepare, Vote
-from fallow.worker.transport.group import Group, build_group, reap
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import build_group, reap
+from fallow.worker.transport.group import Group
 from fallow.worker.transport.reach import unreachable
 from fallow.worker.transport.rendezvous import Ask, HeadStore
 
@@ -54,7 +58,16 @@ class Upcoming:
         """The group is there (or need not be: one who leaves has none)."""
         return self.built is not None and not self.built.reason
 
-    def build(self, worker: str, address: str, ask: Ask, *, holds: bool, ports: range | None = None) -> Built:
+    def build(
+        self,
+        worker: str,
+        address: str,
+        ask: Ask,
+        *,
+        holds: bool,
+        device: torch.device = devices.HOST,
+        ports: range | None = None,
+    ) -> Built:
         """Make the group; blocks until it stands or could not be made.
 
         Args:
@@ -62,11 +75,13 @@ class Upcoming:
             address: on which its process groups listen.
             ask: puts a rendezvous question to the head.
             holds: this worker has the state of the training.
+            device: of the tensors that the group will sum; becomes the calling thread's current one.
             ports: on which they listen; None: the kernel chooses.
         """
         built, prepare = Built(), self.prepare
         if self.rank is None:
             return built
+        devices.enter(device)
         size = len(prepare.members)
         # The head must have the votes, which say whom it is better to do without, before its own patience ends.
         patience_s = 0.8 * prepare.timeout_s
@@ -79,7 +94,15 @@ class Upcoming:
             if not lost:
                 left_s = max(0.1, end - time.monotonic())
                 built.group = build_group(
-                    prepare.generation, self.rank, size, store, address, left_s, holds=holds, ports=ports
+                    prepare.generation,
+                    self.rank,
+                    size,
+                    store,
+                    address,
+                    left_s,
+                    device=device,
+                    holds=holds,
+                    ports=ports,
                 )
         except FallowError as error:
             built.reason = error.message
