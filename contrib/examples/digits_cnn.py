@@ -64,9 +64,11 @@ def main() -> None:
     run = fallow.init()
     model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, loader, global_batch=args.global_batch)
     for epoch in run.epochs(args.epochs):
-        for images, labels in run.steps(loader):
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+        for update in run.updates(loader):
+            for images, labels in update:
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                update.note(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
         schedule.step()

@@ -42,19 +42,19 @@ def main() -> None:
     make, judge, opt_make, opt_judge, loader = run.prepare(
         make, judge, opt_make, opt_judge, loader, global_batch=args.global_batch
     )
-    for (real,) in run.steps(loader, epochs=args.epochs):
-        noise = torch.randn(len(real), 8)  # outside the phases: the same numbers in both of them
-        if run.phase("judge"):
-            loss = F.softplus(-judge(real)).mean() + F.softplus(judge(make(noise).detach())).mean()
+    for update in run.updates(loader, epochs=args.epochs):
+        for (real,) in update.phase("judge"):
+            fake = make(torch.randn(len(real), 8)).detach()
+            loss = F.softplus(-judge(real)).mean() + F.softplus(judge(fake)).mean()
             loss.backward()
-            opt_judge.step()
-            opt_judge.zero_grad()
-        if run.phase("make"):
-            loss = F.softplus(-judge(make(noise))).mean()
+        opt_judge.step()
+        opt_judge.zero_grad()
+        for (real,) in update.phase("make"):
+            loss = F.softplus(-judge(make(torch.randn(len(real), 8)))).mean()
             loss.backward()
-            opt_make.step()
-            opt_make.zero_grad()
-            opt_judge.zero_grad()
+        opt_make.step()
+        opt_make.zero_grad()
+        opt_judge.zero_grad()
     if run.is_main:
         with torch.no_grad():
             radius = make(torch.randn(1000, 8)).norm(dim=1)

@@ -92,15 +92,17 @@ def main() -> None:
     model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=args.global_batch)
     if run.is_main:
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-    for tokens, targets in run.steps(loader, epochs=args.steps, max_steps=args.steps):
-        logits = model(tokens.to(device))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-        loss.backward()
+    for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
+        for tokens, targets in update:
+            logits = model(tokens.to(device))
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+            loss.backward()
+            update.note(loss=loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if run.final_shard and run.is_main and run.step % 20 == 0:
-            print(f"step {run.step}: loss {loss.item():.3f}, members {run.size}")
+        if run.is_main and update.step % 20 == 0:
+            print(f"step {update.step}: loss {update.mean('loss'):.3f}, members {run.size}")
     if run.is_main:
         print(f"done after {run.step} steps")
 

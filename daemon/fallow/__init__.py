@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fallow.worker.run import Released, Run, init
+    from fallow.worker.api.run import Released, Run, init
 
 if "FALLOW_WORKER" in os.environ:
     # Here rather than in `init`: many a script makes its optimizer first.
-    from fallow.worker.late import put_off_compiler
+    from fallow.worker.api.lazy_imports import put_off_compiler
 
     put_off_compiler()
 
@@ -24,7 +24,7 @@ __all__ = ["Released", "Run", "__version__", "init"]
 
 def __getattr__(name: str) -> Any:
     if name in {"init", "Run", "Released"}:
-        from fallow.worker import run
+        from fallow.worker.api import run
 
         return getattr(run, name)
     raise AttributeError(f"module 'fallow' has no attribute {name!r}")

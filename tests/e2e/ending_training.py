@@ -4,13 +4,16 @@ usage: ending_training.py --folder FOLDER [--harm NAME]
 
 HARM `links`: at each of them w1's group breaks just when the others have the result (as if somebody else had died in
 that moment), and w2 dies in one. `break`: the main member alone leaves the loop, behind a step after which the shards
-are divided anew. `late`: it raises after the loop.
+are divided anew. `late`: it raises after the loop. `late alone`: likewise, while w1 has not heard yet that the loop is
+over. `late break`: likewise, and all have left the loop by break.
+`between`: the main member raises between the loops, while w1 has not heard yet that the first one is over.
 `exit0`: all leave the second loop at step 9 by `sys.exit(0)`. `exit3`: the main member ends by SystemExit(3) after the
-loop, w1 by SystemExit(4). `mean before`, `mean after`: the main member alone asks for one in a body.
+loop, w1 by SystemExit(4). `mean alone`: the main member alone asks for one behind a step. `barrier alone`: it waits for
+the others in one.
 `hang`: the main member's process does not end. `desert`: w1's script ends in the loop. `linger`: so it does, and its
 process takes its time to end. `last`: w2 dies in the step in which the others leave the loop for good.
-`behind`: all leave the loop by break behind a step that w1 has to receive,
-since its group breaks just when the others have the step's mean.
+`behind`: all leave the loop by break behind a step whose outcome w1 learns from the others, since its group breaks just
+when they have it.
 """
 
 from __future__ import annotations
@@ -20,82 +23,62 @@ import atexit
 import gc
 import json
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from seams import cut_off, die, once, place
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fallow
 from fallow.core.shares import Division
-from fallow.worker import loop
-from fallow.worker.group import Interrupted
-from fallow.worker.together import Kind
 
 WORKER = os.environ.get("FALLOW_WORKER", "")
 LINGERS_S = 12.0
 
 
-def cut_off(run: Any) -> None:
-    """Lose the group."""
-    run._member.group.interrupt("cut on purpose")
-
-
-def harm(run: Any) -> list[int]:
-    """Set the traps; returns the steps at whose mean something happens."""
-    ends: list[Kind] = []
-    plain_ask = loop.ask_all
-    plain_gather: Callable[[Any], Any] = type(run)._gathered
-
-    def ask(group: Any, kind: Kind, value: float) -> float:
-        ends.append(kind)
-        result = plain_ask(group, kind, value)
-        if WORKER == "w1" and (kind is Kind.MEAN or ends.count(Kind.END) == 2):
-            cut_off(run)
-            raise Interrupted("cut on purpose")
-        return result
-
-    def gathered(cells: Any) -> Any:
-        if WORKER == "w2" and run.step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = plain_gather(run, cells)
-        if WORKER == "w1" and run.step in (5, 9) and run.step not in seen:
-            seen.append(run.step)
-            cut_off(run)
-            return None
-        return result
-
-    seen: list[int] = []
-    loop.ask_all = ask
-    run._gathered = gathered
-    return seen
+def harm(run: Any) -> None:
+    """Set the traps: in two steps, and in each thing that the members do together."""
+    if WORKER == "w2":
+        place("certain", once(die, lambda: run.step == 3))
+    if WORKER != "w1":
+        return
+    for step in (5, 9):
+        place("told", once(lambda: cut_off(run), lambda step=step: run.step == step))
+    for answer in (1, 4):  # of the first mean, and of the second call's end
+        place("joint", once(lambda: cut_off(run), lambda: True, answer))
 
 
 def fall_behind(run: Any, past: Path) -> None:
-    """w1 does not get the mean of step 3, once w0 has it."""
-    plain, cut = type(run)._gathered, []
+    """w1 does not hear of the others' sums in step 3, once w0 has acted on them."""
 
-    def gathered(cells: Any) -> Any:
-        result = plain(run, cells)
-        if run.step != 3 or cut:
-            return result
-        cut.append(run.step)
-        if WORKER == "w0":
-            past.touch()
-            return result
+    def wait_and_break() -> None:
         deadline = time.monotonic() + 30
         while not past.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         cut_off(run)
-        return None
 
-    run._gathered = gathered
+    if WORKER == "w0":
+        place("told", once(past.touch, lambda: run.step == 3))
+    else:
+        place("told", once(wait_and_break, lambda: run.step == 3))
+
+
+def hear_late(run: Any, answer: int) -> None:
+    """w1 loses its group in the moment in which it would hear that answer of a joint call; w0 has heard it."""
+
+    def wait_and_break() -> None:
+        deadline = time.monotonic() + 60
+        while run._member.group.broken is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        cut_off(run)
+
+    place("joint", once(wait_and_break, lambda: True, answer))
 
 
 def divide_anew(after: int) -> None:
@@ -121,6 +104,8 @@ def main() -> None:
     run = fallow.init()
     if args.harm == "links":
         harm(run)
+    if args.harm in ("late alone", "between") and WORKER == "w1":
+        hear_late(run, 1 if args.harm == "between" else 3)  # the first, or the second loop's end
     if args.harm == "break":
         divide_anew(after=4)
     if args.harm == "behind" and WORKER:
@@ -134,45 +119,47 @@ def main() -> None:
         model, optimizer, schedule, loader, global_batch=16, reproducible=True
     )
     told: list[float] = []
-    for (x,) in run.steps(loader):  # 6 steps
-        loss = model(x).square().mean()
-        if args.harm == "mean before" and run.is_main and run.step == 3:
-            run.mean(loss)
-        loss.backward()
-        mean = run.mean(loss)
-        if args.harm == "mean after" and run.is_main and run.final_shard and run.step == 3:
+    for update in run.updates(loader):  # 6 steps
+        for (x,) in update:
+            loss = model(x).square().mean()
+            loss.backward()
+            update.note(loss=loss)
+        if args.harm == "mean alone" and run.is_main and update.step == 3:
+            run.mean(1.0)
+        if args.harm == "barrier alone" and run.is_main and update.step == 3:
             run.barrier()
         optimizer.step()
         optimizer.zero_grad()
-        if run.final_shard:
-            schedule.step(mean)
-        if args.harm == "break" and run.is_main and run.final_shard and run.step == 3:
+        schedule.step(update.mean("loss"))
+        if args.harm == "break" and run.is_main and update.step == 3:
             break
-        if args.harm == "behind" and run.final_shard and run.step == 3:
+        if args.harm == "behind" and update.step == 3:
             break
     if args.harm == "behind":
-        schedule.step(1e9)  # acts once, on w1 too, which has it done by the others when they give it their state
+        schedule.step(1e9)  # acts once, on w1 too
+    if args.harm == "between" and run.is_main:
+        (args.folder / f"between-{WORKER}").touch()
+        raise ValueError("the disk is full, say")
     told.append(run.mean(0.25 * (1 + run.rank)))
-    for (x,) in run.steps(loader):
-        loss = model(x).square().mean()
-        final = run.final_shard  # before the backward in which the others learn that w2 is gone
-        if args.harm == "last" and run.step == 9 and WORKER == "w2":
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
+    for update in run.updates(loader):
+        for (x,) in update:
+            if args.harm == "last" and update.step == 9 and WORKER == "w2":
+                die()
+            loss = model(x).square().mean()
+            loss.backward()
+            update.note(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
-        if args.harm == "last" and run.step == 9 and final:
+        if args.harm in ("last", "late break") and update.step == 9:
             break
-        mean = run.mean(loss)  # something has acted by now
-        if run.final_shard:
-            schedule.step(mean)
-            if (args.harm == "exit0" and run.step == 9) or (args.harm in ("desert", "linger") and WORKER == "w1"):
-                sys.exit(0)
+        schedule.step(update.mean("loss"))
+        if (args.harm == "exit0" and update.step == 9) or (args.harm in ("desert", "linger") and WORKER == "w1"):
+            sys.exit(0)
     if args.harm == "exit3":
         raise SystemExit(3 if run.is_main else 4)
     if args.harm == "hang" and run.is_main:
         gc.freeze = threading.Event().wait  # what comes after all that the script has registered
-    if args.harm == "late" and run.is_main:
+    if args.harm.startswith("late") and run.is_main:
         raise ValueError("the disk is full, say")
     words = {"told": told, "main": bool(run.is_main), "rate": optimizer.param_groups[0]["lr"], "step": run.step}
     (args.folder / f"told-{WORKER}").write_text(json.dumps(words))

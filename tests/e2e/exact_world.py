@@ -6,14 +6,13 @@ The argument is a JSON list of cases; each is a dictionary with `world` (number 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
-import os
 import random
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
+from worlds import forked
 
 from fallow.core.shards import Duty
-from fallow.worker.group import Group, build_group
-from fallow.worker.late import put_off_compiler
-from fallow.worker.member import Member
-from fallow.worker.run import Run
-from fallow.worker.state import decode, digest, encode
-from fallow.worker.switch import export_state, load_state
+from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.api.run import Run
+from fallow.worker.handover.transfer import export_state
+from fallow.worker.loop.member import Member
+from fallow.worker.prepared.state import digest
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
 
 SAMPLES, BATCH, GLOBAL = 90, 4, 36
 """Nine shards in a step; the third step of an epoch has five, the last of them with two samples."""
@@ -86,7 +87,7 @@ def train_with(
     dtype: str = "float32",
     reborn: bool = False,
 ) -> dict[str, Any]:
-    """Train on the group, in two calls of run.steps.
+    """Train on the group, in two calls of run.updates.
 
     Args:
         groups: makes a new group of all ranks, since each serves one first exchange.
@@ -109,7 +110,6 @@ def train_with(
         run = Run(None, None, groups())
         if shares is not None:
             run._member.duties = functools.partial(uneven, run._member, shares)  # type: ignore[method-assign]
-            run._member.most = lambda shards: shards  # type: ignore[method-assign]
         torch.manual_seed(0)
         model = Net()
         opt = optimizer_named(optimizer, model.parameters())
@@ -124,29 +124,29 @@ def train_with(
     last = 0.0
     for half in range(2):
         if half and reborn:
-            state, tensors = encode(export_state(run._prepared, run._place.position), "run")
+            state = copy.deepcopy(export_state(run._prepared, run._member.plain()))
             run, objects = begin()
             if run.rank == 0:
-                kept = [tensor.clone() for tensor in tensors]
-                run._place.position = load_state(run._prepared, decode(state, kept))
-            assert not list(run.steps(objects[-1])), "the others are past the first call"
+                run._loop.meeting.load(state)
+            assert not list(run.updates(objects[-1])), "the others are past the first call"
         model, opt, schedule, scale, average, loader = objects
-        for x, y in run.steps(loader, epochs=9, max_steps=steps // 2):
-            for number in range(backwards):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = F.cross_entropy(model(x).float(), y) / 1000**number
-                if spoil == run.step and int(x[0, 0]) < 3:
-                    loss = loss * torch.inf
-                scale.scale(loss).backward()
+        for update in run.updates(loader, epochs=9, max_steps=steps // 2):
+            for x, y in update:
+                for number in range(backwards):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = F.cross_entropy(model(x).float(), y) / 1000**number
+                    if spoil == update.step and int(x[0, 0]) < 3:
+                        loss = loss * torch.inf
+                    scale.scale(loss).backward()
+                update.note(loss=loss)
             scale.unscale_(opt)
-            if run.final_shard:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scale.step(opt)
             scale.update()
             model.zero_grad()
             schedule.step()
             average.update_parameters(model)
-            last = run.mean(loss.detach())
+            last = update.mean("loss")
     return {
         "digest": digest([model.state_dict(), average.state_dict()]),
         "finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()),
@@ -188,24 +188,6 @@ def world(size: int, case: dict[str, Any]) -> dict[str, Any]:
     if any(result != results[0] for result in results):
         raise SystemExit(f"members of one world of {size} differ: {results}")
     return dict(results[0])
-
-
-def forked(work: Callable[[int], None], size: int) -> None:
-    """Call `work(rank)` in `size` processes; ends this one if one of them fails."""
-    children = []
-    for rank in range(size):
-        pid = os.fork()
-        if not pid:
-            try:
-                work(rank)
-                sys.stdout.flush()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        children.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in children]):  # noqa: C419  # all must be waited for
-        raise SystemExit(f"a rank of {size} failed")
 
 
 def main() -> None:

@@ -43,10 +43,10 @@ from fallow.model import (
     WorkerHello,
     WorkerReady,
 )
-from fallow.worker.ledger import read_ledger
+from fallow.worker.data.ledger import read_ledger
 
 SCRIPT = Path(__file__).with_name("group_worker.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class FakeHead:
@@ -145,6 +145,7 @@ class FakeHead:
                             lease_s=10,
                             head_patience_s=self.patience_s,
                             folder=str(self.folder),
+                            joins=bool(self.members),
                         ),
                     )
                 case Beat():

@@ -69,7 +69,8 @@ class Optimizer(torch.optim.SGD):
         half = len(first) // 2
         groups[0]["params"] = first[:half]
         super().step()
-        self.harms.at(f"opt{self.run.step}")
+        if not self.run.rehearsing:
+            self.harms.at(f"opt{self.run.step}")
         groups[0]["params"] = first[half:]
         super().step()
         groups[0]["params"] = first
@@ -82,12 +83,13 @@ class Guest:
         self.harms, self.run, self.value = harms, run, 0
 
     def state_dict(self) -> dict[str, Any]:
-        if self.run.step:
+        if self.run.step and not self.run.rehearsing:
             self.harms.at("donate")
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.harms.at("load")
+        if not self.run.rehearsing:
+            self.harms.at("load")
         self.value = state["value"]
 
 
@@ -113,17 +115,19 @@ def main() -> None:
     loader = run.prepare(model, optimizer, Guest(harms, run), loader, global_batch=32)[-1]
     times = (args.folder / f"steps-{WORKER}").open("a", buffering=1)
     mean = 0.0
-    for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
-        if run.generation:
-            harms.at(str(run.step))
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        mean = run.mean(loss)
+    for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
+        for x, y in update:
+            if not run.rehearsing:
+                harms.at(str(update.step))
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            update.note(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
-        if run.final_shard:
-            times.write(f"{run.step} {time.time()}\n")
-            time.sleep(args.pace)
+        mean = update.mean("loss")
+        if not run.rehearsing:
+            times.write(f"{update.step} {time.time()}\n")
+        time.sleep(args.pace)
     if run.is_main:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         (args.folder / "result.json").write_text(json.dumps({"steps": run.step, "loss": mean, "weights": weights}))

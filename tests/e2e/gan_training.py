@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a phase takes at least")
+    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
     parser.add_argument("--reproducible", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -38,25 +38,22 @@ def main() -> None:
     generator, critic, opt_g, opt_d, schedule, loader = run.prepare(
         generator, critic, opt_g, opt_d, schedule, loader, global_batch=16, reproducible=args.reproducible
     )
-    seen: dict[str, int] = {"critic": 0, "generator": 0}
-    for (real,) in run.steps(loader, epochs=args.steps, max_steps=args.steps):
-        noise = torch.randn(len(real), 4)
-        if run.phase("critic"):
-            fake = generator(noise).detach()
-            right = F.softplus(-critic(real)).mean()
-            loss = right + F.softplus(critic(fake)).mean()
+    seen = {"critic": 0, "generator": 0}
+    for update in run.updates(loader, epochs=args.steps, max_steps=args.steps):
+        for (real,) in update.phase("critic"):
+            fake = generator(torch.randn(len(real), 4)).detach()
+            loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
             loss.backward()
-            opt_d.step()
-            seen["critic"] += run.final_shard
-        if run.phase("generator"):
-            opt_g.zero_grad()
-            F.softplus(-critic(generator(noise))).mean().backward()
-            opt_g.step()
-            seen["generator"] += run.final_shard
-            opt_d.zero_grad()
-            if run.final_shard:
-                time.sleep(args.pace)
+        opt_d.step()
+        seen["critic"] += not run.rehearsing
+        for (real,) in update.phase("generator"):
+            F.softplus(-critic(generator(torch.randn(len(real), 4)))).mean().backward()
+        opt_g.step()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
         schedule.step()
+        seen["generator"] += not run.rehearsing
+        time.sleep(args.pace)
     if run.is_main:
         weights = {
             f"{number}.{name}": value.tolist()

@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fallow.model import FromWorker, ToWorker
-from fallow.worker import run as run_module
-from fallow.worker import supply
-from fallow.worker.late import put_off_compiler
-from fallow.worker.session import Session
+from fallow.worker.api import run as run_module
+from fallow.worker.api.lazy_imports import put_off_compiler
+from fallow.worker.handover import supply
+from fallow.worker.session.session import Session
 
 put_off_compiler()  # as `import fallow` does in a worker
 
@@ -149,38 +149,36 @@ def main() -> None:
     epochs_seen: list[int] = []
 
     def pause(step: int) -> None:
-        if stops.get(step) in ("all", worker) and worker != "single" and run.generation:
+        if stops.get(step) in ("all", worker) and worker != "single" and not run.rehearsing:
             (folder / f"at-{step}-{worker}").touch()
             wait_for(folder / f"go-{step}")
 
-    def body(batch) -> None:
-        x, y, _index = batch
-        if run.generation and run.step == config.get("fail_at"):
-            raise ValueError("on purpose")
-        if run.final_shard:
-            pause(run.step)
-        loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
+    def train(update) -> None:
+        for x, y, _index in update:
+            if not run.rehearsing and update.step == config.get("fail_at"):
+                raise ValueError("on purpose")
+            pause(update.step)
+            nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if run.final_shard:
-            seen.append((run.generation, run.step))
+        if not run.rehearsing:
+            seen.append((run.generation, update.step))
 
     style = config.get("style", "epochs")
     if style == "epochs":
         for epoch in run.epochs(config["epochs"]):
             epochs_seen.append(epoch)
-            for batch in run.steps(loader):
-                body(batch)
+            for update in run.updates(loader):
+                train(update)
             schedule.step()
     elif style == "range":
         for _ in range(config["epochs"]):
-            for batch in run.steps(loader):
-                body(batch)
+            for update in run.updates(loader):
+                train(update)
             schedule.step()
     else:
-        for batch in run.steps(loader, epochs=config["epochs"]):
-            body(batch)
+        for update in run.updates(loader, epochs=config["epochs"]):
+            train(update)
     state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     (folder / f"{worker}.json").write_text(
         json.dumps(

@@ -1,7 +1,8 @@
 """A small training in float64 for `test_local.py`, and ways to get it wrong.
 
-It takes about 10 ms per step, so that a schedule has steps to happen at. In float64 the order of a sum moves the
-result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth activation, no kinks.
+It takes 20 ms per step, so that a schedule has steps to happen at: the head hears of a step within 100 ms. In float64
+the order of a sum moves the result by about 1e-16, which nothing in here amplifies: batch norm, dropout and a smooth
+activation, no kinks.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import fallow
-from fallow.worker import pace
+from fallow.worker.loop import pace
 
 
-def bodies(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
-    """In one call of run.steps, or in one per epoch."""
+def updates(run: Any, loader: Any, args: argparse.Namespace) -> Iterator[Any]:
+    """In one call of run.updates, or in one per epoch."""
     if not args.by_epoch:
-        yield from run.steps(loader, epochs=args.steps, max_steps=args.steps)
+        yield from run.updates(loader, epochs=args.steps, max_steps=args.steps)
         return
     for _ in run.epochs(args.steps // -(-args.samples // args.global_batch)):
-        yield from run.steps(loader)
+        yield from run.updates(loader)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -51,8 +52,8 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def evaluate(run: Any, model: nn.Module, inputs: torch.Tensor) -> None:
-    """In a body: on the main member alone or on all of them."""
-    if run.step % 7 == 0 or (run.step % 5 == 0 and run.is_main and run.final_shard):
+    """Behind a step: on the main member alone or on all of them."""
+    if run.step % 7 == 0 or (run.step % 5 == 0 and run.is_main):
         model.eval()
         with torch.no_grad():
             model(inputs)
@@ -82,12 +83,12 @@ def main() -> None:
     parser.add_argument("--drop-last", action="store_true")
     parser.add_argument("--extras", action="store_true", help="what scripts do beside the training")
     parser.add_argument("--stream", action="store_true", help="of an IterableDataset")
-    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes at least")
+    parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--shard-s", type=float, default=0.0, help="seconds that a shard takes at least")
     parser.add_argument("--told-s", type=float, default=0.0, help="seconds that a shard takes by the stopwatch alone")
     parser.add_argument("--slow", help="WORKER:FACTOR:FIRST:END: its shards take that much longer in these steps")
     parser.add_argument("--by-epoch", action="store_true", help="for epoch in run.epochs(...), as many as fit")
-    parser.add_argument("--fail-at", type=int, help="raise in this step")
+    parser.add_argument("--fail-at", type=int, help="raise in a body of this step")
     parser.add_argument("--odd", help="this worker's model has one more output")
     parser.add_argument("--early", choices=["return", "no-loop", "raise", "exit"], help="never reach the loop")
     parser.add_argument("--float32", action="store_true")
@@ -133,21 +134,22 @@ def main() -> None:
     resized: list[tuple[int, int, int]] = []
     run.on_resize(lambda: resized.append((run.size, run.rank, run.step)))
     mean = 0.0
-    for x, y in bodies(run, loader, args):
-        if args.fail_at is not None and run.step == args.fail_at and run.size:
-            raise ValueError(f"sample in step {run.step} is broken")
-        times = float(factor) if run.step in slow_in else 1.0
-        stopwatch.now += args.told_s * times
-        time.sleep(args.shard_s * times)
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        mean = run.mean(loss)
+    for update in updates(run, loader, args):
+        for x, y in update:
+            if args.fail_at == update.step and not run.rehearsing:
+                raise ValueError(f"sample in step {update.step} is broken")
+            times = float(factor) if update.step in slow_in else 1.0
+            stopwatch.now += args.told_s * times
+            time.sleep(args.shard_s * times)
+            loss = nn.functional.cross_entropy(model(x), y)
+            update.note(loss=loss)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        mean = update.mean("loss")
         if args.extras:
             evaluate(run, model, inputs)
-        if run.final_shard:
-            time.sleep(args.pace)
+        time.sleep(args.pace)
     if run.is_main and args.result is not None:
         weights = {name: value.tolist() for name, value in model.state_dict().items()}
         extras = {"resized": resized} if args.extras else {}

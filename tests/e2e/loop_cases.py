@@ -15,9 +15,10 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fallow.model import FallowError
-from fallow.worker import fixed
-from fallow.worker.group import Group, build_group
-from fallow.worker.run import Run
+from fallow.worker.api import fixed
+from fallow.worker.api.run import Run
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
 
 SHARDS = 3
 """Per step: of two members one has one body, the other two."""
@@ -34,7 +35,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Case:
-    """A training of four steps; `odd` is called in each body after backward, `skip` before it."""
+    """A training of four steps; `behind` is called behind each inner loop, `skip` in front of each forward."""
 
     def __init__(self, group: Group) -> None:
         self.run = Run(None, None, group)
@@ -48,16 +49,16 @@ class Case:
 
     def train(
         self,
-        odd: Callable[[Case], Any] = lambda case: None,
-        skip: Callable[[Case, torch.Tensor], bool] | None = None,
+        behind: Callable[[Case], Any] = lambda case: None,
+        skip: Callable[[Case, torch.Tensor], bool] = lambda case, index: False,
         stream: int | None = None,
         turned: int = 0,
-        leave: Callable[[Case], bool] | None = None,
+        leave: Callable[[Case], bool] = lambda case: False,
         after: Callable[[Run], Any] = Run.barrier,
     ) -> Any:
         """`stream`: the samples come as a stream of that length; the first `turned` of them come last.
 
-        `leave` decides after each body whether to break; `after` comes after the loop.
+        `leave` decides behind each step whether to break; `after` comes after the loop.
         """
         x = torch.randn(8 * SHARDS, 4, generator=torch.Generator().manual_seed(1)).double()
         data = TensorDataset(torch.arange(len(x)), x)
@@ -67,19 +68,19 @@ class Case:
             self.model, self.optimizer, self.schedule, self.average, loader, global_batch=2 * SHARDS
         )
         try:
-            for index, batch in run.steps(loader):
-                self.bodies += 1
-                mean = run.mean(batch.sum()) if leave is None else 0.0
-                if skip is not None and skip(self, index):
-                    continue
-                self.model(batch).square().mean().backward()
+            for update in run.updates(loader):
+                for index, batch in update:
+                    self.bodies += 1
+                    update.note(sum=batch.sum())
+                    if skip(self, index):
+                        continue
+                    self.model(batch).square().mean().backward()
+                self.means.append(update.mean("sum"))
                 nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-                odd(self)
+                behind(self)
                 self.schedule.step()
                 self.average.update_parameters(self.model)
-                if run.final_shard:
-                    self.means.append(mean)
-                if leave is not None and leave(self):
+                if leave(self):
                     break
             after(run)
         except FallowError as error:
@@ -107,7 +108,7 @@ def main() -> None:
     def decays(case: Case) -> None:
         case.step()
         for options in case.optimizer.param_groups:
-            options["lr"] *= 0.9
+            options["lr"] *= 0.9 if case.run.is_main else 0.8
 
     def freezes(case: Case) -> None:
         case.step()
@@ -115,29 +116,24 @@ def main() -> None:
 
     def rests(case: Case) -> None:
         case.step()
-        if case.run.final_shard and case.run.is_main:
+        if case.run.is_main:
             case.model.eval()
 
     def drifts(case: Case) -> None:
         case.step()
-        if case.run.final_shard:
-            with torch.no_grad():
-                case.model.weight += case.run.rank
+        with torch.no_grad():
+            case.model.weight += case.run.rank
 
     def skips(case: Case, index: torch.Tensor) -> bool:
         # Sample 10 is in the last shard of the second step, 12 in the first of the third.
         return bool({10, 12} & set(index.tolist()))
 
     def at_step(own: Case, step: int) -> bool:
-        return own.run.final_shard and own.run.step == step
+        return own.run.step == step
 
     def evaluates(case: Case) -> None:
         case.step()
-        if case.run.final_shard:
-            case.means.append(case.run.mean(10.0))
-
-    def never(case: Case) -> bool:
-        return False
+        case.means.append(case.run.mean(10.0))
 
     found = {
         "usual": case().train(Case.step),
@@ -151,8 +147,7 @@ def main() -> None:
         "left": case().train(Case.step, leave=lambda own: at_step(own, 1)),
         "left by one": case().train(Case.step, leave=lambda own: own.run.is_main and at_step(own, 1)),
         "mean of one": case().train(Case.step, after=lambda run: run.mean(run.rank) if run.is_main else run.barrier()),
-        "evaluation": case().train(evaluates, leave=never),
-        "a mean more": case().train(evaluates),
+        "evaluation": case().train(evaluates),
         "stream": case().train(Case.step, stream=8 * SHARDS),
         **{
             f"{name} on rank 1": case().train(Case.step, stream=6 * SHARDS + more * (rank == 1))
@@ -161,10 +156,8 @@ def main() -> None:
         "another order on rank 1": case().train(Case.step, stream=6 * SHARDS, turned=int(rank == 1)),
     }
     # What one is told, all are told.
-    told = torch.tensor([float(isinstance(result, str)) for result in found.values()])
-    groups[0].all_reduce(told)
-    groups[0].wait()
-    assert set(told.tolist()) <= {0.0, float(size)}, told
+    told = [isinstance(result, str) for result in found.values()]
+    assert set(groups[0].gather(bytes(told))) == {bytes(told)}, told
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     for group in groups:

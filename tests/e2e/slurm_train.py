@@ -53,14 +53,16 @@ def main() -> None:
     model, optimizer, steps_of = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)
     worker = os.environ.get("FALLOW_WORKER", "alone")
     with (folder / f"{worker}-{os.getpid()}.steps").open("a", buffering=1) as trace:
-        for x, y in run.steps(steps_of, epochs=steps * GLOBAL_BATCH // SAMPLES):
-            if run.generation and run.final_shard:
-                if not hurry.exists():
-                    nothing.wait(pace_s)
-                trace.write(f"{run.generation} {run.step} {run.rank}\n")
-            nn.functional.binary_cross_entropy_with_logits(model(x), y).backward()
+        for update in run.updates(steps_of, epochs=steps * GLOBAL_BATCH // SAMPLES):
+            for x, y in update:
+                nn.functional.binary_cross_entropy_with_logits(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if run.rehearsing:
+                continue
+            if not hurry.exists():
+                nothing.wait(pace_s)
+            trace.write(f"{run.generation} {update.step} {run.rank}\n")
 
 
 if __name__ == "__main__":

@@ -69,19 +69,18 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(480, 8, generator=torch.Generator().manual_seed(1)))
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=2), global_batch=8)
-    for (x,) in run.steps(loader):  # 60 steps
-        time.sleep(args.pace)
-        if args.kill and os.environ["FALLOW_WORKER"] == args.kill and master_process:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(x).square().mean().backward()
-        if not run.final_shard:
-            continue
+    for update in run.updates(loader):  # 60 steps
+        for (x,) in update:
+            time.sleep(args.pace)
+            if args.kill and os.environ["FALLOW_WORKER"] == args.kill and master_process:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.inner.scale["history"][0] = float(run.step)
-        print(f"TALK all: step {run.step}")
+        model.inner.scale["history"][0] = float(update.step)
+        print(f"TALK all: step {update.step}")
         if master_process:
-            print(f"TALK main: step {run.step}")
+            print(f"TALK main: step {update.step}")
     if args.save and master_process:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": run.step}
         torch.save(state, args.save)

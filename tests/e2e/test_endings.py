@@ -19,8 +19,6 @@ __all__ = ["box"]
 
 SCRIPT = str(Path(__file__).parent / "ending_training.py")
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def train(box: Box, harm: str, members: int) -> Done:
     return box.finish(box.local(SCRIPT, "--folder", str(box.folder), "--harm", harm, members=members))
@@ -39,13 +37,13 @@ def test_what_is_done_together_has_one_result_though_members_are_lost_in_the_mid
     assert zero["rate"] == one["rate"]
     reasons = [generation["reason"] for generation in done.report["generations"][1:]]
     assert "killed by signal 9" in reasons[0]
-    assert len([reason for reason in reasons if "cut on purpose" in reason]) >= 3
+    assert sum(reason.count("cut on purpose") for reason in reasons) >= 3, reasons
 
 
 def test_a_member_that_alone_leaves_the_loop_is_found_at_once(box: Box) -> None:
     done = train(box, "break", members=2)
     assert (done.code, done.report["status"]) == (70, "failed")
-    assert "step 4: 1 of 2 members left the run.steps loop" in done.report["message"]
+    assert "step 4: 1 of 2 members left the run.updates loop" in done.report["message"]
     assert done.report["generations"][0]["members"] == ["w0", "w1"]
 
 
@@ -59,13 +57,25 @@ def test_who_is_a_step_behind_when_the_others_leave_the_loop_does_once_what_come
     assert [generation["first_step"] for generation in done.report["generations"]] == [0, 4]
 
 
-def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box) -> None:
-    done = train(box, "late", members=2)
-    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 12)
-    # Where w1 has not heard the loop's end by then, it comes to that line as the main member, and raises the same.
-    assert "w0" in done.report["message"]
+@pytest.mark.parametrize(
+    ("harm", "steps"), [pytest.param("late", 12, marks=pytest.mark.soak), ("late alone", 12), ("late break", 10)]
+)
+def test_an_exception_of_the_main_member_after_the_loop_fails_the_run(box: Box, harm: str, steps: int) -> None:
+    done = train(box, harm, members=2)
+    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", steps)
+    assert "the main member w0" in done.report["message"]
     assert "ValueError: the disk is full, say" in done.report["message"]
     assert "raise ValueError" in done.report["traceback"]
+    told = json.loads((box.folder / "told-w1").read_text())
+    assert not told["main"], "what the main member had to do after the loop is done by nobody else"
+
+
+@pytest.mark.soak
+def test_after_an_exception_of_the_main_member_between_two_loops_nobody_does_again_what_it_did_there(box: Box) -> None:
+    done = train(box, "between", members=2).trained(12, 192)
+    assert [path.name for path in box.folder.glob("between-*")] == ["between-w0"]
+    assert "the disk is full, say" in done.report["generations"][1]["reason"]
+    assert json.loads((box.folder / "told-w1").read_text())["main"], "in the second loop it is the main member"
 
 
 @pytest.mark.parametrize(("harm", "code"), [("exit0", 0), pytest.param("exit3", 70, marks=pytest.mark.soak)])
@@ -92,30 +102,29 @@ def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> N
     done = train(box, "desert", members=2)
     assert (done.code, done.report["status"]) == (70, "failed")
     assert "w1" in done.report["message"]
-    assert "inside of the run.steps loop while the others go on" in done.report["message"]
+    assert "inside of the run.updates loop while the others go on" in done.report["message"]
 
 
+@pytest.mark.soak
 def test_a_member_that_deserts_is_refused_however_long_its_process_takes_to_end(box: Box) -> None:
     """Longer than the others wait for its vote on a group in place of the broken one."""
     words = [SCRIPT, "--folder", str(box.folder), "--harm", "linger"]
     done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__LEASE_S="60"))
     assert (done.code, done.report["status"]) == (70, "failed")
     assert "w1" in done.report["message"]
-    assert "inside of the run.steps loop while the others go on" in done.report["message"]
+    assert "inside of the run.updates loop while the others go on" in done.report["message"]
 
 
 def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_the_run(box: Box) -> None:
     done = train(box, "last", members=3)
-    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 9), done.report["message"]
+    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 10), done.report["message"]
 
 
-@pytest.mark.parametrize("harm", [pytest.param("mean before", marks=pytest.mark.soak), "mean after"])
-def test_a_mean_that_one_member_alone_asks_for_in_a_body_is_refused_at_the_deadline(box: Box, harm: str) -> None:
-    words = [SCRIPT, "--folder", str(box.folder), "--harm", harm]
-    done = box.finish(box.local(*words, members=2, FALLOW_MEMBERSHIP__PROGRESS_S="8"))
-    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 4 if harm == "mean after" else 3)
+@pytest.mark.parametrize("harm", ["mean alone", pytest.param("barrier alone", marks=pytest.mark.soak)])
+def test_a_mean_that_one_member_alone_asks_for_is_refused_at_once(box: Box, harm: str) -> None:
+    done = train(box, harm, members=2)
+    assert (done.code, done.report["status"], done.report["steps"]) == (70, "failed", 4)
     assert done.report["generations"][0]["members"] == ["w0", "w1"]
     assert len(done.report["generations"]) == 1, "nobody was to blame, and nothing was built anew"
-    assert "w0" in done.report["message"]
-    assert "in different places of the script" in done.report["message"]
-    assert "every member has to make the same run.mean and run.barrier calls" in done.report["message"]
+    assert "the members are in different places of the script" in done.report["message"]
+    assert f"1 in run.{harm.split()[0]}, 1 in the next step" in done.report["message"]

@@ -37,8 +37,6 @@ REDONE_S = 6.0
 SOON_S = 0.5
 """What survivors finish by then needs nobody who hangs. Shorter than the deadlines by far, longer than a step."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -102,6 +100,7 @@ def test_s23_exceptions_and_crashes_anywhere_cost_one_member_each(box: Box, undi
     assert done.report["steps_discarded"] <= len(harms), "at most one step for each"
 
 
+@pytest.mark.soak
 def test_s23_hangs_anywhere_hold_the_others_up_for_no_longer_than_the_deadline(
     box: Box, undisturbed: dict[str, Any]
 ) -> None:

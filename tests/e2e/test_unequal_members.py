@@ -17,12 +17,10 @@ from fallow.core.audit import Fed
 from fallow.core.schedule import parse_schedule
 from fallow.local.driver import Driver
 from fallow.model import RunReport, RunStatus
-from fallow.worker.ledger import read_ledger
+from fallow.worker.data.ledger import read_ledger
 
 TRAINING = str(Path(__file__).parent / "local_training.py")
 SHARDS, BATCH = 20, 3
-
-pytestmark = pytest.mark.timeout(180)
 
 
 class Trained:

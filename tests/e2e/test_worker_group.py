@@ -370,14 +370,16 @@ def test_a_standby_that_is_not_needed_ends_quietly(make) -> None:
 
 
 @pytest.mark.soak
-def test_a_compiled_model_is_compiled_before_ready_and_never_again(make, reference) -> None:
+def test_a_newcomer_compiles_its_model_before_it_is_ready_and_never_again(make, reference) -> None:
     head = make(compile=True, stops={9: "w0"})
-    head.start("w0", "w1")
-    head.ready("w0", "w1")
+    head.start("w0")
+    head.ready("w0")
     head.change(["w0"])
+    head.start("w1")
+    head.ready("w1")
     head.at(9, "w0")
     head.change(["w0", "w1"])
     head.go(9)
     check(head, reference, "w0", "w1")
-    for worker in ("w0", "w1"):
-        assert set(head.result(worker)["compiled_in"]) == {0}, "in the rehearsal, before its first generation"
+    compiled = [set(head.result(worker)["compiled_in"]) for worker in ("w0", "w1")]
+    assert compiled == [{1}, {0}], "the newcomer in its rehearsal, before its first generation"

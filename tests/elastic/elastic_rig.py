@@ -45,7 +45,7 @@ from fallow.model import (
 from fallow.store.client import Store
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
-WAIT_S = 30.0
+WAIT_S = 60.0
 LOOK_S = 0.05
 BATCH, SAMPLES = 32, 250
 """Global batch and data set of the training: the last step of an epoch is a partial one."""
@@ -411,7 +411,12 @@ class Elastic:
 
     def steps_seen(self) -> int:
         """Finished steps as the members have noted them, without asking the head."""
-        return len((self.gates / "times").read_text().split())
+        times = self.gates / "times"
+        return len(times.read_text().split()) if times.exists() else 0
+
+    def coming_step(self) -> int:
+        """A step that no member has begun, for a gate that is laid at once. What the head tells may be a second old."""
+        return self.steps_seen() + 8
 
     def longest_gap(self) -> float:
         """The longest time between two steps (seconds), whoever finished them."""

@@ -6,8 +6,8 @@ average besides.
 The runtime is told to take it for a large model: a step has several buckets, and parts of the state are handed over
 while the members compute. In the folder `--gates` the tests say what happens when:
 
-`ACTION-STEP-WORKER`: in its last body of that step this worker does what `ACTIONS` says
-`switch-STEP-WORKER`: in its last body of that step this worker waits until it has heard of a change's commit
+`ACTION-STEP-WORKER`: in its first body of that step, behind the forward, this worker does what `ACTIONS` says
+`switch-STEP-WORKER`: there this worker waits until it has heard of a change's commit
 `fast`: steps take no longer than they must, from now on
 `hold-evaluation-PLACE-STEP`: the main member waits in its evaluation at that place of that step (`--evaluate`)
 `late-WORKER`: this worker waits at the end of the script until the file is gone
@@ -30,6 +30,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,7 +41,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fallow
-from fallow.worker import arithmetic, buckets, exact, intake, stream, supply
+from fallow.worker.handover import intake, pieces, supply
+from fallow.worker.reduction import buckets, integers, reduction
 
 WORKER = os.environ.get("FALLOW_WORKER", "alone")
 PARTS = ("early", "middle", "late")
@@ -81,8 +83,8 @@ class Noisy(Dataset[Any]):
 class Guest:
     """A prepared object without a state of its own."""
 
-    def __init__(self, gates: Path) -> None:
-        self.gates = gates
+    def __init__(self, gates: Path, run: Any) -> None:
+        self.gates, self.run = gates, run
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -90,7 +92,7 @@ class Guest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for action in (hold, fail):
             gate = self.gates / f"{action.__name__}-load-{WORKER}"
-            if gate.exists():
+            if gate.exists() and not self.run.rehearsing:
                 action(gate)
 
 
@@ -116,9 +118,9 @@ class Pull:
 def take_for_large(gates: Path) -> None:
     """Limits as small as the model: several buckets in each step, all parts in each hand-over."""
     vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
-    vars(supply).update(_LARGE=128, send_piece=held_up(stream.send_piece, gates, "give"))
-    vars(intake).update(receive_piece=held_up(stream.receive_piece, gates, "take"))
-    for module in (arithmetic, exact):
+    vars(supply).update(_LARGE=128, send_piece=held_up(pieces.send_piece, gates, "give"))
+    vars(intake).update(receive_piece=held_up(pieces.receive_piece, gates, "take"))
+    for module in (buckets, integers, reduction):
         vars(module).update(SMALL=64)
 
 
@@ -156,7 +158,8 @@ def main() -> None:
     parser.add_argument("--thaw", action="store_true", help="parts of the model are frozen, or rest, for some steps")
     parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
-    parser.add_argument("--clip", type=float, help="each body begins by cutting off weights beyond that")
+    parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
+    parser.add_argument("--short", action="store_true", help="by run.steps, in which members do nothing else together")
     args = parser.parse_args()
     take_for_large(args.gates)
     torch.set_num_threads(1)
@@ -183,64 +186,119 @@ def main() -> None:
     source = source if args.loaders is None else Noisy(data)
     loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
     rich = (scaler, average, pull) if args.rich else ()
-    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates), loader)
+    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
-    for x, y in run.steps(loader, epochs=args.steps, max_steps=args.steps):
-        if args.evaluate and run.step % 10 == 9:
-            evaluate("before", args.gates, run, model, inputs, targets)
-        if args.thaw:
-            thaw(run.step, model)
-        if args.clip is not None:
-            for parameter in model.parameters():
-                parameter.data.clamp_(-args.clip, args.clip)
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
-            loss = nn.functional.cross_entropy(forward(x).to(x.dtype), y)
-        if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:
-            loss = loss * torch.inf  # the scaler has everybody skip this step
-        if run.final_shard and run.generation:
-            gates(args.gates, run)
-            if args.drift == f"{run.step}-{WORKER}":
-                with torch.no_grad():
-                    model[0].weight.add_(1e-3)
-        scaler.scale(loss).backward()
-        if run.final_shard:
-            assert model[4].weight.grad is not None, "the step is done again, and the script was not told"
-        if run.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
-            run.mean(loss)
-        if args.rich:
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            if run.final_shard:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        if args.rich:
-            average.update_parameters(model)
-            pull.update()
-        for scheduler in schedulers:
-            scheduler.step()
-        model.zero_grad()
-        if args.evaluate and run.step % 10 == 9:
-            evaluate("after", args.gates, run, model, inputs, targets)
-        if args.thaw and run.step == RESTS_NO_MORE:
-            model[1].train()  # for the next step
-        if run.final_shard and run.is_main:
-            with (args.gates / "times").open("a") as times:
-                times.write(f"{time.monotonic():.3f}\n")
-        if run.final_shard and not (args.gates / "fast").exists():
-            # On a busy machine the end must not come before the tests are done with it.
-            time.sleep(args.pace if not args.pace or run.step < 0.6 * args.steps else 0.5)
-    assert len({number for number, *_ in run._member.reducer._sets[0]._place}) > 2, "it is not taken for a large model"
+    training = Training(args, run, model, forward, optimizers, schedulers, scaler, average, pull)
+    how = {"epochs": args.steps, "max_steps": args.steps}
+    if args.short:
+        for x, y in run.steps(loader, **how):
+            training.backward(training.loss(x, y))
+            training.act()
+    else:
+        for update in run.updates(loader, **how):
+            two_levels(training, update, inputs, targets)
+    assert len({id(filling) for filling, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
     while (args.gates / f"late-{WORKER}").exists():
         time.sleep(0.01)
 
 
+def two_levels(training: Training, update: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """One step."""
+    args, run, model = training.args, training.run, training.model
+    evaluates = args.evaluate and update.step % 10 == 9
+    if evaluates:
+        evaluate("before", args.gates, run, model, inputs, targets)
+    if args.thaw:
+        thaw(update.step, model)
+    if args.clip is not None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-args.clip, args.clip)
+    for x, y in update:
+        loss = training.loss(x, y)
+        update.note(loss=loss)
+        training.backward(loss)
+    assert model[4].weight.grad is not None
+    if update.step % 2 == 0:  # an exchange, after which nobody can be ahead of the others
+        run.mean(update.mean("loss"))
+    training.act()
+    if evaluates:
+        evaluate("after", args.gates, run, model, inputs, targets)
+    if args.thaw and update.step == RESTS_NO_MORE:
+        model[1].train()  # for the next step
+
+
+@dataclass
+class Training:
+    """What a step does, in whichever loop."""
+
+    args: argparse.Namespace
+    run: Any
+    model: nn.Sequential
+    forward: Any
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler]
+    scaler: torch.amp.GradScaler
+    average: AveragedModel
+    pull: Pull
+    seen: tuple[int, int] = -1, -1
+    "generation and step whose first body was there"
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Of a shard; behind the first one the tests have their way."""
+        args, run = self.args, self.run
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
+            loss = nn.functional.cross_entropy(self.forward(x).to(x.dtype), y)
+        if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:
+            loss = loss * torch.inf  # the scaler has everybody skip this step
+        here = run.generation, run.step
+        if not run.rehearsing and self.seen != here:
+            self.seen = here
+            gates(args.gates, run)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Of the scaled loss."""
+        self.scaler.scale(loss).backward()
+
+    def act(self) -> None:
+        """With the gradients of a step."""
+        args, run = self.args, self.run
+        if args.rich:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        if args.rich:
+            self.average.update_parameters(self.model)
+            self.pull.update()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        acted = self.model[4].weight.grad is not None  # in the last body of the short loop, always in the other
+        self.model.zero_grad()
+        if acted and not run.rehearsing:
+            self.note_end()
+
+    def note_end(self) -> None:
+        """A step is over."""
+        args, run = self.args, self.run
+        if args.drift == f"{run.step}-{WORKER}":
+            with torch.no_grad():
+                self.model[0].weight.add_(1e-3)
+        if run.is_main:
+            with (args.gates / "times").open("a") as times:
+                times.write(f"{time.monotonic():.3f}\n")
+        if not (args.gates / "fast").exists():
+            # On a busy machine the end must not come before the tests are done with it.
+            time.sleep(args.pace if not args.pace or run.step < 0.6 * args.steps else 0.5)
+
+
 def evaluate(place: str, folder: Path, run: Any, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """In a final body: the main member alone, over all samples, while the others wait for it."""
-    if run.final_shard and run.is_main:
+    """The main member alone, over all samples, while the others wait for it."""
+    if run.is_main:
         model.eval()
         with torch.no_grad():
             loss = nn.functional.cross_entropy(model(inputs), targets)

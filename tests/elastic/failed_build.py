@@ -1,4 +1,5 @@
-"""A process group that cannot be built because the peer goes silent (`silent`) or comes too late (`late`).
+"""A process group that cannot be built because the peer goes silent (`silent`), comes too late (`late`), or comes too
+late for the second of its connections (`half`).
 
 The process has to survive what follows.
 """
@@ -12,31 +13,34 @@ import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from fallow.model import FallowError
-from fallow.worker.group import build_group
+from fallow.worker.transport.build import build_group
 
 TIMEOUT_S = 0.3
 
 
-def peer(store: HashStore, late: bool) -> None:
+def peer(store: HashStore, late_for: str) -> None:
     """Take part in no collective but connect, in time or when the other has given up."""
-    if late:
-        time.sleep(2 * TIMEOUT_S)
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
     options._timeout = timedelta(seconds=2 * TIMEOUT_S)
+    groups = []
     with contextlib.suppress(RuntimeError):
-        group = ProcessGroupGloo(store, 1, 2, options)
+        for name in ("control", "sums"):
+            if name == late_for:
+                time.sleep(2 * TIMEOUT_S)
+            groups.append(ProcessGroupGloo(PrefixStore(name, store), 1, 2, options))
         time.sleep(20 * TIMEOUT_S)
-        del group
+    del groups
 
 
 def main() -> None:
     """Fail, and wait until nothing of it is left."""
     store = HashStore()
-    other = threading.Thread(target=peer, args=(store, sys.argv[1] == "late"))
+    late_for = {"silent": "", "late": "control", "half": "sums"}[sys.argv[1]]
+    other = threading.Thread(target=peer, args=(store, late_for))
     other.start()
     try:
         build_group(1, 0, 2, store, "127.0.0.1", TIMEOUT_S)

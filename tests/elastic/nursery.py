@@ -37,9 +37,9 @@ import torch.distributed
 import torch.utils.data
 
 import fallow.agent.process
-import fallow.worker.run
+import fallow.worker.api.run
 from fallow.agent.__main__ import main as agent_main
-from fallow.worker.late import put_off_compiler
+from fallow.worker.api.lazy_imports import put_off_compiler
 
 LONGEST = 1 << 20
 _PR_SET_PDEATHSIG = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 
 import pytest
 from elastic_rig import Elastic, judge, send
@@ -12,40 +11,32 @@ from elastic_rig import Elastic, judge, send
 from conftest import MakeRig, Undisturbed
 from fallow.local.driver import store_pid
 
-LEASE_S = 3.0
-
-
-def finished_steps(gates: Path) -> int:
-    """Steps that the main member has finished, as it writes down itself."""
-    times = gates / "times"
-    return len(times.read_text().split()) if times.exists() else 0
+LEASE_S = 1.5
+"""Far less than the absences, which are longer than ZeroMQ keeps a silent connection (6 s), too."""
 
 
 async def stand_still(run: Elastic, pid: int, seconds: float) -> None:
     """Stop that process for so long; the members must train on meanwhile."""
-    before = finished_steps(run.gates)
+    before = run.steps_seen()
     send(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds)
     finally:
         send(pid, signal.SIGCONT)
-    assert finished_steps(run.gates) > before + 3, "nobody trained meanwhile"
+    assert run.steps_seen() > before + 3, "nobody trained meanwhile"
 
 
-@pytest.mark.parametrize("what", ["head", "store"])
+@pytest.mark.parametrize("what", ["head", pytest.param("store", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "seconds",
-    [
-        pytest.param(20.0, marks=pytest.mark.timeout(240)),
-        pytest.param(55.0, marks=[pytest.mark.soak, pytest.mark.timeout(400)]),
-    ],
+    [9.0, pytest.param(55.0, marks=pytest.mark.soak)],
 )
 async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_step(
     make_rig: MakeRig, undisturbed: Undisturbed, what: str, seconds: float
 ) -> None:
     """For far longer than the lease. Where it is the store, the head waits for it to write a newcomer down."""
     async with make_rig(membership__lease_s=LEASE_S) as rig:
-        run = await (await rig.run("--steps", 240, "--pace", seconds / 60)).begin(3)
+        run = await (await rig.run("--steps", 240, "--pace", max(0.25, seconds / 60))).begin(3)
         await run.arrive()
         await run.goes_on()
         if what == "head":

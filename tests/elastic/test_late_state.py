@@ -15,8 +15,6 @@ from elastic_training import FROZEN, RESTS_NO_MORE
 
 from conftest import MakeRig, Undisturbed
 
-pytestmark = pytest.mark.timeout(240)
-
 SWITCH = 10
 """The step after which newcomers come in. There is no `run.mean` in the next one, which would hold donors back, too."""
 
@@ -75,7 +73,7 @@ async def test_s17_newcomer_and_donor_die_while_a_part_is_on_its_way(
         await run.becomes(["w1", "w3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
-    assert [g.kind for g in report.generations] == ["start", "eject", "eject"]
+    assert [g.kind for g in report.generations] == ["start", "eject", "eject", "absorb"]
     assert report.generations[1].first_step == SWITCH + 1
 
 
@@ -96,9 +94,9 @@ async def test_s22_a_donor_that_is_stopped_while_it_hands_over_is_not_waited_for
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60))
     kinds = [g.kind for g in report.generations]
-    # While all compute, the donor may have told the head that it has switched before it is stopped, or not.
-    assert kinds in (["start", "eject"], ["start", "absorb", "eject"][: 3 * (part == "late")])
-    assert "w0" in report.generations[-1].reason
+    # While all compute, the newcomer may have all of the state before the donor is missed, or not.
+    assert kinds in (["start", "eject", "absorb"], ["start", "absorb", "eject"][: 3 * (part == "late")])
+    assert "w0" in report.generations[kinds.index("eject")].reason
 
 
 async def test_s18_weights_that_a_script_changes_while_they_are_sent(
@@ -121,11 +119,12 @@ async def test_s18_weights_that_a_script_changes_while_they_are_sent(
         await run.becomes(["w0", "w1", "w2", "w3"])
         report = await run.ends()
     judge(report, await undisturbed("--steps", 60, *options), losses=1)
-    _, again, after = report.generations
+    _, again, *after = report.generations
     assert "the script changes them before a backward" in again.reason
     assert again.first_step == SWITCH + 1
     assert report.steps_discarded == 1, "the next newcomer has cost a step, too"
-    for change in (again, after):
+    assert [change.kind for change in after] == ["absorb"] * 2
+    for change in after:
         assert change.bytes_behind < change.bytes_in_pause, "weights came while others computed"
 
 

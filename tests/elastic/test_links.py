@@ -13,12 +13,10 @@ from elastic_rig import Elastic, Rig, judge, phase
 from network import FAST, HUB, Network, NoNetworkError, fast_address
 
 from conftest import MakeRig, Undisturbed
-from fallow.worker.reach import Reach
+from fallow.worker.transport.reach import Reach
 from lacking import lacks
 
-pytestmark = pytest.mark.timeout(240)
-
-FOUND_S = 60.0
+FOUND_S = 180.0
 """To find a cut link: 5 s of waiting, up to 4 s for the bytes that do not come, and what a busy machine adds."""
 
 MakeNetwork = Callable[[int], Network]
@@ -186,7 +184,7 @@ async def test_s13_a_link_that_is_cut_in_the_first_exchange_of_a_generation(
         async with make_rig(head__address=HUB) as rig:
             run = await begin(rig, network, 2, "--steps", 60)
             await run.arrive(namespace=network.node(2))
-            step = run.steps_seen() + 12  # a first beat may be late
+            step = run.coming_step()
             gate = run.hold("w1", step)
             await run.held("w1", step)
             await run.grow()
@@ -224,6 +222,7 @@ async def test_s13_a_slow_link_is_looked_at_and_nobody_goes(
     assert report.steps_discarded == 0
 
 
+@pytest.mark.soak
 async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
     make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
 ) -> None:

@@ -14,10 +14,8 @@ from fallow.files import read_struct
 from fallow.model import FallowError, HeadFile, RunReport
 from fallow.worker.checkpoint.manifest import complete_ones
 
-pytestmark = pytest.mark.timeout(300)
-
 PATIENCE_S = 3
-COMES_S = 90.0
+COMES_S = 240.0
 
 
 async def stand_in(rig: Rig, old: HeadFile) -> HeadFile:
@@ -117,6 +115,7 @@ def complete_checkpoints(run: Elastic) -> set[str]:
     return {path.name for path in complete_ones(run.folder / "checkpoints")}
 
 
+@pytest.mark.soak
 async def test_o2_a_node_that_is_taken_while_no_head_is_there_is_left_behind_a_checkpoint(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:

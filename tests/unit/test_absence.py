@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from fallow.config import Checkpoint, Membership
 from fallow.core import events as ev
@@ -374,3 +377,37 @@ def test_a_newcomer_that_does_not_hear_of_its_change_after_an_absence_is_asked_a
     assert world.told("eject") == []
     assert world.roster.change is not None
     assert world.roster.change.members == ["w0", "w1", "w2"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    how=st.sampled_from(["stall", "freeze"]),
+    left_s=st.floats(0.3, 3.0),
+    away_s=st.floats(2.0, 60.0),
+    voted=st.sets(st.sampled_from([0, 2]), max_size=1),
+)
+@example(how="freeze", left_s=0.3, away_s=60.0, voted={0})
+def test_a_head_that_was_away_takes_up_the_interrupting_change_that_was_under_way(
+    how: str, left_s: float, away_s: float, voted: set[int]
+) -> None:
+    """Its members' votes lie unread: the group is neither given up nor built without them."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), members=3)
+        world.live(1.0)
+        world.die(1)
+        world.put(f"{world.allocations[1].public_key} a", WorkerExit(worker="w1", code=None, signal=9))
+        world.loop()
+        change = world.roster.change
+        assert change is not None
+        for number in voted:
+            world.say(number, Vote(worker=f"w{number}", generation=change.generation, ok=True))
+        world.live(Timing().rebuild_s - left_s)
+        if how == "freeze":
+            world.freeze(away_s)
+        for number in {0, 2} - voted:
+            world.put(f"{number}" * 40, Vote(worker=f"w{number}", generation=change.generation, ok=True))
+        if how == "stall":
+            world.stall(away_s)
+        world.loop()
+        assert world.told("abort") == []
+        assert (world.roster.generation, world.roster.members) == (change.generation, ["w0", "w2"])

@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from fallow.model import Checkpointed, CheckpointFailed, FallowError  # noqa: E402
-from fallow.worker import extra_state  # noqa: E402
 from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.writer import Writer  # noqa: E402
-from fallow.worker.position import Position  # noqa: E402
-from fallow.worker.prepared import Gate, Prepared  # noqa: E402
-from fallow.worker.state import TensorSpec  # noqa: E402
-from fallow.worker.switch import export_state, load_state  # noqa: E402
+from fallow.worker.handover.transfer import export_state, load_state  # noqa: E402
+from fallow.worker.prepared import extra_state  # noqa: E402
+from fallow.worker.prepared.objects import Prepared  # noqa: E402
+from fallow.worker.prepared.state import TensorSpec  # noqa: E402
 
 Report = Checkpointed | CheckpointFailed
 
@@ -110,7 +109,7 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     manifest, digest = read_manifest(folder)
     assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
     assert done.nbytes == manifest.nbytes
-    names = {".metadata", "manifest", *(f"__{rank}_0.distcp" for rank in range(world))}
+    names = {".metadata", "manifest", "extra.distcp", *(f"__{rank}_0.distcp" for rank in range(world))}
     assert {path.name for path in folder.iterdir()} == names
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -157,6 +156,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     wanted = state()["objects"]
     assert same(whole["models"], [dict(wanted["models"][0])])
     assert torch.equal(whole["optimizers"][0]["state"]["0"]["m"], wanted["optimizers"][0]["state"][0]["m"])
+    assert whole["optimizers"][0]["lr"] == 0.1
 
     import torch.distributed.checkpoint as dcp
 
@@ -204,9 +204,9 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
     torch.manual_seed(1)
     model = Tied()
     model.inner.scales = {"amax": torch.rand(3), "steps": 41}
-    prepared = Prepared(Gate())
+    prepared = Prepared()
     prepared.add(torch.compile(model) if compiled else model)
-    tree = export_state(prepared, Position())
+    tree = export_state(prepared, {"step": 7})
     extra = extra_state.read(prepared.modules)
     (done,) = write(tmp_path, 7, world, tree=tree, names=prepared.names(), extra=extra)
     assert isinstance(done, Checkpointed)
@@ -217,12 +217,87 @@ def test_what_torchs_own_tools_read_loads_strictly_into_the_users_model(
     assert same(dict(plain.state_dict()), dict(model.state_dict()))
     assert plain.inner.scales["steps"] == 41
 
-    again = Prepared(Gate())
+    again = Prepared()
     again.add(back := Tied())
     back.mask.zero_()
     load_state(again, load(Path(done.path)))
     assert same(dict(back.state_dict()), dict(model.state_dict()))
     assert torch.equal(back.mask, model.mask), "it is no part of state_dict, but of the run's state"
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "tensor rate": lambda groups: torch.optim.AdamW(
+        [p for group in groups for p in group["params"]], lr=torch.tensor(0.1)
+    ),
+    "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+}
+
+
+class Script:
+    """A script in plain torch: a model, an optimizer with two groups, a scheduler, an average, and a dict."""
+
+    def __init__(self, make: Any) -> None:
+        torch.manual_seed(1)
+        self.model = Tied()
+        self.optimizer = make([{"params": [self.model.embedding.weight]}, {"params": [self.model.inner.weight]}])
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 9)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.counts: dict[str, Any] = {"best": None, "losses": [], "mean": torch.zeros(2)}
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            rows = self.model.inner(self.model.embedding(torch.arange(7)))
+            self.model.head(rows).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.plateau.step(1.0)
+            self.average.update_parameters(self.model)
+            self.counts["losses"].append(step)
+            self.counts["mean"] += 1
+
+    def prepared(self) -> Prepared:
+        prepared = Prepared()
+        for thing in (self.model, self.optimizer, self.schedule, self.plateau, self.average, self.counts):
+            prepared.add(thing)
+        return prepared
+
+    def seen(self) -> list[Any]:
+        state = self.optimizer.state_dict()
+        return [self.model.state_dict(), state, self.schedule.state_dict(), self.average.state_dict(), self.counts]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_torch_trains_on_from_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """Without Fallow: every part is loaded by its own `load_state_dict`."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    script, plain, again = (Script(OPTIMIZERS[name]) for _ in range(3))
+    script.train(3)
+    prepared = script.prepared()
+    (done,) = write(tmp_path, 3, 2, tree=export_state(prepared, {"step": 3}, modes=False), names=prepared.names())
+    assert isinstance(done, Checkpointed)
+    dcp_to_torch_save(done.path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    plain.model.load_state_dict(whole["models"][0], strict=False)  # extra state was not given
+    plain.optimizer.load_state_dict(whole["optimizers"][0])
+    for thing, saved in zip((plain.schedule, plain.plateau, plain.average), whole["others"], strict=True):
+        thing.load_state_dict(saved)
+    plain.counts = whole["dicts"][0]
+    assert load_state(again.prepared(), {**load(Path(done.path)), "extra": extra_state.read([again.model])}) == {
+        "step": 3
+    }
+    for one in (plain, again):
+        assert same(one.seen(), script.seen())
+    for one in (script, plain, again):
+        one.train(2)
+    for one in (plain, again):
+        assert same(one.seen(), script.seen())
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest"])

@@ -17,10 +17,9 @@ from fallow.model import Checkpointed, CheckpointFailed, Welcome  # noqa: E402
 from fallow.worker.checkpoint import writer as writing  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.saver import Saver  # noqa: E402
-from fallow.worker.group import Group  # noqa: E402
-from fallow.worker.position import Position  # noqa: E402
-from fallow.worker.prepared import Gate, Prepared  # noqa: E402
-from fallow.worker.progress import Progress  # noqa: E402
+from fallow.worker.prepared.objects import Prepared  # noqa: E402
+from fallow.worker.session.progress import Progress  # noqa: E402
+from fallow.worker.transport.group import Group  # noqa: E402
 
 
 class Session:
@@ -68,7 +67,7 @@ class Member:
         self, folder: Path, rank: int, size: int, every_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.session = Session(f"w{rank}")
-        self.prepared = Prepared(Gate())
+        self.prepared = Prepared()
         torch.manual_seed(0)
         self.prepared.add(torch.nn.Linear(30, 20))
         self.group = Group(3, rank, size, None)
@@ -86,10 +85,10 @@ class Member:
         self.saver = Saver(self.session, welcome, clock)  # type: ignore[arg-type]
 
     def save(self, step: int) -> None:
-        self.saver.save(self.group, self.prepared, Position(step=step))
+        self.saver.save(self.group, self.prepared, {"step": step}, step, 0)
 
     def suspend(self, step: int) -> None:
-        self.saver.suspend(self.group, self.prepared, Position(step=step))
+        self.saver.suspend(self.group, self.prepared, {"step": step}, step, 0)
 
 
 @pytest.fixture
@@ -112,13 +111,13 @@ def test_a_member_that_leaves_without_a_head_wishes_a_checkpoint_and_then_has_no
     assert member.saver.wish(2) == 0.0, "there is time"
     member.session.leaves_within_s = 20.0
     assert member.saver.wish(2) == 1.0
-    assert not member.saver.has_nothing_to_lose(member.group, Position(step=4))
+    assert not member.saver.has_nothing_to_lose(member.group, 4)
     member.save(4)
     member.saver.finish()
-    assert member.saver.has_nothing_to_lose(member.group, Position(step=4))
-    assert not member.saver.has_nothing_to_lose(member.group, Position(step=5))
+    assert member.saver.has_nothing_to_lose(member.group, 4)
+    assert not member.saver.has_nothing_to_lose(member.group, 5)
     member.session.leaves_within_s = None
-    assert not member.saver.has_nothing_to_lose(member.group, Position(step=4)), "the head is back"
+    assert not member.saver.has_nothing_to_lose(member.group, 4), "the head is back"
 
 
 def test_wishes_and_the_veto_of_the_busy(tmp_path: Path, gate: threading.Event) -> None:
@@ -154,7 +153,7 @@ def test_suspending_in_the_middle_of_a_periodic_one_keeps_both(tmp_path: Path, g
         assert not thread.is_alive()
     written = sorted((one for member in members for one in member.session.written), key=lambda one: one.step)
     assert [one.step for one in written] == [10, 12]
-    assert [load(Path(one.path))["position"]["step"] for one in written] == [10, 12]
+    assert [load(Path(one.path))["plain"]["step"] for one in written] == [10, 12]
     assert not any(member.session.sent for member in members)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -121,16 +122,27 @@ class Job:
 
     def run(self, code: int = 0, trap: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
         script = f"{trap}\n{sys.executable} -m fallow.cli.main run -- python t.py --json\necho code $?; echo after\n"
-        return subprocess.run(
-            ["bash", "-c", script],
-            env={**self.environ, "TEST_CODE": str(code), **environ},
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
+        return as_a_batch_script(
+            ["bash", "-c", script], self.folder, {**self.environ, "TEST_CODE": str(code), **environ}
         )
+
+
+def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a batch script to its end; what it leaves behind is told to end then, as Slurm does."""
+    with subprocess.Popen(
+        argv,
+        env=environ,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a fake scancel signals the whole group, as Slurm does
+    ) as process:
+        returncode = process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+        stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(argv, returncode, stdout, stderr)
 
 
 @pytest.fixture
@@ -257,16 +269,8 @@ def test_a_harvest_job_that_ends_as_planned_is_no_cancelled_one(harvest: Job) ->
     shutil.copy("/bin/sh", stepd)
     outer.write_text(harvest_script(inner.read_text()))
     for code, returncode in ((Exit.NO_RESTART, 0), (Exit.TEMPFAIL, 137)):
-        done = subprocess.run(
-            [stepd, "-c", 'sh "$0"; exit $?', outer],
-            env={**harvest.environ, "TEST_CODE": str(int(code))},
-            cwd=harvest.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            start_new_session=True,
-        )
+        argv = [str(stepd), "-c", 'sh "$0"; exit $?', str(outer)]
+        done = as_a_batch_script(argv, harvest.folder, {**harvest.environ, "TEST_CODE": str(int(code))})
         assert (done.stdout, done.returncode) == ("", returncode), done.stderr
     assert "job 5 ends here: this allocation is done" not in done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -333,3 +334,36 @@ def test_what_all_members_say_at_once_is_written_down_once(turn: Turn) -> None:
     assert not tick(), "that was written with it"
     assert not written(0, Held(worker="w0", generation=1, step=3, reason="a connection broke"))
     assert not tick()
+
+
+def test_a_newcomer_is_told_whether_it_joins_a_training_and_how_far_that_is(
+    turn: Turn, run: Run, allocation: Allocation
+) -> None:
+    def told(kind: type, number: int, message: FromPeer) -> Any:
+        turn.messages.clear()
+        hear(turn, f"key{number}", message)
+        return next(said for _, said in turn.messages if isinstance(said, kind))
+
+    run.roster.min_members = 1
+    for number in range(3):
+        run.record.worker_keys[f"w{number}"] = f"key{number}"
+        turn.book.principals[f"key{number}"] = Principal(run.id, allocation.token, f"w{number}")
+        turn.apply(run, ev.WorkerExpected(at=turn.at, worker=f"w{number}", token=allocation.token, node="n1"))
+
+    def hello(number: int) -> Welcome:
+        return told(Welcome, number, msgspec.structs.replace(worker(PROTOCOL), worker=f"w{number}"))
+
+    def beat(number: int, step: int = 0) -> BeatAck:
+        generation = min(step, 1)
+        message = Beat(worker=f"w{number}", generation=generation, prepared=generation, step=step, held=False)
+        return told(BeatAck, number, message)
+
+    assert [(hello(number).joins, hello(number).step) for number in (0, 1)] == [(False, 0)] * 2
+    hear(turn, "key0", WorkerReady(worker="w0", signature="s", layout=[], shards=8, global_batch=8))
+    assert [beat(number).joins for number in (0, 1)] == [False, True], "the first begins without the second"
+    hear(turn, "key0", Vote(worker="w0", generation=1, ok=True))
+    hear(turn, "key0", Active(worker="w0", generation=1, first_step=0, pause_s=0.0, parts=Parts()))
+    beat(0, step=7)
+    assert (hello(2).joins, hello(2).step) == (True, 7)
+    turn.apply(run, ev.WorkerGone(at=turn.at, worker="w0", reason="killed by signal 9"))
+    assert (hello(2).joins, beat(1).joins) == (False, False), "nobody is left: they begin together"

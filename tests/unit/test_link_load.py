@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from fallow.worker import link_load
-from fallow.worker.link_load import LinkLoad
+from fallow.worker.transport import link_load
+from fallow.worker.transport.link_load import LinkLoad
 
 PEER = "127.0.0.1"
 

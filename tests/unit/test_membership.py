@@ -260,7 +260,52 @@ def test_leaver_that_alone_has_the_state_is_kept_when_the_group_breaks() -> None
     m.handle(ev.Ticked(at=5))
     change = m.roster.change
     assert change is not None
-    assert change.members == ["w0", "w2"], "w2 has no state yet, so w0 may not be dropped"
+    assert (change.members, change.interrupt) == (["w0"], True), "w2 has no state yet, so w0 may not be dropped"
+    finish_change(m, at=6)
+    while m.roster.change is not None:
+        finish_change(m, at=6)
+    assert [g.members for g in m.roster.history[1:]] == [["w0"], ["w0", "w2"], ["w2"]]
+
+
+def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_survivors_train() -> None:
+    m = started("w0", "w1")
+    join(m, "w2")
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.Said(at=0, message=Vote(worker=worker, generation=2, ok=True)))
+    for worker in ("w0", "w1"):
+        m.handle(ev.Said(at=0, message=Active(worker=worker, generation=2, first_step=4, pause_s=0.1, parts=Parts())))
+    out = m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed by signal 9"))
+    assert set(tells(out, Interrupt)) == {"w0", "w2"}
+    assert tells(out, Prepare) == ["w0"]
+    assert m.roster.workers["w2"].phase is WorkerPhase.READY
+    assert not tells(m.handle(ev.WorkerGone(at=1, worker="w9", reason="unknown")), Interrupt)
+    finish_change(m, at=2, first_step=5)
+    assert m.roster.change is not None
+    assert (m.roster.change.members, m.roster.change.interrupt) == (["w0", "w2"], False)
+    m.handle(ev.WorkerGone(at=3, worker="w2", reason="killed by signal 9"))
+    assert m.roster.change is None, "it was a standby: nobody else hears of its end but by an Abort"
+
+
+def test_a_leaver_that_was_kept_for_its_state_is_not_forgotten_at_the_next_loss() -> None:
+    m = started("w0", "w1", "w2")
+    m.handle(ev.ReleaseWanted(at=1, workers=["w0"], reason="walltime"))
+    for worker in ("w0", "w1", "w2"):
+        m.handle(ev.Said(at=1, message=Vote(worker=worker, generation=2, ok=True)))
+    m.handle(ev.WorkerGone(at=2, worker="w1", reason="killed by signal 9"))
+    m.handle(ev.WorkerGone(at=2, worker="w2", reason="killed by signal 9"))
+    assert m.roster.change is not None
+    assert m.roster.change.members == ["w0"]
+    m.handle(ev.Said(at=2, message=Held(worker="w0", generation=1, reason="interrupted", step=0)))
+    join(m, "w3", at=2)
+    for number in range(2):  # its group cannot be built, and then the head is lost
+        m.handle(ev.Said(at=3, message=Vote(worker="w0", generation=m.roster.high, ok=False, reason="cut")))
+        assert m.roster.change is not None, number
+        assert (m.roster.change.members, m.roster.change.interrupt) == (["w0"], True), number
+    m = Membership(m.roster, term=2, timing=TIMING, at=50.0, validate=True)
+    assert tells(m.handle(ev.Ticked(at=50.1)), Prepare) == ["w0"]
+    while m.roster.change is not None:
+        finish_change(m, at=51)
+    assert [g.members for g in m.roster.history[1:]] == [["w0"], ["w0", "w3"], ["w3"]]
 
 
 def written(worker: str, generation: int, step: int, *, asked: bool = False) -> Checkpointed:
@@ -314,7 +359,7 @@ def test_h6_script_that_never_reaches_the_loop_fails_the_run_with_advice() -> No
     out = m.handle(ev.WorkerGone(at=5, worker="w0", reason="exited with 0", code=0))
     ended = next(i for i in out if isinstance(i, ev.RunEnded))
     assert ended.status is RunStatus.FAILED
-    assert "run.steps()" in ended.message
+    assert "run.updates()" in ended.message
 
 
 def test_script_that_fails_before_the_loop_leaves_its_last_words() -> None:
@@ -469,6 +514,24 @@ def test_a_newcomer_whose_change_was_overtaken_by_the_end_is_not_waited_for() ->
     assert tells(out, Dismiss) == ["w2"]
 
 
+def test_a_head_that_comes_back_knows_that_the_generation_is_broken() -> None:
+    """Members that stand inside of a step are not asked to take somebody in."""
+    m = started("w0", "w1", "w2")
+    join(m, "w3")
+    m.handle(ev.WorkerGone(at=1, worker="w1", reason="killed by signal 9"))
+    number = m.roster.high
+    stored = msgspec.msgpack.encode(m.roster)
+    again = Membership(msgspec.msgpack.decode(stored, type=Roster), term=2, timing=TIMING, at=50.0, validate=True)
+    out = again.handle(ev.Ticked(at=50.1))
+    prepares = [i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare)]
+    assert [(p.term, p.interrupt, [w.worker for w in p.members]) for p in prepares] == [(2, True, ["w0", "w2"])] * 2
+    assert prepares[0].generation > number, "its rendezvous was lost with the head"
+    assert prepares[0].timeout_s > TIMING.prepare_s / 2
+    finish_change(again, at=51)
+    assert again.roster.change is not None
+    assert (again.roster.change.members, again.roster.change.interrupt) == (["w0", "w2", "w3"], False)
+
+
 def test_a_head_that_comes_back_burns_what_was_only_prepared_and_keeps_what_was_committed() -> None:
     m = started("w0")
     join(m, "w1")
@@ -530,6 +593,10 @@ class SimWorker:
     held: bool = False
     step: int = 0
     has_state: bool = False
+    history: int = 0
+    "which loading of a checkpoint its state goes back to"
+    receives: bool = False
+    "it computes in its generation, and a part of the state is on its way"
     alive: bool = True
     stopped: bool = False
 
@@ -560,6 +627,10 @@ class World:
         self.generations: list[int] = []
         self.cut: set[frozenset[str]] = set()
         "pairs that do not reach each other"
+        self.loaded = 0
+        "times that a generation began from a checkpoint, or from the beginning"
+        self.wanted_step: int | None = None
+        "of the rollback that was wanted last"
         self.told: dict[int, set[str]] = {}
         "generation -> those on either side of a cut that was voted on; it may be mended since"
 
@@ -571,6 +642,10 @@ class World:
         for i in instructions:
             if isinstance(i, ev.Tell) and i.worker in self.workers:
                 self.workers[i.worker].inbox.append(i.message)
+                if isinstance(i.message, Prepare) and i.message.interrupt:
+                    # Survivors may stand inside of a step, where they give their state to nobody.
+                    members = [self.workers[peer.worker] for peer in i.message.members]
+                    assert len({w.has_state for w in members}) < 2, i.message
             elif isinstance(i, ev.Kill) and i.worker in self.workers:
                 self.workers[i.worker].alive = False
                 if "no connection" in i.reason:
@@ -619,16 +694,22 @@ class World:
             # It may be said twice, for it is said again to whoever beats before it has switched.
             if message.generation in w.prepared and message.generation > w.generation:
                 w.committed = message.generation
+                prepare = w.prepared[w.committed]
+                if prepare.interrupt and w.name not in [peer.worker for peer in prepare.members]:
+                    w.alive = False  # it stands still, and no boundary comes any more
+                    self.put(ev.Said(at=self.at, message=Left(worker=w.name, generation=w.generation, step=0)))
         elif isinstance(message, Dismiss | Refused):
             w.alive = False
 
     def hold(self, w: SimWorker) -> None:
-        """A worker that stops says so, whoever told it to."""
+        """A worker that stops says so, whoever told it to, and again with each beat."""
         if not w.held:
             w.held = True
-            self.put(
-                ev.Said(at=self.at, message=Held(worker=w.name, generation=w.generation, reason="interrupted", step=0))
-            )
+            self.report_held(w)
+
+    def report_held(self, w: SimWorker) -> None:
+        held = Held(worker=w.name, generation=w.generation, reason="interrupted", step=0)
+        self.put(ev.Said(at=self.at, message=held))
 
     def switch(self) -> None:
         """A committed generation whose old and new members have all heard of it passes its boundary."""
@@ -636,10 +717,22 @@ class World:
             prepare = next(w.prepared[generation] for w in self.workers.values() if generation in w.prepared)
             names = [p.worker for p in prepare.members]
             new = [self.workers[n] for n in names]
-            old = [w for w in self.workers.values() if w.alive and w.generation == prepare.replaces and w.generation]
-            everybody = [*new, *([] if prepare.interrupt else old)]
-            if not all(w.alive and not w.stopped and w.committed == generation for w in everybody):
+            trains = prepare.replaces > 0 and not prepare.interrupt
+            old = [w for w in self.workers.values() if trains and w.alive and w.generation == prepare.replaces]
+            if not all(w.alive and not w.stopped and w.committed == generation for w in [*new, *old]):
                 continue
+            if new and prepare.rollback:
+                for w in new:
+                    w.has_state = False
+            elif new and not any(w.has_state for w in new):
+                lost = [w.name for w in self.workers.values() if w.alive and w.has_state and not w.stopped]
+                assert not lost, f"generation {generation} begins without the state that {lost} hold"
+            if new and not any(w.has_state for w in new):  # all load the same before they begin
+                self.loaded += 1
+                step = int(prepare.checkpoints[0].rpartition("-")[2]) if prepare.checkpoints else 0
+                for w in new:
+                    w.has_state, w.history, w.step = True, self.loaded, step
+            assert len({w.history for w in new if w.has_state}) < 2, "members that went back, and some that did not"
             step = max([w.step for w in new if w.has_state], default=0)
             for w in old:
                 if w.name not in names:
@@ -652,15 +745,43 @@ class World:
             self.active[generation] = tuple(names)
             self.generations.append(generation)
             for w in new:
-                w.generation, w.committed, w.held, w.has_state, w.step = generation, 0, False, True, step + 1
-                self.put(
-                    ev.Said(
-                        at=self.at,
-                        message=Active(
-                            worker=w.name, generation=generation, first_step=step, pause_s=0.0, parts=Parts()
-                        ),
-                    )
-                )
+                w.generation, w.committed, w.held, w.step = generation, 0, False, step
+                w.receives = not w.has_state
+            for w in new:
+                if not w.receives:
+                    self.arrive(w)
+
+    def arrive(self, w: SimWorker) -> None:
+        """It has all of the state."""
+        w.has_state, w.receives, step = True, False, w.step
+        givers = (other for other in self.workers.values() if other.generation == w.generation and other is not w)
+        w.history = next((other.history for other in givers if other.has_state), w.history)
+        w.step += 1
+        message = Active(worker=w.name, generation=w.generation, first_step=step, pause_s=0.0, parts=Parts())
+        self.put(ev.Said(at=self.at, message=message))
+
+    def receive(self, w: SimWorker) -> None:
+        """The rest of the state comes, if all who give it are there: a part of it may come from each."""
+        others = [other for other in self.workers.values() if other.generation == w.generation]
+        whole = all(other.alive and not other.stopped and not other.held for other in others)
+        if w.receives and whole and len(others) == len(self.active[w.generation]):
+            self.arrive(w)
+
+    def save(self, w: SimWorker) -> None:
+        if w.alive and w.has_state and not w.held and w.generation == self.m.roster.generation:
+            self.put(ev.CheckpointWritten(at=self.at, written=written(w.name, w.generation, w.step), keep=2))
+
+    def roll_back(self, number: int) -> None:
+        """By hand: members that train are not interrupted for it."""
+        usable, r = self.m.roster.usable_checkpoints(), self.m.roster
+        if not usable or r.status.ended or (r.members and not r.staying()):
+            return
+        self.wanted_step = usable[number % len(usable)].step
+        inboxes = {w.name: len(w.inbox) for w in self.workers.values()}
+        self.put(ev.RollbackWanted(at=self.at, step=self.wanted_step))
+        new = [message for w in self.workers.values() for message in w.inbox[inboxes[w.name] :]]
+        assert not any(isinstance(message, Interrupt) for message in new)
+        assert not any(isinstance(message, Prepare) and message.interrupt for message in new)
 
     def kill(self, w: SimWorker) -> None:
         if w.alive:
@@ -685,7 +806,7 @@ class World:
         elif w.alive:
             beat = Beat(
                 worker=w.name,
-                generation=w.generation,
+                generation=0 if w.receives else w.generation,
                 prepared=max([*w.prepared, w.generation]),
                 step=w.step,
                 held=w.held,
@@ -693,18 +814,94 @@ class World:
                 stalled_s=stalled_s,
             )
             self.put(ev.Said(at=self.at, message=beat))
+            if w.held:
+                self.report_held(w)
 
     def settle(self) -> None:
         """No more faults but those that last: time passes, beats are sent, messages arrive."""
         self.cut.clear()
+        calm = 0
         for _ in range(200):
-            self.at += 0.5
+            high, self.at = self.m.roster.high, self.at + 0.5
             self.beat_all()
             self.put(ev.Ticked(at=self.at))
             for w in list(self.workers.values()):
                 while w.alive and not w.stopped and w.inbox:
                     self.deliver(w)
             self.switch()
+            for w in list(self.workers.values()):
+                self.receive(w)
+            calm = calm + 1 if self.m.roster.change is None and self.m.roster.high == high else 0
+            if calm == 2 * TIMING.lease_s + 4:
+                return
+
+    def act(self, action: str, number: int) -> None:
+        """Something happens, to the worker of that number."""
+        self.at += 0.05
+        names = sorted(self.workers)
+        w = self.workers[names[number % len(names)]]
+        match action:
+            case "spawn":
+                self.spawn()
+            case "deliver":
+                self.deliver(w)
+            case "switch":
+                self.switch()
+            case "receive":
+                self.receive(w)
+            case "save":
+                self.save(w)
+            case "back":
+                self.roll_back(number)
+            case "kill":
+                self.kill(w)
+            case "release":
+                self.put(ev.ReleaseWanted(at=self.at, workers=[w.name], reason="asked"))
+            case "limit":
+                self.put(ev.LimitChanged(at=self.at, limit=1 + number % 6, reason="test"))
+            case "tick":
+                self.at += number / 10
+                self.put(ev.Ticked(at=self.at))
+            case "head":
+                self.restart_head()
+            case "cut":
+                other = names[(number // 7) % len(names)]
+                if other != w.name:
+                    self.cut.add(frozenset((w.name, other)))
+            case "heal":
+                self.cut.clear()
+            case "stop":
+                w.stopped = True
+            case "beat":
+                self.beat(w, list(Doing)[number // 7 % len(Doing)], number / 5)
+            case "talk":
+                for each in list(self.workers.values()):
+                    while each.alive and not each.stopped and each.inbox:
+                        self.deliver(each)
+            case "wait":
+                self.at += number / 4
+                for each in list(self.workers.values()):
+                    self.beat(each, Doing.WAITING, number / 4)
+            case "hold":
+                if w.alive and not w.stopped and w.generation == self.m.roster.generation and w.generation:
+                    self.hold(w)
+
+    def ends_well(self) -> None:
+        """After the last fault all who live train together."""
+        if self.m.roster.status.ended:
+            return
+        self.put(ev.LimitChanged(at=self.at, limit=8, reason="test"))
+        self.spawn()
+        self.settle()
+        roster = self.m.roster
+        assert self.generations == sorted(set(self.generations)), "generations only grow"
+        assert roster.status is RunStatus.TRAINING, (roster.status, roster.change, self.m.story)
+        assert roster.change is None
+        alive = [w for w in self.workers.values() if w.alive and not w.stopped]
+        assert sorted(roster.members) == sorted(w.name for w in alive)
+        assert {(w.generation, w.history) for w in alive} == {(roster.generation, self.loaded)}
+        assert roster.rollback is None
+        assert [back.to_step for back in roster.rollbacks][-1:] == [self.wanted_step] * (self.wanted_step is not None)
 
 
 ACTIONS = st.lists(
@@ -724,7 +921,7 @@ ACTIONS = st.lists(
                     "head",
                     "hold",
                 ),
-                *("cut", "heal", "stop", "beat", "beat", "wait"),
+                *("cut", "heal", "stop", "beat", "beat", "wait", "receive", "save", "back"),
             ]
         ),
         st.integers(0, 30),
@@ -758,53 +955,40 @@ def test_any_history_keeps_the_invariants_and_ends_with_everybody_training(actio
     world = World()
     world.spawn()
     for action, number in actions:
-        world.at += 0.05
-        names = sorted(world.workers)
-        w = world.workers[names[number % len(names)]]
-        match action:
-            case "spawn":
-                world.spawn()
-            case "deliver":
-                world.deliver(w)
-            case "switch":
-                world.switch()
-            case "kill":
-                world.kill(w)
-            case "release":
-                world.put(ev.ReleaseWanted(at=world.at, workers=[w.name], reason="asked"))
-            case "limit":
-                world.put(ev.LimitChanged(at=world.at, limit=1 + number % 6, reason="test"))
-            case "tick":
-                world.at += number / 10
-                world.put(ev.Ticked(at=world.at))
-            case "head":
-                world.restart_head()
-            case "cut":
-                other = names[(number // 7) % len(names)]
-                if other != w.name:
-                    world.cut.add(frozenset((w.name, other)))
-            case "heal":
-                world.cut.clear()
-            case "stop":
-                w.stopped = True
-            case "beat":
-                world.beat(w, list(Doing)[number // 7 % len(Doing)], number / 5)
-            case "wait":
-                world.at += number / 4
-                for each in list(world.workers.values()):
-                    world.beat(each, Doing.WAITING, number / 4)
-            case "hold":
-                if w.alive and not w.stopped and w.generation == world.m.roster.generation and w.generation:
-                    world.hold(w)
-    if world.m.roster.status.ended:
-        return
-    world.put(ev.LimitChanged(at=world.at, limit=8, reason="test"))
+        world.act(action, number)
+    world.ends_well()
+
+
+LOSSES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                *("talk", "talk", "switch", "switch", "receive", "spawn", "release", "kill", "hold", "head", "beat"),
+                *("save", "back"),
+            ]
+        ),
+        st.integers(0, 5),
+    ),
+    max_size=30,
+)
+THREE = [("talk", 0), ("switch", 0), ("spawn", 0), ("spawn", 0), ("talk", 0), ("switch", 0), ("receive", 1)]
+"""Two whole members and one whose state is on its way."""
+KEPT = [("receive", 2), ("release", 0), ("talk", 0), ("kill", 1), ("kill", 2)]
+"""Who was leaving is all that is left."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOSSES)
+@example([*KEPT, ("head", 0)])
+@example([("release", 0), ("talk", 0), ("kill", 1)])
+@example([("receive", 2), ("save", 0), ("back", 0), ("talk", 0), ("kill", 1), ("talk", 0), ("switch", 0)])
+@example([("receive", 2), ("save", 0), ("back", 0), ("talk", 0), ("head", 0), ("back", 0), ("switch", 0), ("hold", 1)])
+@example([("talk", 0), ("switch", 0), ("hold", 0), ("head", 0)])
+@example([("talk", 0), ("switch", 0), ("hold", 1), ("head", 0)])
+def test_losses_one_after_the_other_leave_the_state_with_who_is_left(actions: list[tuple[str, int]]) -> None:
+    """Those who leave and those who come among them, while groups are built and states are handed over."""
+    world = World()
     world.spawn()
-    world.settle()
-    roster = world.m.roster
-    assert world.generations == sorted(set(world.generations)), "generations only grow"
-    assert roster.status is RunStatus.TRAINING, (roster.status, roster.change, world.m.story)
-    assert roster.change is None
-    alive = [w for w in world.workers.values() if w.alive and not w.stopped]
-    assert sorted(roster.members) == sorted(w.name for w in alive)
-    assert {w.generation for w in alive} == {roster.generation}
+    for action, number in [*THREE, *actions]:
+        world.act(action, number)
+    world.ends_well()

@@ -30,6 +30,7 @@ from fallow.model import (
     Interrupt,
     Message,
     OthersFinished,
+    Outcome,
     Parts,
     Prepare,
     RunStatus,
@@ -243,8 +244,12 @@ def test_a_first_exchange_that_does_not_end_is_done_again_long_before_the_progre
     assert set(tells(out, Interrupt)) == {"w0", "w1", "w2"}
     change = m.roster.change
     assert change is not None
-    assert (change.members, change.interrupt) == (["w0", "w1", "w2"], True)
+    assert (change.members, change.interrupt) == (["w0", "w1"], True), "who has the state goes on"
     assert f"the first exchange of generation {broken} does not end" in change.reason
+    finish_change(m, at=12.5)
+    change = m.roster.change
+    assert change is not None
+    assert (change.members, change.interrupt) == (["w0", "w1", "w2"], False), "and w2 is taken in again"
     for worker, other in (("w1", "w2"), ("w2", "w1")):
         m.handle(
             ev.Said(
@@ -436,7 +441,14 @@ def test_one_bad_node_is_found_whoever_it_is() -> None:
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = "ValueError at t.py:7") -> list:
+def fail(
+    m: Membership,
+    worker: str,
+    at: float,
+    step: int = 5,
+    signature: str = "ValueError at t.py:7",
+    outcome: Outcome | None = None,
+) -> list:
     return m.handle(
         ev.Said(
             at=at,
@@ -447,6 +459,7 @@ def fail(m: Membership, worker: str, at: float, step: int = 5, signature: str = 
                 signature=signature,
                 step=step,
                 traceback="Traceback: here",
+                outcome=outcome,
             ),
         )
     )
@@ -726,7 +739,7 @@ def test_a_script_that_ends_in_order_inside_of_the_loop_while_others_go_on_is_re
     finish_change(m, at=1)
     exits(m, "w1", 2, 0)
     assert m.roster.status is RunStatus.FAILED
-    assert "its script ended (exit code 0) inside of the run.steps loop while the others go on" in m.roster.message
+    assert "its script ended (exit code 0) inside of the run.updates loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("rebuilding", [False, True])
@@ -757,7 +770,7 @@ def test_a_deserter_is_waited_for_however_long_its_process_takes_to_end(rebuildi
         assert m.roster.change.members == ["w0", "w2"]
     else:
         assert m.roster.status is RunStatus.FAILED
-        assert "inside of the run.steps loop while the others go on" in m.roster.message
+        assert "inside of the run.updates loop while the others go on" in m.roster.message
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -779,6 +792,16 @@ def test_but_what_the_main_member_had_to_do_after_the_loop_is_done_by_nobody_els
         f"the main member w0 (node n-w0) ended after the training, before its script had: {why}"
     )
     assert m.roster.traceback == ("" if killed else "Traceback: here")
+
+
+def test_those_who_go_on_without_a_member_that_failed_hear_what_it_had_gone_through_with_them() -> None:
+    """Whatever breaks before they do: what an earlier one knew is not forgotten, nor replaced by less."""
+    m = started("w0", "w1", "w2")
+    known = Outcome(generation=1, agreed=3, answer=0.5)
+    out = fail(m, "w0", 1, step=9, outcome=known)
+    out += fail(m, "w2", 2, step=9, signature="other", outcome=Outcome(generation=1, agreed=2, answer=0.0))
+    prepares = [i.message for i in out if isinstance(i, ev.Tell) and isinstance(i.message, Prepare)]
+    assert [(prepare.generation, prepare.outcome) for prepare in prepares] == [(2, known), (2, known), (3, known)]
 
 
 @pytest.mark.parametrize("news_first", [True, False])

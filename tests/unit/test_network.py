@@ -187,7 +187,8 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
     torch = pytest.importorskip("torch")
     import psutil
 
-    from fallow.worker.group import Group, build_group, reap
+    from fallow.worker.transport.build import build_group, reap
+    from fallow.worker.transport.group import Group
 
     ports, before = free_range(64), listening()
     store = torch.distributed.HashStore()
@@ -196,8 +197,8 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
     def build(rank: int) -> None:
         groups[rank] = build_group(1, rank, size, store, "127.0.0.1", 30.0, holds=True, ports=ports)
         tensor = torch.full((1000,), float(rank + 1))
-        groups[rank].all_reduce(tensor)
-        groups[rank].wait(30.0)
+        groups[rank].sum(tensor)
+        groups[rank].certain()
         assert tensor.tolist() == [size * (size + 1) / 2] * 1000
 
     threads = [threading.Thread(target=build, args=(rank,)) for rank in range(size)]
@@ -223,7 +224,7 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
 
 def test_a_group_whose_range_is_full_says_so() -> None:
     torch = pytest.importorskip("torch")
-    from fallow.worker.group import build_group
+    from fallow.worker.transport.build import build_group
 
     ports = free_range(1)
     with (
@@ -231,6 +232,28 @@ def test_a_group_whose_range_is_full_says_so() -> None:
         pytest.raises(FallowError, match=f"all ports {ports[0]}-{ports[0]} of 127.0.0.1 are taken"),
     ):
         build_group(1, 0, 2, torch.distributed.HashStore(), "127.0.0.1", 5.0, ports=ports)
+
+
+def test_a_listener_that_closes_meanwhile_is_not_taken_for_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one gets its descriptor, or that of another."""
+    pytest.importorskip("torch")
+    from torch.distributed import ProcessGroupGloo
+
+    from fallow.worker.transport.gloo_port import device_within
+
+    closing, real = [socket.create_server(("127.0.0.1", 0)) for _ in range(10)], ProcessGroupGloo.create_device
+
+    def create_device(**settings: object) -> object:
+        for one in closing:
+            one.close()
+        return real(**settings)
+
+    monkeypatch.setattr(ProcessGroupGloo, "create_device", staticmethod(create_device))
+    ports = free_range(50)
+    device, moved = device_within("127.0.0.1", ports)
+    assert moved.port in ports
+    assert moved.port in listening()
+    del device
 
 
 def listening() -> set[int]:

@@ -147,7 +147,7 @@ def test_e2_torchrun_finds_the_backend_and_says_where_it_works(
 def test_a_command_goes_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    ours = [sys.executable, "-m", "fallow.worker.restart"]
+    ours = [sys.executable, "-m", "fallow.worker.torchrun.restart"]
     assert under_torchrun([str(script), "--lr=1"]) == [*ours, sys.executable, str(script), "--lr=1"]
     assert under_torchrun(["sh", "-c", "x"]) == [*ours, "sh", "-c", "x"]
     for command, words in (
@@ -196,7 +196,7 @@ def test_a_script_that_follows_by_itself_is_told_to_leave_restart_out(monkeypatc
 
 
 def test_a_tied_command_dies_with_its_parent_and_is_not_started_without_it() -> None:
-    tied = str(ROOT / "daemon" / "fallow" / "worker" / "tied.py")
+    tied = str(ROOT / "daemon" / "fallow" / "worker" / "torchrun" / "child_process.py")
     code = (
         "import subprocess, sys, os\n"
         f"child = subprocess.Popen([sys.executable, {tied!r}, str(os.getpid()), 'sh', '-c', 'echo here; sleep 60'],"

@@ -157,7 +157,7 @@ def test_what_sbatch_says_is_shown_harmlessly(slurm: Path, capsys: pytest.Captur
 
 
 def test_local_shows_what_the_script_said_harmlessly(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Failed:
         absent, absent_because, missed = 1, EVIL, ()
@@ -169,6 +169,7 @@ def test_local_shows_what_the_script_said_harmlessly(
             return msgspec.structs.replace(hostile(RunReport), status=RunStatus.FAILED)
 
     monkeypatch.setattr(local_main, "Driver", Failed)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the logs of a failed run stay
     local_main.main(["true"], 1)
     local_main.main(["true"], 1, json=True)
     shown = "".join(capfd.readouterr())

@@ -14,7 +14,7 @@ from fallow.model import (
     FallowError,
     WorkerReady,
 )
-from fallow.worker import signature as sg
+from fallow.worker.prepared import signature as sg
 
 CPU = [torch.device("cpu")]
 

@@ -16,7 +16,7 @@ from fallow.core.membership import Membership
 from fallow.core.roster import Roster
 from fallow.core.timing import Timing
 from fallow.model import HIDDEN, OUTPUT_PIPES, SHOWN
-from fallow.worker.voice import IsMain, Voice
+from fallow.worker.session.voice import IsMain, Voice
 
 
 def test_is_main_is_looked_up_whenever_it_is_asked_for() -> None:

@@ -3,50 +3,80 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from fallow.worker.arithmetic import Floating
-from fallow.worker.buckets import Buckets
+from fallow.worker.reduction.buckets import SMALL, Bucket, Sum, lay_out
 
 MEBI = 1 << 20
 
 
-def _sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[float]:
-    """Sizes of the buckets in MiB, in the order of their reduction, for parameters of these sizes in model order."""
-    parameters = [
-        torch.nn.Parameter(torch.empty(int(size * MEBI) // dtype.itemsize, dtype=dtype)) for size in mebibytes
-    ]
-    laid_out = Buckets(parameters, Floating().sum_dtype)
-    laid_out.ensure()
-    assert sorted(index for bucket in laid_out.all for index in bucket.members) == list(range(len(parameters)))
-    return [bucket.flat.numel() * bucket.flat.element_size() / MEBI for bucket in laid_out.all]
+def laid_out(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[Bucket]:
+    """Buckets of parameters of these sizes in model order, whose gradients come from the last to the first."""
+    parameters = [nn.Parameter(torch.empty(int(size * MEBI) // dtype.itemsize, dtype=dtype)) for size in mebibytes]
+    found = lay_out(parameters, reversed(range(len(parameters))))
+    assert sorted(index for bucket in found for index in bucket.members) == list(range(len(parameters)))
+    return found
+
+
+def sizes(mebibytes: list[float], dtype: torch.dtype = torch.float32) -> list[float]:
+    """Sizes of the buckets in MiB, in the order of their reduction."""
+    return [bucket.numel * bucket.dtype.itemsize / MEBI for bucket in laid_out(mebibytes, dtype)]
 
 
 def test_the_first_bucket_is_small_and_the_last_ones_shrink() -> None:
-    assert _sizes(100 * [1.0]) == [1.0, 25.0, 25.0, 25.0, 18.0, 6.0]
+    assert sizes(100 * [1.0]) == [1.0, 25.0, 25.0, 25.0, 18.0, 6.0]
 
 
 def test_a_small_model_has_few_buckets() -> None:
-    assert _sizes([0.25, 0.25]) == [0.5]
-    assert _sizes(5 * [1.0]) == [1.0, 4.0]
+    assert sizes([0.25, 0.25]) == [0.5]
+    assert sizes(5 * [1.0]) == [1.0, 4.0]
 
 
 def test_a_large_parameter_stays_whole() -> None:
-    assert _sizes([64.0, 1.0, 1.0, 1.0]) == [1.0, 66.0]
+    assert sizes([64.0, 1.0, 1.0, 1.0]) == [1.0, 66.0]
 
 
-def test_the_order_in_which_gradients_come_decides_and_the_others_follow() -> None:
-    parameters = [torch.nn.Parameter(torch.empty(MEBI // 4)) for _ in range(5)]
-    laid_out = Buckets(parameters, Floating().sum_dtype, [1, 4, 0])
-    laid_out.ensure()
-    assert [bucket.members for bucket in laid_out.all] == [[1], [4, 0, 3, 2]]
-    for index, view in enumerate(laid_out.views):
-        view.fill_(index)
-    assert [bucket.flat.unique_consecutive().tolist() for bucket in laid_out.all] == [[1], [4, 0, 3, 2]]
+def test_the_order_in_which_gradients_come_decides_and_the_others_have_buckets_of_their_own() -> None:
+    parameters = [nn.Parameter(torch.empty(MEBI // 4)) for _ in range(5)]
+    found = lay_out(parameters, [1, 4, 0])
+    assert [bucket.members for bucket in found] == [[1], [4, 0], [3], [2]]
+    assert [bucket.silent for bucket in found] == [False, False, True, True]
+    for bucket in found:
+        room = Sum(bucket, torch.float32)
+        for index, view in zip(bucket.members, room.views, strict=True):
+            view.fill_(index)
+        assert room.flat.unique_consecutive().tolist() == bucket.members
 
 
 def test_types_do_not_mix_and_half_precision_counts_its_bytes() -> None:
-    assert _sizes(100 * [1.0], torch.bfloat16) == _sizes(100 * [1.0])
-    mixed = [torch.nn.Parameter(torch.empty(8, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float32)]
-    laid_out = Buckets(mixed, Floating().sum_dtype)
-    laid_out.ensure()
-    assert [bucket.members for bucket in laid_out.all] == [[2, 0], [1]]
+    assert sizes(100 * [1.0], torch.bfloat16) == sizes(100 * [1.0])
+    mixed = [nn.Parameter(torch.empty(8, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float32)]
+    assert [bucket.members for bucket in lay_out(mixed, [2, 1, 0])] == [[2, 0], [1]]
+
+
+def test_small_parameters_lie_together_at_the_front() -> None:
+    parameters = [nn.Parameter(torch.empty(size)) for size in (3, SMALL, 5, SMALL + 1)]
+    (bucket,) = lay_out(parameters, [3, 2, 1, 0])
+    assert (bucket.members, bucket.batched) == ([2, 0, 3, 1], 8)
+    room = Sum(bucket, torch.float32)
+    room.flat.fill_(7)
+    room.clear()
+    room.filled[3] = True
+    room.complete()
+    assert [float(view.sum()) for view in room.views] == [0, 0, 0, 7 * SMALL]
+
+
+def test_places_have_the_strides_of_their_parameters() -> None:
+    parameter = nn.Parameter(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    (bucket,) = lay_out([parameter], [0])
+    assert Sum(bucket, torch.float32).views[0].stride() == parameter.stride()
+
+
+def test_memory_that_somebody_holds_is_known() -> None:
+    (bucket,) = lay_out([nn.Parameter(torch.empty(3))], [0])
+    room = Sum(bucket, torch.float32)
+    assert not room.shared
+    held = room.views[0].detach()[1:]
+    assert room.shared
+    del held
+    assert not room.shared

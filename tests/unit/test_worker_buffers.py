@@ -1,150 +1,146 @@
-"""Buffers follow shard 0's member, and travel only where they changed."""
+"""Every shard starts from the step's own buffers, and all members get those of shard 0."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from fallow.worker.buffers import SharedBuffers
+from fallow.worker.reduction.buffers import StepBuffers
+from fallow.worker.reduction.expectations import PATIENCE
+from fallow.worker.transport.group import Group
+from members import together, world
 
+torch.set_num_threads(1)
 
-class Wire:
-    """A group of two in one thread: rank 0 speaks first."""
-
-    size = 2
-
-    def __init__(self, rank: int, sent: deque[torch.Tensor]) -> None:
-        self.rank = rank
-        self.sent = sent
-        self.broadcasts = 0
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.broadcasts += 1
-        if self.rank == root:
-            self.sent.append(tensor.clone())
-        else:
-            tensor.copy_(self.sent.popleft())
-
-    def wait(self) -> None:
-        pass
+Live = list[torch.Tensor]
 
 
-class World:
-    def __init__(self, *, unread: bool = False) -> None:
-        sent: deque[torch.Tensor] = deque()
-        self.wires = [Wire(rank, sent) for rank in (0, 1)]
-        self.live = [[torch.zeros(3), torch.tensor(7), torch.tensor([True, False])] for _ in (0, 1)]
-        self.shared = [
-            SharedBuffers(lambda mine=mine: mine, lambda mine=mine: {id(b) for b in mine} if unread else set())
-            for mine in self.live
-        ]
-
-    def step(self, changes: Sequence[float | None], kept: float | None = None, phase: int = 0) -> None:
-        """Each member adds its number to its first buffer, if it has one; rank 0 may have kept an earlier value."""
-        for shared, mine, change in zip(self.shared, self.live, changes, strict=True):
-            shared.begin_step()
-            if shared is self.shared[0] and kept is not None:
-                mine[0].add_(kept)
-                shared.keep([buffer.clone() for buffer in mine])
-            if change is not None:
-                mine[0].add_(change)
-        for shared, wire in zip(self.shared, self.wires, strict=True):
-            shared.launch(wire, phase, 0)  # type: ignore[arg-type]
-        changed = self.shared[0].changed
-        assert not self.shared[1].changed
-        for shared, wire in zip(self.shared, self.wires, strict=True):
-            shared.settle(wire, changed=changed)  # type: ignore[arg-type]
-        assert not self.wires[0].sent
-
-    @property
-    def broadcasts(self) -> int:
-        return self.wires[0].broadcasts
+def fresh() -> Live:
+    return [torch.zeros(3), torch.tensor(7), torch.tensor([True, False]), torch.arange(3.0)]
 
 
-def test_what_never_changes_travels_once_in_a_generation() -> None:
-    world = World()
-    for _ in range(5):
-        world.step((None, None))
-    assert world.broadcasts == 1
-    for shared in world.shared:
-        shared.attach()
-    world.step((None, None))
-    world.step((None, None))
-    assert world.broadcasts == 2
+class Member:
+    """One that computes some shards of a step."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.live = group, fresh()
+        self.shared = StepBuffers(lambda: self.live)
+        self.travelled: list[int] = []
+        "bytes by step, in the first round and the second"
+
+    def step(self, mine: list[int], body: Callable[[Live, int], None], root: int = 0) -> None:
+        self.shared.begin()
+        own = [tensor.clone() for tensor in self.live]
+        for shard in mine:
+            self.shared.restore()
+            assert all(map(torch.equal, self.live, own)), "each starts from the step's own"
+            body(self.live, shard)
+            if shard == 0:
+                self.shared.keep()
+        self.shared.share(self.group, root)
+        self.group.certain()
+        changed = b"".join(self.group.gather(self.shared.changed()))
+        if self.shared.missing(changed):
+            self.shared.share_missing(self.group, root, changed)
+            self.group.certain()
+        self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arriving))
+        self.shared.count(changed)
+        self.shared.settle()
 
 
-def test_what_changes_after_a_while_follows_at_once() -> None:
-    world = World()
-    for changes in ((None, None), (None, None), (1.0, 2.0), (1.0, 5.0), (None, None)):
-        world.step(changes)
-        assert torch.equal(world.live[0][0], world.live[1][0])
-    assert world.live[1][0].tolist() == [2.0] * 3
-    assert world.broadcasts == 4, "the first step's; of both changes; of the step after them, where nobody knew"
+def trained(size: int, shares: list[list[int]], bodies: list[Callable[[Live, int], None]], root: int = 0) -> Live:
+    def member(group: Group) -> Live:
+        one = Member(group)
+        for body in bodies:
+            one.step(shares[group.rank], body, root)
+        return one.live
+
+    every = together(member, world(size))
+    for live in every:
+        assert all(map(torch.equal, live, every[0]))
+    return every[0]
 
 
-def test_phases_are_told_apart() -> None:
-    world = World()
-    for _ in range(4):
-        world.step((1.0, 2.0), phase=0)
-        world.step((None, None), phase=1)
-    assert world.broadcasts == 4 + 1, "each time in the first phase, once in the other"
+CHANGE = st.sampled_from([None, 0.0, 1.0, -2.5])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_written_after_the_exchange_is_made_equal_by_the_next(rank: int) -> None:
-    world = World()
-    world.step((None, None))
-    world.step((None, None))
-    world.live[rank][0].add_(5.0)
-    world.step((None, None))
-    wanted = 5.0 if rank == 0 else 0.0
-    assert [mine[0].tolist() for mine in world.live] == [[wanted] * 3] * 2
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(CHANGE, CHANGE, st.booleans()), max_size=5), st.integers(1, 3), st.integers(0, 2))
+def test_all_have_what_shard_0_left(steps: list, size: int, root: int) -> None:
+    def body_of(change: float | None, others: float | None, data: bool) -> Callable[[Live, int], None]:
+        def body(live: Live, shard: int) -> None:
+            own = others if shard else change
+            if own is not None:
+                (live[0].data if data else live[0]).add_(own)
+                live[1].add_(1)
+
+        return body
+
+    bodies = [body_of(*one) for one in steps]
+    alone = fresh()
+    for body in bodies:
+        body(alone, 0)
+    root %= size
+    shares = [[shard for shard in range(4) if (shard + root) % size == rank] for rank in range(size)]
+    assert all(map(torch.equal, trained(size, shares, bodies, root), alone))
 
 
-def test_zeros_of_either_sign_are_unlike() -> None:
-    world = World()
-    world.step((None, None))
-    world.shared[0].begin_step()
-    world.live[0][0].mul_(-1.0)
-    world.shared[0].launch(world.wires[0], 0, 0)  # type: ignore[arg-type]
-    assert world.shared[0].changed
+def test_what_never_changes_stops_travelling_and_follows_at_once_when_it_does() -> None:
+    def member(group: Group) -> tuple[list[int], Live]:
+        one = Member(group)
+        for number in range(PATIENCE + 4):
+            one.step([group.rank], lambda live, shard, n=number: live[3].add_(1) if n > PATIENCE else live[0].add_(1))  # type: ignore[misc]
+        return one.travelled, one.live
+
+    for travelled, live in together(member, world(2)):
+        all_of_them, some = travelled[0], travelled[PATIENCE]
+        assert some < all_of_them
+        assert travelled == [all_of_them] * PATIENCE + [some] + [2 * some] + [2 * some] * 2
+        assert live[3].tolist() == [3.0, 4.0, 5.0]
 
 
-def test_a_buffer_that_is_put_back_leaves_a_trace_for_autograd_unless_no_backward_reads_it() -> None:
-    for unread in (True, False):
-        world = World(unread=unread)
-        world.step((None, None))
-        before = world.live[1][0]._version
-        world.step((None, 1.0))
-        assert (world.live[1][0]._version - before == 1) == unread, "one of them is its own change"
+def test_statistics_of_batch_norm_are_those_of_shard_0() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 4)
+    net, alone = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    shared = StepBuffers(lambda: list(net.buffers()))
+    for _ in range(3):
+        shared.begin()
+        for shard in (1, 0, 2):
+            shared.restore()
+            net(x[shard])
+            if shard == 0:
+                shared.keep()
+        shared.share(Group(0, 0, 1), 0)
+        shared.settle()
+        alone(x[0])
+    assert all(map(torch.equal, net.buffers(), alone.buffers()))
 
 
-NUMBERS = st.sampled_from([None, 0.0, 1.0, -2.5, float("nan")])
+def test_a_buffer_that_is_replaced_counts_and_one_that_covers_its_memory_twice_is_left_alone() -> None:
+    live = [torch.zeros(2), torch.zeros(1).expand(5)]
+    shared = StepBuffers(lambda: live)
+    shared.begin()
+    live[0] = live[0] + 1
+    shared.restore()
+    assert live[0].tolist() == [0, 0]
+    live[0] = live[0] + 2
+    shared.keep()
+    shared.restore()
+    shared.settle()
+    assert live[0].tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("unread", [True, False])
-@given(st.lists(st.tuples(st.tuples(NUMBERS, NUMBERS), NUMBERS, st.booleans(), st.integers(0, 1), NUMBERS), max_size=8))
-def test_all_have_what_shard_0_left(unread: bool, steps: list) -> None:
-    world = World(unread=unread)
-    wanted = torch.zeros(3)
-    for changes, kept, attach, phase, later in steps:
-        if attach:
-            for shared in world.shared:
-                shared.attach()
-        world.step(changes, kept, phase)
-        if kept is not None:
-            wanted = wanted + kept
-        elif changes[0] is not None:
-            wanted = wanted + changes[0]
-        for mine in world.live:
-            assert mine[0].view(torch.int32).tolist() == wanted.view(torch.int32).tolist()
-            assert (int(mine[1]), mine[2].tolist()) == (7, [True, False])
-        if later is not None:  # by the script, each member something else
-            world.live[0][0].add_(later)
-            wanted = wanted + later
-            world.live[1][1].add_(1)
+def test_no_buffers_are_no_work() -> None:
+    shared = StepBuffers(list)
+    shared.begin()
+    shared.restore()
+    shared.keep()
+    shared.share(Group(0, 0, 1), 0)
+    assert shared.changed() == b"" and not shared.missing(b"")
+    shared.count(b"")
+    shared.settle()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
-from fallow.worker import state
-from fallow.worker.compiled import graphs_cut_at_buckets
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.reduction.arithmetic import Floating
+from fallow.worker.reduction.buffers import StepBuffers
+from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.transport.group import Group
 
 
 def compiled_pieces(y: torch.Tensor) -> int:
@@ -65,25 +65,30 @@ def test_a_torch_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
         assert not hasattr(DistributedDataParallel, "_active_ddp_module")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_trains_as_itself(backend: str) -> None:
-    """The same weights under the same names, so a checkpoint or a digest does not tell whether it was compiled."""
+def test_gradients_of_a_compiled_model_come_in_pieces_and_are_summed() -> None:
     torch._dynamo.reset()
-    trained = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        model = torch.compile(plain, backend=backend) if compiled else plain
-        run = Run(None, None, Group(0, 0, 1, None))
-        loader = DataLoader(TensorDataset(torch.randn(12, 3)), 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=6)
-        for (x,) in run.steps(loader, epochs=2):
+    plain = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
+    model = torch.compile(plain, backend="aot_eager")
+    x = torch.ones(2, 600)
+    reduction = Reduction(list(plain.named_parameters()), Floating(), StepBuffers(list))
+    sent: list[int] = []
+    group = Group(0, 0, 1)
+    group.sum = lambda tensor: sent.append(torch._C._current_graph_task_id())  # type: ignore[method-assign]
+    reduction.attach(group)
+    with graphs_cut_at_buckets():
+        for _ in range(2):
+            sent.clear()
+            reduction.begin("")
+            reduction.begin_body(1.0, final=True)
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        exported = run._prepared.export()["models"][0]
-        assert [name for name, _ in run._prepared.parameters()] == [f"model.0.{name}" for name in exported]
-        trained.append((state.digest([model.state_dict()]), run._prepared.layout(), list(exported)))
-    assert trained[0] == trained[1]
-    assert trained[0][2] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+            reduction.end_body()
+            reduction.give_out(reduction.finish(lambda sums: sums))
+    assert len(sent) == 2
+    assert all(task >= 0 for task in sent), "in backward"
+    got = [parameter.grad for parameter in plain.parameters()]
+    for parameter, grad, wanted in zip(
+        plain.parameters(), got, torch.autograd.grad(plain(x).square().mean(), list(plain.parameters())), strict=True
+    ):
+        assert grad is not None
+        torch.testing.assert_close(grad, wanted)
+        assert grad.shape == parameter.shape

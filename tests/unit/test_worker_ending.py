@@ -12,7 +12,7 @@ import pytest
 BEGIN = """
 import atexit
 import sys
-from fallow.worker.process import Ending
+from fallow.worker.api.process import Ending
 def tell(*words):
     print(*words, flush=True)
 def init(thing=None, released=False):
@@ -57,32 +57,3 @@ def test_an_end_is_told_with_its_own_code(form: str, tmp_path: Path) -> None:
         [sys.executable, script], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout.split("\n")) == (code, [*told.split("/"), ""]), done.stderr
-
-
-def test_a_gradient_that_is_looked_at_too_early_is_explained(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("""
-import sys
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import fallow
-run = fallow.init()
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = DataLoader(TensorDataset(torch.ones(8, 2)), 2)
-model, optimizer, data = run.prepare(model, optimizer, data, global_batch=4)
-for (inputs,) in run.steps(data):
-    model(inputs).sum().backward()
-    if sys.argv[1] == "always" or run.final_shard:
-        model.weight.grad.norm()
-    if sys.argv[1] == "other":
-        None.norm()
-    optimizer.step()
-    optimizer.zero_grad()
-None.norm()
-""")
-    for word, line in (("always", 14), ("other", 16), ("last", 19)):
-        done = subprocess.run([sys.executable, script, word], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 1
-        assert f"line {line}," in done.stderr
-        assert ("look at them under `if run.final_shard:`" in done.stderr) == (word != "last"), done.stderr

@@ -1,4 +1,4 @@
-"""First exchanges over real gloo groups and sockets, one thread per member: receivers train on as the others."""
+"""State over real gloo groups and sockets, one thread per member: receivers train on as the donors do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -20,17 +20,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from fallow.model import Exit, FallowError
-from fallow.worker import intake, stream, supply, switch
-from fallow.worker.align import align, source
-from fallow.worker.catch_up import CatchUp
-from fallow.worker.exact import Exact
-from fallow.worker.group import Group, Interrupted, build_group
-from fallow.worker.position import Position
-from fallow.worker.prepared import Gate, Prepared
-from fallow.worker.standing import FRESH, HOLDS, TORN, Standing
-from fallow.worker.stream import Card, Streams, cut, receive_piece, send_piece, sources, word_sum
-from fallow.worker.switch import Exchanged, Verdict, View, exchange, judge
+from fallow.model import FallowError
+from fallow.worker.handover import intake, pieces, supply
+from fallow.worker.handover.align import align, source
+from fallow.worker.handover.pieces import cut, receive_piece, send_piece, word_sum
+from fallow.worker.handover.snapshot import Snapshot
+from fallow.worker.handover.standing import HOLDS, TORN, Standing
+from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.prepared import state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import stream
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import Card, Streams, sources
+from fallow.worker.transport.waits import Interrupted
 
 DEADLINE_S = 20.0
 LARGE_WEIGHTS = (9000 * 8 * 2 + 40_000) * 4
@@ -88,15 +91,16 @@ class Member:
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
-        self.prepared = Prepared(Gate())
-        for thing in (self.model, self.optimizer, self.schedule, self.average):
+        self.counts: dict[str, Any] = {"seen": 0, "history": [], "mean": torch.zeros(3)}
+        self.prepared = Prepared()
+        for thing in (self.model, self.optimizer, self.schedule, self.average, self.counts):
             self.prepared.add(thing)
-        self.position = Position()
+        self.step = 0
         self.standing = Standing()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            generator = torch.Generator().manual_seed(self.position.step)
+            generator = torch.Generator().manual_seed(self.step)
             x = torch.randn(6, 8, generator=generator)
 
             def closure(x: torch.Tensor = x) -> torch.Tensor:
@@ -113,14 +117,19 @@ class Member:
             self.model.count += 1
             self.schedule.step()
             self.average.update_parameters(self.model)
-            self.position.finish_step(6, last=False)
+            self.counts["seen"] += 6
+            self.counts["history"].append(self.step)
+            self.counts["mean"] += x.mean()
+            self.step += 1
 
     def tensors(self) -> list[torch.Tensor]:
-        return list(switch.state.tensors_in(self.prepared.export()))
+        return state.encode(self.prepared.export(), "test").tensors
 
 
 def equal(one: Member, two: Member) -> None:
-    assert one.position == two.position
+    assert one.step == two.step
+    assert one.counts["seen"] == two.counts["seen"]
+    assert one.counts["history"] == two.counts["history"]
     assert [g["lr"] for g in one.optimizer.param_groups] == [g["lr"] for g in two.optimizer.param_groups]
     left, right = one.tensors(), two.tensors()
     assert len(left) == len(right)
@@ -141,21 +150,67 @@ def groups(generation: int, members: Sequence[Member], store: HashStore) -> list
         return list(pool.map(build, range(len(members))))
 
 
-def meet(group: Group, member: Member, restore: switch.Restore = lambda: None) -> Exchanged:
-    done = exchange(group, member.prepared, member.position, member.standing, restore, 0.0)
-    member.position = done.position
-    return done
+def agreed(members: Sequence[Member], *, modes: bool = True) -> Roles:
+    """What members conclude at a switch."""
+    holders = [rank for rank, member in enumerate(members) if member.standing.holds]
+    most = max((members[rank].step for rank in holders), default=0)
+    donors = [rank for rank in holders if members[rank].step == most] or [0]
+    receivers = [rank for rank in range(len(members)) if rank not in donors]
+    whole = not holders or any(member.standing.whole for member in members) or len(holders) > len(donors)
+    return Roles(donors=donors, receivers=receivers, begun=bool(holders), whole=whole, modes=modes)
 
 
-def change(generation: int, members: Sequence[Member], restore: switch.Restore = lambda: None) -> list[Exchanged]:
-    """One whole change of generation; the state is complete on all afterwards."""
-    ours = groups(generation, members, HashStore())
+def meet(group: Group, member: Member, roles: Roles, fingerprint: int) -> intake.Intake | None:
+    """One member's part in a switch; what it received."""
+    plain = transfer(
+        group, member.prepared, member.standing, roles, lambda: {"step": member.step}, fingerprint=fingerprint
+    )
+    assert (plain is not None) == (group.rank in roles.receivers)
+    if plain is not None:
+        member.step = plain["step"]
+    return member.standing.latest
+
+
+def begin(pool: ThreadPoolExecutor, ours: Sequence[Group], members: Sequence[Member]) -> list[Future[Any]]:
+    """A switch that goes on beside the test."""
+    roles = agreed(members)
+    fingerprint = state.fingerprint(members[roles.donors[0]].prepared.weights())
+    return [pool.submit(meet, *one, roles, fingerprint) for one in zip(ours, members, strict=True)]
+
+
+Met = list[intake.Intake | Exception | None]
+
+
+def all_meet(ours: Sequence[Group], members: Sequence[Member], roles: Roles | None = None, settle: bool = True) -> Met:
+    """A switch that may fail; what became of it on each member."""
+    roles = roles or agreed(members)
+    fingerprint = state.fingerprint(members[roles.donors[0]].prepared.weights())
+
+    def one(group: Group, member: Member) -> intake.Intake | Exception | None:
+        try:
+            got = meet(group, member, roles, fingerprint)
+            if settle and not member.standing.settle():
+                raise Interrupted(group.broken)
+        except (FallowError, Interrupted) as error:
+            for each in ours:  # as the head would: a donor that was not asked for anything yet sees nothing of it
+                each.interrupt(str(error))
+            return error
+        return got
+
     with ThreadPoolExecutor(len(members)) as pool:
-        done = list(pool.map(meet, ours, members, [restore] * len(members)))
-        assert all(pool.map(lambda member: member.standing.settle(), members))
+        return list(pool.map(one, ours, members))
+
+
+def change(generation: int, members: Sequence[Member], roles: Roles | None = None) -> list[intake.Intake]:
+    """One whole change of generation; the state is complete on all afterwards. What was received, by rank."""
+    ours = groups(generation, members, HashStore())
+    done = all_meet(ours, members, roles)
+    for one in done:
+        if isinstance(one, Exception):
+            raise one
     for group in ours:
         group.destroy()
-    return done
+    return done  # type: ignore[return-value]
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -175,15 +230,15 @@ def test_a_newcomer_trains_on_bit_for_bit_like_the_member_it_met(name: str, step
     old, new = Member(1, OPTIMIZERS[name]), Member(2, OPTIMIZERS[name])
     old.standing.value = HOLDS
     old.train(steps)
-    done = change(3, [old, new])
+    counts = new.counts
+    taken = change(3, [old, new])[1]
     equal(old, new)
     assert new.standing.holds
-    intake = done[1].intake
-    assert intake is not None
-    assert LARGE_WEIGHTS < intake.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
+    assert counts is new.counts, "a dict is replaced in place"
+    assert LARGE_WEIGHTS < taken.bytes_in_pause < 2 * LARGE_WEIGHTS, "only the average's are that large"
     held = LARGE_WEIGHTS - (9000 * 8 * 4 if name == "lbfgs" else 0)
-    assert intake.bytes_behind >= held
-    assert (intake.bytes_behind > held) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
+    assert taken.bytes_behind >= held
+    assert (taken.bytes_behind > held) == (name == "adagrad" or (steps > 0 and name != "plain sgd"))
     for member in (old, new):
         member.train(3)
     equal(old, new)
@@ -195,10 +250,8 @@ def test_state_lies_in_memory_as_its_parameter_does_wherever_it_comes_from(how: 
     old, new = (Member(seed, lambda p: torch.optim.AdamW(p, lr=0.01, **how), Image) for seed in (1, 2))
     old.standing.value = HOLDS
     old.train(3)
-    done = change(3, [old, new])
-    intake = done[1].intake
-    assert intake is not None
-    assert intake.bytes_behind >= 2 * 4 * (old.model.conv.weight.numel() + old.model.turned.numel()), "it came late"
+    taken = change(3, [old, new])[1]
+    assert taken.bytes_behind >= 2 * 4 * (old.model.conv.weight.numel() + old.model.turned.numel()), "it came late"
     for parameter in (new.model.conv.weight, new.model.turned):
         assert new.optimizer.state[parameter]["exp_avg"].stride() == parameter.stride()
     for member in (old, new):
@@ -255,7 +308,8 @@ def test_where_members_have_switched_different_things_a_newcomer_stays_as_its_sc
         member.train(1)
     old.model.eval()
     new.model.norm.eval()
-    change(3, [old, other, new])
+    members = [old, other, new]
+    change(3, members, agreed(members, modes=False))
     assert [name for name, part in new.model.named_modules() if not part.training] == ["norm"]
     assert other.model.training
     assert not old.model.training
@@ -285,7 +339,7 @@ def scaled(scales: Any) -> Member:
     "value", [torch.tensor([3.0, 0.5]), {"amax": torch.rand(2, 3), "steps": [7, 1 << 70]}, io.BytesIO(b"fp8"), None]
 )
 def test_extra_state_reaches_newcomers_as_a_whole(value: Any) -> None:
-    """Two donors whose own extra states differ, since a forward changes it: a newcomer has all of the first one's."""
+    """Two donors whose own extra states differ, since a forward changes it: a newcomer has all of one of them."""
     members = [scaled("of a newcomer"), scaled(value), scaled({"of": "another donor", "long": list(range(999))})]
     for member in members[1:]:
         member.standing.value = HOLDS
@@ -304,7 +358,7 @@ def test_extra_state_reaches_newcomers_as_a_whole(value: Any) -> None:
 
 def test_extra_state_that_cannot_travel_is_refused_by_name_before_the_training() -> None:
     with pytest.raises(FallowError) as refused:
-        Prepared(Gate()).add(nn.Sequential(Scaled(1.0), Scaled({"lock": threading.Lock()})))
+        Prepared().add(nn.Sequential(Scaled(1.0), Scaled({"lock": threading.Lock()})))
     assert refused.value.message == (
         "prepare: Sequential.model.0.1._extra_state.lock: its state holds a _thread.lock, which cannot be handed to "
         "another member; return plain values, arrays and tensors from state_dict() and get_extra_state()"
@@ -312,7 +366,7 @@ def test_extra_state_that_cannot_travel_is_refused_by_name_before_the_training()
 
 
 def test_a_member_with_other_extra_state_is_of_another_layout() -> None:
-    with_state, without = scaled(1.0).prepared.layout(), Prepared(Gate())
+    with_state, without = scaled(1.0).prepared.layout(), Prepared()
     without.add(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
     assert "model.0.0._extra_state" in set(with_state) - set(without.layout())
 
@@ -333,15 +387,14 @@ def test_several_donors_and_several_receivers_and_rank_0_is_new() -> None:
 def test_who_begins_gives_its_first_state_to_all() -> None:
     members = [Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 2, 3)]
     first = copy.deepcopy(members[0].model.state_dict())
-    done = change(1, members)
-    assert done[1].intake is not None
+    change(1, members)
     for member in members:
         assert member.standing.holds
         assert all(torch.equal(value, member.model.state_dict()[name]) for name, value in first.items())
 
 
-@pytest.mark.parametrize("agreed", [True, False])
-def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(agreed: bool) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(kept: bool) -> None:
     """Those who come after all were lost, and those who go back: not what the one that loads it had before."""
     writer, *members = (Member(seed, OPTIMIZERS["momentum"]) for seed in (1, 2, 3, 4))
     writer.train(2)
@@ -350,16 +403,14 @@ def test_from_a_checkpoint_all_have_frozen_what_was_frozen_when_it_was_written(a
     members[0].model.scale.requires_grad_(False)
     members[1].model.wide.eval()
     before = [member.prepared.modes.export() for member in members]
-    modes = writer.prepared.modes.export()
-
-    def restore() -> dict[str, object]:
-        tree = switch.export_state(writer.prepared, writer.position)
-        return {**tree, "modes": modes if agreed else None}
-
-    change(3, members, restore)
+    members[0].step = load_state(members[0].prepared, export_state(writer.prepared, {"step": writer.step}, modes=kept))[
+        "step"
+    ]
+    change(3, members, agreed(members, modes=kept))
     for member in members:
         equal(writer, member)
-    assert [member.prepared.modes.export() for member in members] == ([modes] * 3 if agreed else before)
+    modes = writer.prepared.modes.export()
+    assert [member.prepared.modes.export() for member in members] == ([modes] * 3 if kept else before)
 
 
 def test_a_survivor_one_step_behind_receives_the_newer_state() -> None:
@@ -369,7 +420,7 @@ def test_a_survivor_one_step_behind_receives_the_newer_state() -> None:
         member.train(steps)
     change(2, [behind, ahead])
     equal(ahead, behind)
-    assert behind.position.step == 3
+    assert behind.step == 3
 
 
 def test_a_drifted_member_is_healed_by_the_majority() -> None:
@@ -378,8 +429,7 @@ def test_a_drifted_member_is_healed_by_the_majority() -> None:
         member.standing.value = HOLDS
         member.train(2)
     members[1].model.unused.data.view(torch.int32)[17] ^= 1
-    done = change(4, members)
-    assert [one.healed for one in done] == [[1], [1], [1]]
+    change(4, members, Roles(donors=[0, 2], receivers=[1], begun=True, whole=True, modes=True))
     equal(members[0], members[1])
 
 
@@ -406,50 +456,13 @@ def test_whose_weights_count() -> None:
     assert [source(pieces) for pieces in ([5, 7], [7, 5, 5], [1, 2, 3], [9, 4, 9, 4, 4])] == [0, 1, 0, 1]
 
 
-def all_meet(generation: int, members: Sequence[Member]) -> list[Exchanged | Exception]:
-    """An exchange that may fail; what became of it on each member."""
-
-    def one(group: Group, member: Member) -> Exchanged | Exception:
-        try:
-            return meet(group, member)
-        except (FallowError, Interrupted) as error:
-            group.interrupt(str(error))  # as the end of the process would
-            return error
-
-    ours = groups(generation, members, HashStore())
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, ours, members))
-
-
-def test_drift_without_a_majority_ends_a_reproducible_run() -> None:
-    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(2)]
-    for member in members:
-        member.prepared.arithmetic = Exact()
-        member.standing.value = HOLDS
-    members[1].model.mask.logical_not_()
-    for error in all_meet(4, members):
-        assert isinstance(error, FallowError)
-        assert "different weights" in error.message
-
-
-def test_drift_without_a_majority_is_healed_from_the_first_where_bits_may_differ() -> None:
-    members = [Member(1, OPTIMIZERS["adamw"]) for _ in range(2)]
-    for member in members:
-        member.standing.value = HOLDS
-        member.train(1)
-    members[1].model.wide.weight.data += 1e-7
-    done = change(4, members)
-    assert [one.healed for one in done] == [[1], [1]]
-    equal(members[0], members[1])
-
-
 def test_donors_with_different_optimizer_state_are_found_out() -> None:
     members = [Member(seed, OPTIMIZERS["adamw"]) for seed in (1, 1, 2)]
     for member in members[:2]:
         member.standing.value = HOLDS
         member.train(1)
     members[1].optimizer.param_groups[0]["weight_decay"] = 0.5
-    error = all_meet(4, members)[2]
+    error = all_meet(groups(4, members, HashStore()), members)[2]
     assert isinstance(error, FallowError)
     assert "different optimizer or other state" in error.message
 
@@ -463,9 +476,9 @@ class Stall:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
         gone: list[socket.socket] = []
-        real = stream.send_piece
+        real = pieces.send_piece
 
-        def send(line: socket.socket, memory: Sequence[stream.Bytes], number: int, pieces: int) -> int:
+        def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, pieces: int) -> int:
             now = gone.count(line)
             gone.append(line)
             if now == part:
@@ -489,14 +502,12 @@ def test_a_break_while_the_late_part_comes_leaves_a_torn_newcomer_that_the_next_
     monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
     old, new, stall, ours = held_up(monkeypatch, supply.LATE)
-    with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(meet, ours, [old, new]))
+    taken = all_meet(ours, [old, new], settle=False)[1]
     assert stall.reached.wait(DEADLINE_S)
-    intake = done[1].intake
-    assert intake is not None
-    assert not intake.complete
+    assert isinstance(taken, intake.Intake)
+    assert not taken.complete
     told = threading.Event()
-    intake.when_complete(told.set)
+    taken.when_complete(told.set)
     equal_weights = [torch.equal(a, b) for a, b in zip(old.model.parameters(), new.model.parameters(), strict=True)]
     assert all(equal_weights), "forward and backward may run"
     ours[who].interrupt("on purpose")
@@ -518,7 +529,7 @@ def test_donors_go_on_while_weights_are_on_their_way_and_a_break_leaves_a_torn_n
 ) -> None:
     old, new, stall, ours = held_up(monkeypatch, supply.MIDDLE)
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(meet, group, member) for group, member in zip(ours, [old, new], strict=True)]
+        runs = begin(pool, ours, [old, new])
         runs[0].result(DEADLINE_S)
         assert stall.reached.wait(DEADLINE_S)
         assert torch.equal(old.model.norm.running_mean, new.model.norm.running_mean), "a forward changes it"
@@ -545,11 +556,11 @@ def test_only_what_optimizers_hold_may_come_while_donors_compute(name: str) -> N
     assert got == {p.data_ptr() for group in member.optimizer.param_groups for p in group["params"]}
 
 
-def late_sum(stalled: threading.Event) -> Callable[[Sequence[stream.Bytes]], int]:
+def late_sum(stalled: threading.Event) -> Callable[[Sequence[pieces.Bytes]], int]:
     """A donor's sum of a large chunk that another thread changes at once."""
-    real = stream.word_sum
+    real = pieces.word_sum
 
-    def word_sum(chunk: Sequence[stream.Bytes]) -> int:
+    def word_sum(chunk: Sequence[pieces.Bytes]) -> int:
         wrong = stalled.is_set() and threading.current_thread().name.startswith("stream-2")
         return real(chunk) ^ wrong
 
@@ -557,7 +568,7 @@ def late_sum(stalled: threading.Event) -> Callable[[Sequence[stream.Bytes]], int
 
 
 def touch(member: Member) -> None:
-    """As a script does by hand at the start of a body; unseen by autograd."""
+    """As a script does by hand in front of its inner loop; unseen by autograd."""
     member.model.wide.weight.data.clamp_(-0.1, 0.1)
 
 
@@ -572,10 +583,10 @@ def test_weights_that_change_while_they_are_sent_are_found_and_sent_as_a_whole(
         member.train(2)
     stall = Stall(monkeypatch, supply.MIDDLE)
     if summed:
-        monkeypatch.setattr(stream, "word_sum", late_sum(stall.go_on))
+        monkeypatch.setattr(pieces, "word_sum", late_sum(stall.go_on))
     ours = groups(2, members, HashStore())
     with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(meet, group, member) for group, member in zip(ours, members, strict=True)]
+        runs = begin(pool, ours, members)
         for run in runs[:2]:
             run.result(DEADLINE_S)
         for member in members[:2]:
@@ -589,10 +600,8 @@ def test_weights_that_change_while_they_are_sent_are_found_and_sent_as_a_whole(
         group.interrupt("the head builds the next one")
     for member in members:
         member.standing.give_up()
-    done = change(3, members)
-    assert done[2].intake is not None
-    assert done[2].intake.bytes_in_pause > 2 * LARGE_WEIGHTS
-    assert all(member.standing.whole for member in members)
+    taken = change(3, members)[2]
+    assert taken.bytes_in_pause > 2 * LARGE_WEIGHTS
     equal(members[0], members[2])
 
 
@@ -604,7 +613,7 @@ def test_a_break_in_the_pause_interrupts_both_sides(monkeypatch: pytest.MonkeyPa
     stall = Stall(monkeypatch, supply.EARLY)
     ours = groups(2, [old, new], HashStore())
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(meet, group, member) for group, member in zip(ours, [old, new], strict=True)]
+        runs = begin(pool, ours, [old, new])
         assert stall.reached.wait(DEADLINE_S)
         ours[who].interrupt("on purpose")
         stall.go_on.set()
@@ -617,16 +626,12 @@ def test_a_break_in_the_pause_interrupts_both_sides(monkeypatch: pytest.MonkeyPa
 
 
 def test_s20_a_donor_hears_of_a_break_before_anybody_has_asked_it_for_anything() -> None:
-    """The newcomer dies between the exchange and its first question: no line is there whose end would tell."""
+    """The newcomer dies before its first question: no line is there whose end would tell."""
     old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
     old.standing.value = HOLDS
     ours = groups(2, [old, new], HashStore())
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(meet, ours[0], old)
-        ours[1].all_reduce(torch.zeros(1))
-        ours[1].wait()
-        fresh = switch._view(ours[1], new.standing, new.position, 0, 0, 0.0, switch.NOTHING_TOLD, doubtful=False)
-        switch._views(ours[1], fresh)
+        run = pool.submit(meet, ours[0], old, agreed([old, new]), 0)
         deadline = time.monotonic() + DEADLINE_S
         while old.standing.supply is None or not ours[0].waiting:
             assert time.monotonic() < deadline
@@ -646,8 +651,7 @@ def test_an_old_state_stays_whole_until_the_newer_one_is_here(monkeypatch: pytes
     stall = Stall(monkeypatch, supply.LATE)
     ours = groups(2, [ahead, behind], HashStore())
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(meet, ours[0], ahead)
-        run = pool.submit(meet, ours[1], behind)
+        _, run = begin(pool, ours, [ahead, behind])
         assert stall.reached.wait(DEADLINE_S)
         ours[0].interrupt("on purpose")
         stall.go_on.set()
@@ -657,20 +661,10 @@ def test_an_old_state_stays_whole_until_the_newer_one_is_here(monkeypatch: pytes
     assert all(torch.equal(a, b) for a, b in zip(before, behind.tensors(), strict=True))
 
 
-def test_where_nobody_has_the_state_a_torn_member_ends_and_a_fresh_one_begins() -> None:
-    torn, fresh, other = (Member(seed, OPTIMIZERS["adamw"]) for seed in (1, 2, 3))
-    torn.standing.value = TORN
-    first, *others = all_meet(5, [torn, fresh, other])
-    assert isinstance(first, FallowError)
-    assert first.code == Exit.TEMPFAIL
-    assert not any(isinstance(one, FallowError) for one in others)
-    assert fresh.position.step == 0
-
-
 def test_what_arrives_damaged_is_refused() -> None:
     here, there = socket.socketpair()
-    sent = np.arange(3000, dtype=np.uint8)
-    got = np.zeros(3000, dtype=np.uint8)
+    sent = torch.arange(3000).to(torch.uint8)
+    got = torch.zeros(3000, dtype=torch.uint8)
     send_piece(here, [sent], 0, 1)
     data = bytearray(there.recv(10_000))
     data[1234] ^= 1
@@ -692,23 +686,23 @@ class Damage:
         self.left = times
         self._spoiling = threading.local()
         known: dict[socket.socket, list[int]] = {}
-        real_send, real_sum, real_receive = stream.send_piece, stream.word_sum, stream.receive
+        real_send, real_sum, real_receive = pieces.send_piece, pieces.word_sum, stream.receive
 
-        def send(line: socket.socket, memory: Sequence[stream.Bytes], number: int, pieces: int) -> int:
+        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> int:
             parts = known.setdefault(line, [])
             if id(memory) not in parts:
                 parts.append(id(memory))
             if (parts.index(id(memory)), number) != (what, 0) or not self.left:
-                return real_send(line, memory, number, pieces)
+                return real_send(line, memory, number, count)
             self.left -= 1
             self._spoiling.now = True
-            spoiled = [array ^ 1 for array in memory]
+            spoiled = [flat ^ 1 for flat in memory]
             try:
-                return real_send(line, spoiled, number, pieces)
+                return real_send(line, spoiled, number, count)
             finally:
                 self._spoiling.now = False
 
-        def word_sum(chunk: Sequence[stream.Bytes]) -> int:
+        def word_sum(chunk: Sequence[pieces.Bytes]) -> int:
             return real_sum(chunk) ^ getattr(self._spoiling, "now", False)
 
         def receive(line: socket.socket, size: int) -> bytes:
@@ -719,7 +713,7 @@ class Damage:
             return data[:-1] + bytes([data[-1] ^ 1])
 
         monkeypatch.setattr(supply, "send_piece", send)
-        monkeypatch.setattr(stream, "word_sum", word_sum)
+        monkeypatch.setattr(pieces, "word_sum", word_sum)
         monkeypatch.setattr(intake, "receive", receive)
 
 
@@ -748,20 +742,7 @@ def test_t8_what_arrives_damaged_again_and_again_ends_the_newcomer_alone(
         member.standing.value = HOLDS
         member.train(2)
     Damage(monkeypatch, what, intake.TRIES)
-    ours = groups(2, members, HashStore())
-
-    def take_part(group: Group, member: Member) -> Exception | None:
-        try:
-            meet(group, member)
-            member.standing.settle()
-        except (FallowError, Interrupted) as error:
-            for one in ours:  # as the head would: a donor that was not asked for anything yet sees nothing of it
-                one.interrupt(str(error))
-            return error
-        return None
-
-    with ThreadPoolExecutor(3) as pool:
-        *_, error = pool.map(take_part, ours, members)
+    *_, error = all_meet(groups(2, members, HashStore()), members)
     # Weights may have been changed by the script: they are tried once more in the next generation, as a whole.
     assert isinstance(error, Interrupted if what == supply.MIDDLE else FallowError)
     if what != supply.MIDDLE:
@@ -806,42 +787,68 @@ def test_optimizers_that_load_in_their_own_way_and_state_of_another_dtype_are_re
         assert (got.dtype == torch.float64) == (type(new.optimizer) is torch.optim.SGD)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_where_loading_copies_the_late_part_is_copied_when_it_is_here(
-    monkeypatch: pytest.MonkeyPatch, hidden: bool
-) -> None:
-    """As on another device; `hidden`: the copies cannot be matched, so that everything is waited for."""
+def test_where_loading_copies_everything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.optim.Optimizer._process_value_according_to_param_policy
 
     def clone(*args: object, **kwargs: object) -> torch.Tensor:
         return real(*args, **kwargs).clone()
 
     monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(clone))
-    if hidden:
-        monkeypatch.setattr(Prepared, "optimizer_pairs", lambda *_: None)
     old, new = Member(1, OPTIMIZERS["adamw"]), Member(2, OPTIMIZERS["adamw"])
     old.standing.value = HOLDS
     old.train(2)
-    _, done = change(2, [old, new])
-    assert done.intake is not None
-    assert done.intake.bytes_behind > LARGE_WEIGHTS
+    change(2, [old, new])
     equal(old, new)
+
+
+# ----------------------------------------------------------------------------------------------------- snapshots
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rehearsal_leaves_nothing_behind(name: str) -> None:
+    """Whoever has rehearsed trains on as one that has not."""
+    one, other = Member(1, OPTIMIZERS[name]), Member(1, OPTIMIZERS[name])
+    snapshot = Snapshot(one.prepared)
+    one.train(2)
+    one.model.wide.requires_grad_(False)
+    one.model.norm.eval()
+    one.counts["more"] = 1
+    snapshot.restore()
+    one.step = 0
+    one.optimizer.zero_grad()
+    assert one.prepared.modes.export() == other.prepared.modes.export()
+    equal(one, other)
+    for member in (one, other):
+        member.train(2)
+    equal(one, other)
+
+
+def test_a_rehearsal_leaves_no_extra_state_and_no_added_group_behind() -> None:
+    member = scaled({"amax": torch.zeros(2), "steps": 0})
+    snapshot = Snapshot(member.prepared)
+    member.model[0].scales["amax"] += 1
+    member.model[0].scales["steps"] = 1
+    member.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    snapshot.restore()
+    assert member.model[0].scales["steps"] == 0
+    assert not member.model[0].scales["amax"].any()
+    assert len(member.optimizer.param_groups) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- pure
 
-SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 3 * stream.CHUNK)), max_size=8)
+SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 3 * pieces.CHUNK)), max_size=8)
 
 
 @given(SIZES, st.integers(1, 5))
-def test_pieces_cover_everything_once(sizes: list[int], pieces: int) -> None:
-    memory = [np.zeros(size, dtype=np.uint8) for size in sizes]
-    for number in range(pieces):
-        for chunk in cut(memory, number, pieces):
-            assert 0 < sum(part.size for part in chunk) <= stream.CHUNK
+def test_pieces_cover_everything_once(sizes: list[int], count: int) -> None:
+    memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    for number in range(count):
+        for chunk in cut(memory, number, count):
+            assert 0 < sum(part.numel() for part in chunk) <= pieces.CHUNK
             for part in chunk:
                 part += 1
-    assert all((array == 1).all() for array in memory)
+    assert all((flat == 1).all() for flat in memory)
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(0, 10**6))
@@ -858,92 +865,3 @@ def test_the_load_is_spread_evenly_over_the_donors(donors: int, receivers: int) 
     assert all(len(set(row)) == len(row) == min(4, donors) for row in plan.values())
     loads = [sum(row.count(donor) for row in plan.values()) for donor in range(donors)]
     assert max(loads) - min(loads) <= 1
-
-
-STANDINGS = st.sampled_from([FRESH, HOLDS, TORN])
-VIEWS = st.lists(st.builds(View, st.just(3), STANDINGS, st.integers(0, 2), st.just(0), st.integers(0, 1), st.just(0)))
-
-
-@given(VIEWS)
-def test_donors_are_the_majority_of_those_at_the_newest_step(views: list[View]) -> None:
-    holders = [view for view in views if view.standing == HOLDS]
-    newest = [view for view in holders if view.progress == max(v.progress for v in holders)]
-    ones = sum(view.fingerprint for view in newest)
-    if newest and 2 * ones == len(newest):
-        with pytest.raises(FallowError):
-            judge(3, views)
-        donors, _, healed = judge(3, views, drift=True)
-        assert [views[rank] for rank in donors] == [
-            view for view in newest if view.fingerprint == newest[0].fingerprint
-        ]
-        assert len(donors) == len(healed)
-        return
-    donors, _, healed = judge(3, views)
-    assert judge(3, views, drift=True).donors == donors
-    usual = [view for view in newest if view.fingerprint == (2 * ones > len(newest))]
-    assert [views[rank] for rank in donors] == usual
-    assert len(donors) + len(healed) == len(newest)
-    assert not set(donors) & set(healed)
-
-
-def test_a_stale_process_is_found_out() -> None:
-    with pytest.raises(FallowError, match="rank 1 is in generation 2, not 3"):
-        judge(3, [View(3, HOLDS, 1, 0, 0, 0), View(2, HOLDS, 1, 0, 0, 0)])
-
-
-def seen(standing: int = HOLDS, progress: int = 5, call: int = 2, fingerprint: int = 7) -> View:
-    return View(generation=3, standing=standing, progress=progress, call=call, fingerprint=fingerprint, pace=0)
-
-
-def test_who_gives_and_who_receives() -> None:
-    views = [seen(progress=4, fingerprint=1), seen(), seen(standing=FRESH, progress=0), seen(), seen(standing=TORN)]
-    assert judge(3, views) == Verdict([1, 3], [], [])
-    assert judge(3, [seen(standing=FRESH), seen(standing=TORN)]) == Verdict([], [], [])
-    assert judge(3, [seen(), seen(fingerprint=8), seen()]) == Verdict([0, 2], [], [1])
-    with pytest.raises(FallowError, match="hold different weights"):
-        judge(3, [seen(), seen(fingerprint=8)])
-
-
-def test_a_member_that_left_its_call_already_gives_and_one_that_has_not_stays_as_it_is() -> None:
-    # Between two calls a script may do what changes weights (an average swapped in), and the other will do it, too.
-    views = [seen(call=1), seen(call=2, fingerprint=8), seen(standing=FRESH, progress=0, call=0)]
-    assert judge(3, views) == Verdict([1], [0], [])
-
-
-def test_what_a_script_changes_on_its_way_to_the_members_is_put_back_as_it_was_received() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    prepared, catch_up = Prepared(Gate()), CatchUp()
-    for thing in (model, optimizer, average):
-        prepared.add(thing)
-
-    def seen() -> list[object]:
-        settings = [optimizer.param_groups[0]["lr"], model[1].training, len(optimizer.state)]
-        return [*settings, *(tensor.tolist() for tensor in switch.state.tensors_in(prepared.export()))]
-
-    def train() -> None:
-        model(torch.randn(8, 3)).square().mean().backward()
-        optimizer.step()
-        average.update_parameters(model)
-
-    train()
-    received = seen()
-    for _ in range(2):  # at each loop that the members are past
-        catch_up.keep(prepared)
-        with torch.no_grad():
-            model(torch.randn(8, 3))
-            model[0].weight.mul_(0.9)
-        optimizer.param_groups[0]["lr"] *= 0.5
-        model[1].eval()
-        for entry in optimizer.state.values():
-            entry["exp_avg"].zero_()
-        optimizer.state.clear()
-        average.load_state_dict({**model.state_dict(prefix="module."), "n_averaged": torch.tensor(0)})
-    catch_up.put_back(prepared)
-    assert seen() == received
-    train()
-    assert seen() != received
-    model[1].eval()
-    catch_up.put_back(prepared)
-    assert not model[1].training, "what comes afterwards is the script's own"

@@ -12,7 +12,7 @@ import inspect, os, sys, torch
 torch.set_num_threads(1)
 os.environ["FALLOW_WORKER"] = "w0"
 import fallow
-from fallow.worker.signature import enforce
+from fallow.worker.prepared.signature import enforce
 
 def real():
     return "torch._dynamo.eval_frame" in sys.modules

@@ -9,9 +9,9 @@ import pytest
 
 from fallow.core.failures import Stranger
 from fallow.model import Exit, FallowError
-from fallow.worker.group import Group
-from fallow.worker.place import Place
-from fallow.worker.run import Run
+from fallow.worker.api.run import Run
+from fallow.worker.loop.place import Place
+from fallow.worker.transport.group import Group
 
 
 class Script:
@@ -39,7 +39,7 @@ class Script:
             if self._members is not None:
                 place.position = msgspec.structs.replace(self._members.position)
                 # What the members wait in is over as the newcomer comes: somebody was lost, for whom they did.
-                place.agreed = self._members.agreed + (place.position.behind is not None)
+                place.position.op += place.position.behind is not None
             place.joined = True
             call = place.meet(call)
         if place.behind(call):
@@ -49,8 +49,8 @@ class Script:
         self.made.append(f"{name}{entered}")
         place.position.call_steps = 1
         yield self.made[-1]
-        place.agreed += 1
-        place.position.finish_call(place.agreed)
+        place.position.finish_operation(b"", 1)
+        place.position.finish_call()
 
     def waits(self) -> Iterator[str]:
         """For the others, behind a call: a newcomer comes then if somebody is lost."""
@@ -61,7 +61,7 @@ class Script:
             self.made.append(f"waits {place.asked}")
             yield self.made[-1]
             if not (came and place.answered):
-                place.agreed += 1
+                place.position.finish_operation(b"", 1)
 
 
 def warm_up(script: Script) -> Iterator[str]:

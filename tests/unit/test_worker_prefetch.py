@@ -12,10 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from fallow.worker import loader as module
-from fallow.worker import rng
-from fallow.worker.loader import ElasticLoader
-from fallow.worker.source import Key
+from fallow.worker.data import prefetch, rng
+from fallow.worker.data.loader import ElasticLoader
+from fallow.worker.data.source import Key
 
 SHARDS, BATCH, STEPS = 4, 2, 6
 
@@ -73,7 +72,7 @@ def test_each_batch_that_is_wanted_comes_however_the_plans_change(
     first: list[int], steps: list[list[list[int]]], depth: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "DataLoader", Ahead)
+        patch.setattr(prefetch, "DataLoader", Ahead)
         loader, shards = elastic(depth), first
         for step, plans in enumerate([[], *steps]):
             for shards in plans:

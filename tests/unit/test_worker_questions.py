@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fallow.model import KvOp, KvReply, KvRequest
-from fallow.worker.questions import Questions
+from fallow.worker.session.questions import Questions
 
 LONG_S = 60.0
 

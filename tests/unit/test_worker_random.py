@@ -1,23 +1,21 @@
-"""Random numbers of bodies: a function of the step and the shard, whoever computes it and whatever came before it."""
+"""Random numbers of a shard: a function of its seed, whatever came before; and nobody's generators are disturbed."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-from fallow.model import FallowError
-from fallow.worker.group import Group
-from fallow.worker.run import Run
+from fallow.worker.data import rng
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "torch": torch.Generator,
+    "torch": lambda: torch.Generator(device="cpu"),
     "numpy": np.random.default_rng,
     "numpy, the old one": np.random.RandomState,
     "random": random.Random,
@@ -26,78 +24,72 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 def draw(generator: Any) -> float:
     if isinstance(generator, torch.Generator):
-        return float(torch.rand((), generator=generator))
+        return float(torch.rand((), generator=generator, device="cpu"))
     return float(generator.random())
 
 
-class Noisy(Dataset[torch.Tensor]):
-    """Samples with noise from a generator of its own."""
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index + draw(self.generator) / 2])
-
-
-def drawn(kind: str, wasted: int) -> tuple[dict[tuple[int, int], list[float]], list[float]]:
-    """What two generators give in each body, and the data; bodies draw `wasted` more numbers than they use."""
-    own = [KINDS[kind](), KINDS[kind]()]
-    run = Run(None, None, Group(0, 0, 1, None))
-    *_, loader = run.prepare(nn.Linear(1, 1), *own, DataLoader(Noisy(own[0]), 2), global_batch=6)
-    found, data = {}, []
-    for x in run.steps(loader):
-        found[run.step, run._loop.step.shard] = [draw(generator) for generator in own]
-        for _ in range(wasted):
-            draw(own[0])
-        data += x.flatten().tolist()
-    return found, data
+def drawn() -> list[float]:
+    """What the generators that everybody uses give next."""
+    return [float(torch.rand((), device="cpu")), random.random(), float(np.random.rand())]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_of_the_script_begin_each_body_anew(kind: str) -> None:
-    plain, wasteful = drawn(kind, 0), drawn(kind, 3)
-    assert plain == wasteful
-    assert len({value for values in plain[0].values() for value in values}) == 12, "each gives others in each body"
-    assert len({value % 1 for value in plain[1]}) == 12
+def test_a_seed_fixes_all_generators_and_each_gives_other_numbers(kind: str) -> None:
+    own = [KINDS[kind](), KINDS[kind]()]
+    found = []
+    for seed in (1, 1, 2):
+        rng.seed_everything(seed, own)
+        found.append([*drawn(), *map(draw, own)])
+        drawn()  # numbers that one shard wastes
+        draw(own[0])
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+    assert len(set(found[0])) == 5
+    assert all(rng.is_generator(generator) for generator in own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_are_put_back(kind: str) -> None:
+    own = KINDS[kind]()
+    rng.seed_everything(5, [own])
+    expected = [*drawn(), draw(own)]
+    rng.seed_everything(5, [own])
+    with contextlib.suppress(ZeroDivisionError), rng.kept([own]):
+        rng.seed_everything(6, [own])
+        raise ZeroDivisionError
+    assert [*drawn(), draw(own)] == expected
+
+
+class Devices(SimpleNamespace):
+    """Torch's module of an accelerator with two devices, each of which has a generator on the host here."""
+
+    def __init__(self, *, used: bool) -> None:
+        self.generators = [torch.Generator(device="cpu") for _ in range(2)]
+        super().__init__(
+            device_count=lambda: 2,
+            is_initialized=lambda: used,
+            manual_seed_all=lambda seed: [generator.manual_seed(seed) for generator in self.generators],
+            get_rng_state=lambda index: self.generators[index].get_state(),
+            set_rng_state=lambda state, index: self.generators[index].set_state(state),
+        )
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_generators_of_devices_are_seeded_and_put_back_once_they_are_in_use(
+    monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    devices, later = Devices(used=used), list[int]()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: devices)
+    monkeypatch.setattr(torch, "manual_seed", later.append)
+    before = [generator.get_state() for generator in devices.generators]
+    with rng.kept():
+        rng.seed_everything(7)
+        assert [generator.initial_seed() == 7 for generator in devices.generators] == [used, used]
+        assert later == ([] if used else [7]), "torch remembers it for devices that will be used"
+    assert all(torch.equal(a, generator.get_state()) for a, generator in zip(before, devices.generators, strict=True))
 
 
 def test_what_cannot_be_seeded_is_no_generator() -> None:
-    run = Run(None, None, Group(0, 0, 1, None))
-    with pytest.raises(FallowError, match="SystemRandom has no state_dict"):
-        run.prepare(random.SystemRandom())
-
-
-class Langevin(torch.optim.Optimizer):
-    """Adds noise to each step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.noise: list[float] = []
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.noise.append(float(torch.rand(())))
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_what_an_optimizer_draws_does_not_depend_on_the_last_shard(scaled: bool) -> None:
-    def noise(wasted: int) -> list[float]:
-        run = Run(None, None, Group(0, 0, 1, None))
-        model = nn.Linear(1, 1)
-        optimizers = [Langevin(model.parameters()) for _ in range(2)]
-        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-        data = DataLoader(Noisy(torch.Generator()), 2)  # type: ignore[var-annotated]
-        *_, loader = run.prepare(model, *optimizers, scaler, data, global_batch=6)
-        for x in run.steps(loader):
-            scaler.scale(model(x).sum()).backward()
-            torch.rand(wasted)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        return [value for optimizer in optimizers for value in optimizer.noise]
-
-    assert noise(0) == noise(3)
-    assert len(set(noise(0))) == 4
+    assert not rng.is_generator(random.SystemRandom())
+    assert not rng.is_generator(random)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fallow.worker.reach import Reach, unreachable
+from fallow.worker.transport.reach import Reach, unreachable
 
 
 class Store:

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from fallow.model import (
     Abort,
     Beat,
@@ -23,14 +25,16 @@ from fallow.model import (
     KvOp,
     KvReply,
     KvRequest,
+    Outcome,
     Peer,
     Prepare,
     ToWorker,
     Vote,
     Welcome,
+    WorkerReady,
 )
-from fallow.worker.progress import Progress
-from fallow.worker.session import HEAD_SILENT_S, Session
+from fallow.worker.session.progress import Progress
+from fallow.worker.session.session import HEAD_SILENT_S, Answered, Session
 
 
 class Wire:
@@ -76,6 +80,40 @@ def test_a_member_is_held_until_it_takes_the_next_generation_and_no_longer() -> 
     taken = wire.session.await_commit(lambda: False)
     assert taken.prepare.generation == 2
     assert not wire.beat().held
+
+
+def test_who_hears_the_answer_of_a_member_that_is_gone_goes_on_with_it_and_takes_the_generation_later() -> None:
+    wire = Wire()
+    wire.session.progress.move(in_loop=False)
+    wire.session.hold(1, "a connection is lost")
+    prepare = Prepare(
+        term=1,
+        generation=2,
+        replaces=1,
+        members=[Peer(worker="w0", address="127.0.0.1")],
+        interrupt=True,
+        timeout_s=9,
+        outcome=Outcome(generation=1, agreed=3, answer=0.5),
+    )
+    wire.say(prepare)
+    assert wire.voted.wait(9), "it is committed before anybody looks"
+    with pytest.raises(Answered) as answered:
+        wire.session.await_commit(lambda: False, lambda announced: announced == prepare)
+    assert (answered.value.agreed, answered.value.answer) == (3, 0.5)
+    beat = wire.beat()
+    assert (beat.held, beat.doing) == (False, Doing.OUTSIDE)
+    assert wire.session.await_commit(lambda: False).prepare.generation == 2
+
+
+def test_groups_are_made_for_the_device_that_was_announced() -> None:
+    wire = Wire()
+    ready = WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1)
+    wire.session.announce(ready, torch.device("meta"))
+    members = [Peer(worker="w0", address="127.0.0.1")]
+    wire.say(Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=9))
+    group = wire.session.await_commit(lambda: False).group
+    assert group is not None
+    assert group.device == torch.device("meta")
 
 
 def test_a_beat_that_does_not_know_of_a_vote_is_not_sent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

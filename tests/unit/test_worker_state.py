@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.worker.position import Position
-from fallow.worker.state import decode, digest, encode, fingerprint, room, tensors_in
+from fallow.worker.prepared.state import (
+    as_bytes,
+    decode,
+    digest,
+    encode,
+    fingerprint,
+    from_bytes,
+    room,
+    spec_of,
+    to_bytes,
+)
 
 TREE = {
     "plain": [None, True, 1, -(2**70), 2.5, math.inf, "ü", b"\x00\xff"],
@@ -30,12 +39,12 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def round_trip(value):
-    encoded, tensors = encode(value, "test")
-    places = room(encoded.tensors)
-    for place, tensor in zip(places, tensors, strict=True):
+    encoded = encode(value, "test")
+    places = room(encoded.specs)
+    for place, tensor in zip(places, encoded.tensors, strict=True):
         assert place.data_ptr() % 64 == 0
         place.copy_(tensor)
-    return decode(encoded, places)
+    return decode(encoded.tree, places)
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -155,28 +164,62 @@ def test_tensors_of_equal_sum_are_not_mistaken_for_each_other() -> None:
 
 
 def test_large_room_is_one_block_of_zeros() -> None:
-    specs = encode([torch.zeros(1 << 20), torch.zeros((), dtype=torch.int16), torch.zeros(3, 0)], "test")[0].tensors
+    specs = encode([torch.zeros(1 << 20), torch.zeros((), dtype=torch.int16), torch.zeros(3, 0)], "test").specs
     big, small, empty = room(specs)
     assert (big.shape, small.shape, empty.shape) == ((1 << 20,), (), (3, 0))
     assert small.data_ptr() - big.data_ptr() == 4 << 20
     assert not big.any()
 
 
-def test_tensors_are_found_in_the_order_of_their_numbers() -> None:
-    tree = {"a": [torch.zeros(1), {"b": (torch.ones(2), 3)}], "c": torch.full((), 7.0)}
-    _, tensors = encode(tree, "test")
-    assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in tensors_in(tree)]
+def test_each_tensor_has_a_path_and_what_holds_none_is_one_part() -> None:
+    tree = {"a": [torch.zeros(1), {"b": (torch.ones(2), 3), 7: {"c": [1, 2]}}], (1, 2): {"d": None}}
+    encoded = encode(tree, "test")
+    assert [t.data_ptr() for t in encoded.tensors] == [tree["a"][0].data_ptr(), tree["a"][1]["b"][0].data_ptr()]
+    assert encoded.paths == [["a", 0], ["a", 1, "b", 0]]
+    assert encoded.plain == [(["a", 1, "b", 1], 3), (["a", 1, "7"], {"c": [1, 2]}), (["(1, 2)"], {"d": None})]
+    assert encode({"x": [1]}, "test").plain == [([], {"x": [1]})]
+    with pytest.raises(FallowError, match="tensor as a key"):
+        encode({torch.zeros(1): 1}, "test")
+
+
+def test_what_does_not_lie_row_by_row_is_taken_as_it_lies() -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for tensor in (image, torch.randn(4, 3).t()):
+        assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
+        (place,) = room([spec_of(tensor)])
+        as_bytes(place).copy_(as_bytes(tensor))
+        assert torch.equal(place, tensor)
+        assert place.stride() == tensor.stride()
+    gaps = torch.randn(4, 6)[:, ::2]
+    (place,) = room([spec_of(gaps)])
+    as_bytes(place).copy_(as_bytes(gaps))
+    assert torch.equal(place, gaps)
+
+
+def test_a_small_state_travels_as_bytes() -> None:
+    parameter = torch.nn.Parameter(torch.randn(2, 3).t(), requires_grad=False)
+    value = {"a": [parameter, torch.tensor(3).to(torch.uint8), torch.empty(0, 2)], "b": TREE["plain"]}
+    got = from_bytes(to_bytes(value, "test"))
+    assert got["b"] == value["b"]
+    assert all(torch.equal(*pair) for pair in zip(got["a"], value["a"], strict=True))
+    assert isinstance(got["a"][0], torch.nn.Parameter)
+    assert not got["a"][0].requires_grad
+    with pytest.raises(FallowError, match="cannot be read"):
+        from_bytes(b"something else")
+
+
+def test_host_tensors_stay_on_the_host_where_a_script_has_set_a_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        tree = {"a": torch.ones(600, 800, device="cpu"), "b": torch.ones(3, device="cpu")}
+        got = from_bytes(to_bytes(tree, "test"))
+        total = fingerprint(tree.values())
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got["a"], tree["a"])
+    assert total == fingerprint(tree.values())
 
 
 def test_digest_depends_on_names_not_on_order() -> None:
     a, b = torch.ones(2), torch.zeros(2)
     assert digest([{"x": a, "y": b}]) == digest([{"y": b, "x": a}]) != digest([{"x": b, "y": a}])
-
-
-def test_position_counts_passes_and_calls() -> None:
-    at = Position()
-    for step in range(3):
-        at.finish_step(8, last=step == 1)
-    assert (at.step, at.samples, at.data_epoch, at.passes, at.index) == (3, 24, 1, 1, 1)
-    at.finish_call(1)
-    assert (at.call, at.data_epoch, at.index, at.passes, at.call_steps) == (1, 2, 0, 0, 0)

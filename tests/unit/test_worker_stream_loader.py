@@ -13,10 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fallow.model import FallowError
-from fallow.worker.group import Group
-from fallow.worker.run import Run
-from fallow.worker.source import Key, Reached
-from fallow.worker.stream_loader import StreamLoader, content_crc, copied
+from fallow.worker.data.source import Key, Reached
+from fallow.worker.data.stream_loader import StreamLoader, content_crc, copied
 
 
 class Numbers(IterableDataset[tuple[int, float]]):
@@ -194,23 +192,13 @@ def test_who_waits_for_a_place_reads_along() -> None:
     assert not loader.follow(Reached(1, 99)), "the pass of another loader"
 
 
-def test_a_loop_over_a_stream() -> None:
-    run = Run(None, None, Group(0, 0, 1, None))
-    loader = run.prepare(DataLoader(Numbers(50), 4), global_batch=12)
-    seen: list[int] = []
-    for epoch in run.epochs(2):
-        for numbers, _ in run.steps(loader):
-            assert run.step == 5 * epoch + len(seen) % 50 // 12
-            seen += numbers.tolist()
-    assert sorted(seen[:50]) == sorted(seen[50:]) == list(range(50))
-    assert seen[:50] != seen[50:]
-    more = [numbers for numbers, _ in run.steps(loader, epochs=9, max_steps=6)]
-    assert (run.step, run._place.position.samples) == (16, 162)
-    assert len(more) == 5 * 3 - 2 + 3
-    with pytest.raises(FallowError, match=r"run\.steps"):
-        iter(loader)
+def test_an_epoch_is_every_sample_once_and_whole_shards_fit() -> None:
+    used = numbers_of(passed(stream(50), 0))
+    assert sorted(used) == list(range(50))
+    with pytest.raises(FallowError, match=r"run\.updates"):
+        iter(stream())
     with pytest.raises(FallowError, match="multiple"):
-        StreamLoader(DataLoader(Numbers(), 4), 0, 10)
+        stream(global_batch=10)
 
 
 class Other(IterableDataset[Any]):
@@ -274,3 +262,9 @@ def test_the_content_of_anything_has_a_crc() -> None:
     assert len(set(crcs)) == len(crcs)
     assert content_crc(torch.zeros(2)) != content_crc(torch.zeros(2, dtype=torch.int32))
     assert content_crc("sample 1") != content_crc("sample 2")
+
+
+def test_of_a_tensor_on_a_device_the_shape_counts() -> None:
+    """To read its values would be to wait for the device."""
+    here, other = torch.empty(2, device="meta"), torch.empty(3, device="meta")
+    assert content_crc(here) == content_crc(torch.empty(2, device="meta")) != content_crc(other)

@@ -39,4 +39,4 @@ def under_torchrun(command: Sequence[str]) -> list[str]:
             "pip install 'fallow[torch]'",
             Exit.UNAVAILABLE,
         )
-    return [sys.executable, "-m", "fallow.worker.restart", *as_program(command)]
+    return [sys.executable, "-m", "fallow.worker.torchrun.restart", *as_program(command)]

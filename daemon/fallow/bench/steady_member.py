@@ -4,7 +4,7 @@ Three arms train equal models on equal shards: ours, DDP, and DDP once more, who
 difference means nothing. In a round each has its turn of a few steps while the others rest, in an order drawn anew:
 what a machine's other load does to a step lasts seconds, and so meets all three. Ours is built and compiled between
 the two: of equal compiled models each is some percent faster than the one before it. The first step of each turn is not
-counted, since each turn is a loop of its own: ours would take a backward of DDP's in its body for one of its own.
+counted, since each turn is a loop of its own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Arm:
 
 
 def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The end of a usual body."""
+    """The end of a usual step."""
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -179,11 +179,11 @@ def _ours(
         net = torch.compile(model) if compiled else model
 
         def steps(count: int) -> Iterator[None]:
-            for inputs, targets in run.steps(loader, max_steps=count):
-                loss_of(net, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            for update in run.updates(loader, max_steps=count):
+                for inputs, targets in update:
+                    loss_of(net, inputs, targets).backward()  # type: ignore[no-untyped-call]
                 clip_and_step(model, optimizer)
-                if run.final_shard:
-                    yield
+                yield
 
         return steps
 

@@ -40,30 +40,28 @@ def main() -> None:
     worker = os.environ.get("FALLOW_WORKER", str(os.getpid()))
     shard_s = args.shard_s * (args.slow_factor if worker == args.slow else 1.0)
     log = StepLog(args.log, worker) if args.log is not None else None
-    for tokens, targets in run.steps(loader, max_steps=args.steps):
+    for update in run.updates(loader, max_steps=args.steps):
         began = time.monotonic()
         if args.log is not None and (args.log / f"{worker}.raise").exists():
             raise ValueError(f"{worker}: a sample is broken")
-        if shard_s:
-            time.sleep(shard_s)
-        loss = workload.loss_of(model, tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        # None in a void body, and in a final one that a lost member interrupted.
-        acting = next(model.parameters()).grad is not None
+        for tokens, targets in update:
+            if shard_s:
+                time.sleep(shard_s)
+            workload.loss_of(model, tokens, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        if not acting:
+        if run.rehearsing:
             continue
         if args.pace:
             time.sleep(max(0.0, began + args.pace - time.monotonic()))
-        if args.checkpoint_blocks and run.step % args.checkpoint_blocks == 0:
-            arm = run.step // args.checkpoint_blocks % 4
+        if args.checkpoint_blocks and update.step % args.checkpoint_blocks == 0:
+            arm = update.step // args.checkpoint_blocks % 4
             if arm == 1:
                 run.checkpoint()
             elif arm == 3 and run.is_main:
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.log / "state.pt")
         if log is not None:
-            log.finished(run.step, run.generation)
+            log.finished(update.step, run.generation)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The life of a membership change: begun, voted on, committed, complete; or burned, or broken and begun again.
 
-Planned change:   no change -> PREPARE (all participants vote) -> committed (all switch at one boundary) -> done
-Unplanned change: a member is gone -> Interrupt -> PREPARE over the survivors -> committed -> done
+Planned change (joins, leaves, a rollback):
+                  no change -> PREPARE (all participants vote) -> committed (all switch at one boundary) -> done
+Unplanned change: a member is gone -> Interrupt -> PREPARE over the survivors -> committed -> done; newcomers whose
+                  state was on its way are standbys again, for the next planned change
 Anything that fails before the commit burns the generation's number; the old generation trains on.
 """
 
@@ -27,6 +29,7 @@ from fallow.model import (
     OthersFinished,
     Peer,
     Prepare,
+    RollbackReport,
     RunStatus,
     WorkerPhase,
 )
@@ -90,9 +93,13 @@ class Changes:
         "who waited least when all were looked at: as long as that is not for long, not all wait for each other"
         self._awaited: tuple[tuple[int, bool], Awaited, Awaited] | None = None
         "(generation, committed), and who has to vote, or to switch, and who to leave"
-        if roster.change is not None and not roster.change.committed:
-            # Prepared but not committed when the last head died: nobody may have switched, so it is burned.
-            roster.change = None
+        change = roster.change
+        if change is not None and not change.committed:
+            # Its group cannot be built any more: the rendezvous store was lost with the last head.
+            if change.interrupt and not roster.finishing:
+                self.break_off(at, "another head took over")
+            else:
+                roster.change = None
 
     # -- what is due ----------------------------------------------------------------------------------------------
 
@@ -221,6 +228,7 @@ class Changes:
             leavers=proposal.leavers,
             interrupt=interrupt,
             probe=probe,
+            rollback_to=r.rollback.to_step if r.rollback and proposal.members and not probe else None,
             reason=proposal.reason,
             began_at=at,
             deadline_at=at + self._patience_s(interrupt or probe),
@@ -250,7 +258,8 @@ class Changes:
             interrupt=change.interrupt,
             timeout_s=max(0.1, change.deadline_at - at),
             checkpoints=[written.path for written in r.usable_checkpoints()],
-            rollback=r.rolling_back,
+            outcome=r.outcome,
+            rollback=change.rollback_to is not None,
         )
 
     def _commit(self, change: Change, at: float) -> None:
@@ -268,15 +277,33 @@ class Changes:
             self._effects.note_sent(name, change.generation, Commit, at)
             self._effects.tell(name, commit)
 
+    def note_active(self, change: Change, worker: Worker) -> None:
+        """A member computes in a generation that was committed: all of its members have passed the boundary."""
+        if change.rollback_to is not None and not change.active:
+            self._note_rollback(change.generation, change.rollback_to)
+        change.active.add(worker.worker)
+        worker.has_state = True
+
+    def _note_rollback(self, generation: int, step: int) -> None:
+        """All members have dropped what they held. What was reached before says nothing of them any more."""
+        r, front = self._roster, max(self._roster.front, step)
+        if r.rollback is not None and r.rollback.to_step == step:
+            front, r.rollback = max(front, r.rollback.from_step), None
+        r.rollbacks.append(RollbackReport(generation=generation, from_step=front, to_step=step))
+        for worker in r.workers.values():
+            worker.has_state = False
+            worker.step = min(worker.step, step)
+        r.forgotten_step = min(r.forgotten_step, step)
+
     def _complete(self, change: Change, at: float) -> None:
         r = self._roster
         r.change = None
         r.steps_discarded += change.steps_discarded
-        self._probe_s = self._timing.probe_s
+        if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
+            self._probe_s = self._timing.probe_s
         report = report_of(change, at)
         if change.members:
             r.status = RunStatus.TRAINING
-            r.rolling_back = False
             r.history.append(report)
         else:
             r.status = RunStatus.SUSPENDED
@@ -307,14 +334,13 @@ class Changes:
         else:
             self._roster.change = None
 
-    def break_off(self, at: float, reason: str, code: int | None = None, kind: ChangeKind = ChangeKind.EJECT) -> None:
+    def break_off(self, at: float, reason: str, code: int | None = None) -> None:
         """A generation lost a member (or its links): abandon it and go on with whoever is left.
 
         Args:
             at: now.
             reason: why, in words.
             code: exit status of the member that was lost, where it is known.
-            kind: of the change that follows.
         """
         r, change = self._roster, self._roster.change
         self._watch.suspicion = None
@@ -323,17 +349,15 @@ class Changes:
         if change is not None and change.interrupt:
             # It never became complete, so no report would say why it was begun.
             reason = f"{change.reason}; {reason}"
-        names = [w for w in involved(r) if r.alive(w)]
+        names = [w for w in involved(r) if r.workers[w].phase in (WorkerPhase.MEMBER, WorkerPhase.LEAVING)]
         broken = {r.generation} | ({change.generation, change.replaces} if change is not None else set())
-        if change is not None and not change.committed:
-            # Newcomers wait on. Who leaves may not be a member any more, if the generation without it broke.
-            names = [w for w in names if w in r.members or w in change.leavers]
         r.change = None
         for name in names:
             for generation in sorted(broken - {0}):
                 self._effects.tell(name, Interrupt(term=self._effects.term, generation=generation, reason=reason))
-        proposal = after_loss(r, names, reason, kind)
+        proposal = after_loss(r, names, reason)
         if proposal is not None:
+            self._set_back([w for w in names if w not in proposal.members and w not in proposal.leavers])
             self.begin(at, proposal, interrupt=True)
             return
         r.members = []
@@ -346,6 +370,13 @@ class Changes:
             self._effects.record("lost", f"every member is gone ({reason}); the run goes on from {self._kept()}")
             for name in names:  # those who were leaving, before they had the state
                 self._effects.dismiss(name, Exit.OK, r.workers[name].leaving_because)
+
+    def _set_back(self, newcomers: list[str]) -> None:
+        """Newcomers whose state was still on its way are standbys again: the next planned change absorbs them."""
+        r = self._roster
+        r.members = [w for w in r.members if w not in newcomers]
+        for name in newcomers:
+            r.workers[name].phase = WorkerPhase.READY
 
     def await_deserter(self, worker: str) -> None:
         """Build no group with a member whose script has ended: it would be taken for one that is cut off or slow."""

@@ -67,32 +67,30 @@ class Checkpoints:
         return any(worker.has_state and r.alive(name) for name, worker in r.workers.items())
 
     def roll_back(self, event: ev.RollbackWanted) -> None:
-        """Go back to a usable checkpoint: newer ones are set aside, and whatever members hold is dropped."""
+        """Go back to a usable checkpoint: newer ones are set aside.
+
+        Members train on until the generation is made that drops what they hold.
+        """
         r, step = self._roster, event.step
         # The last words of those who left may have been of an earlier step than the checkpoint that they left behind.
         reached = [saved.written.step for saved in r.checkpoints if not saved.aside]
         front = max([r.front, *reached])
         for saved in r.checkpoints:
             saved.aside = saved.aside or saved.written.step > step
-        r.rollbacks.append(RollbackReport(generation=r.high + 1, from_step=max(front, step), to_step=step))
-        for worker in r.workers.values():
-            worker.has_state = False
-            worker.step = min(worker.step, step)
-        r.forgotten_step = min(r.forgotten_step, step)
+        r.rollback = RollbackReport(generation=r.high + 1, from_step=max(front, step), to_step=step)
         reason = f"rolled back to step {step}"
         self._effects.record("rollback", f"{reason}, from step {front}", step=step, from_step=front)
-        if r.members:
-            r.rolling_back = True
-            self._changes.break_off(event.at, reason, kind=ChangeKind.START)
-        elif r.change is not None and not r.change.committed:
-            # Newcomers were about to load another one.
+        if r.change is not None and not r.change.committed and not r.change.interrupt:
+            # It would hand over a state that is to be dropped, or load another checkpoint.
             self._changes.burn(event.at, reason)
-            self._changes.retry_at = event.at
+        self._changes.retry_at = event.at
 
 
 def superseded(roster: Roster, written: Checkpointed) -> bool:
     """True if the run has gone on from before this checkpoint since the generation that wrote it."""
-    change = roster.change
+    change, wanted = roster.change, roster.rollback
+    if wanted is not None and written.step > wanted.to_step:
+        return True
     later = [(g.generation, g.first_step) for g in roster.history if g.first_step is not None]
     later += [(rollback.generation, rollback.to_step) for rollback in roster.rollbacks]
     if change is not None and change.kind is ChangeKind.START and change.generation > written.generation:

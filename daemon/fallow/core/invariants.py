@@ -38,6 +38,11 @@ def check(roster: Roster, story: Iterable[ev.Event]) -> None:
         rules["nobody joins and leaves at once"] = not set(change.members) & set(change.leavers)
         holders = {w for w in [*change.members, *change.leavers] if r.alive(w) and r.workers[w].has_state}
         kept = not holders or not change.members or bool(holders & set(change.members))
+        kept = kept or change.rollback_to is not None
+        known = {r.workers[w].has_state for w in change.members if r.alive(w)}
+        rules["only a whole generation is changed as planned"] = change.interrupt or change.committed or not r.lost()
+        survivors = not change.interrupt or change.committed or r.restarts or len(known) < 2
+        rules["who survives needs nobody's state"] = survivors
         rules["the state does not leave with those who leave"] = kept or change.committed
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:

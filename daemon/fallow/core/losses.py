@@ -14,13 +14,13 @@ from fallow.core.proposals import is_involved
 from fallow.core.roster import Failure, FailureKind, Roster, Worker
 from fallow.core.timing import Timing
 from fallow.core.watch import Overdue, Watch
-from fallow.model import Exit, Failed, RunStatus, WorkerPhase
+from fallow.model import Exit, Failed, Outcome, RunStatus, WorkerPhase
 
 CRASHES = frozenset((4, 6, 7, 8, 11))
 """SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
 
 _DESERTED = (
-    "its script ended ({how}) inside of the run.steps loop while the others go on; all have to leave it in the "
+    "its script ended ({how}) inside of the run.updates loop while the others go on; all have to leave it in the "
     "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
 )
 
@@ -53,9 +53,16 @@ class Losses:
         if failed.code == Exit.TEMPFAIL or worker.phase is WorkerPhase.STARTING:
             return  # no failure of the script's, or one that counts when the process has ended
         worker.step = max(worker.step, failed.step)
+        self._keep_outcome(failed.outcome)
         signature = failed.signature or f"exit code {failed.code}"
         if not self._is_the_scripts(at, worker, FailureKind.EXCEPTION, signature, failed.message, failed.traceback):
             self._lose(at, [worker], failed.message, failed.code)
+
+    def _keep_outcome(self, outcome: Outcome | None) -> None:
+        """Those who still wait for it must not do again, as the main member, what is behind that exchange."""
+        known = self._roster.outcome
+        if outcome is not None and (known is None or _order(outcome) > _order(known)):
+            self._roster.outcome = outcome
 
     def gone(self, event: ev.WorkerGone) -> None:
         """A worker's process has ended, or nobody knows of it any more."""
@@ -141,7 +148,7 @@ class Losses:
                 if name in change.left or change.active or code == Exit.OK:
                     change.left.add(name)
                     continue
-            elif change is not None and not change.committed and name not in r.members:
+            elif before is WorkerPhase.READY:
                 self._effects.record("eject", f"joiner {where} is gone: {reason}", worker=name)
                 burned.append(name)
                 continue
@@ -197,8 +204,8 @@ class Losses:
         what = f"worker {worker.worker} on node {worker.node} ended before its training loop: {reason}"
         if code == Exit.OK:
             what = (
-                f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.steps(); "
-                "call fallow.init(), run.prepare(...) and loop over run.steps(loader)"
+                f"worker {worker.worker} on node {worker.node}: the script ended without reaching run.updates(); "
+                "call fallow.init(), run.prepare(...) and loop over run.updates(loader)"
             )
         elif _ENV in reason:
             what += (
@@ -218,3 +225,7 @@ class Losses:
         if r.generation == 0 and not others:
             r.traceback = next((w.traceback for w in r.workers.values() if w.traceback), "")
             self._changes.end(RunStatus.FAILED, r.message)
+
+
+def _order(outcome: Outcome) -> tuple[int, int]:
+    return outcome.generation, outcome.agreed

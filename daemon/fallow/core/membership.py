@@ -198,10 +198,11 @@ class Membership:
         change = self.roster.change
         if change is None or change.committed or change.generation != vote.generation:
             return
+        if not change.concerns(vote.worker):
+            return
         unreachable = [worker for worker in vote.unreachable if worker in self.roster.workers]
         if vote.ok:
-            if change.concerns(vote.worker):
-                change.votes.add(vote.worker)
+            change.votes.add(vote.worker)
         elif unreachable:
             change.unreachable[vote.worker] = unreachable
             change.tried[vote.worker] = dict(zip(vote.unreachable, vote.tried, strict=False))
@@ -209,7 +210,7 @@ class Membership:
                 change.accused_at = at
         else:
             self._effects.record("abort", f"generation {change.generation}: {vote.worker} could not: {vote.reason}")
-            if vote.worker not in self.roster.members:
+            if self.roster.workers[vote.worker].phase is WorkerPhase.READY:
                 self._effects.dismiss(vote.worker, Exit.TEMPFAIL, f"its group could not be built: {vote.reason}")
             self._changes.burn(at, vote.reason)
 
@@ -251,9 +252,9 @@ class Membership:
             return False
         self._watch.beat(beat, at)
         self._note_unrecorded(worker, beat)
-        if not r.rolling_back:
-            worker.step = max(worker.step, beat.step)
         change = r.change
+        if worker.phase is not WorkerPhase.READY and not _is_from_before(change, beat):
+            worker.step = max(worker.step, beat.step)
         if change is not None:
             return self._beat_in_change(worker, beat, change, at)
         if beat.prepared > r.generation:
@@ -274,8 +275,7 @@ class Membership:
                 self._effects.again(name, number, Prepare, lambda: self._changes.prepare(change, at), at)
         elif beat.generation == number:
             if name not in change.active and name in change.members:
-                change.active.add(name)
-                worker.has_state = True
+                self._changes.note_active(change, worker)
                 return True
         elif not change.concerns(name):
             return False
@@ -309,9 +309,8 @@ class Membership:
             self._healed(worker, active.first_step)
         if change is None or change.generation != active.generation:
             return
-        worker.has_state = True
+        self._changes.note_active(change, worker)
         worker.step = max(worker.step, active.first_step)
-        change.active.add(active.worker)
         change.first_step = active.first_step
         change.bytes_in_pause += active.bytes_received
         change.bytes_behind += active.bytes_behind
@@ -374,7 +373,7 @@ class Membership:
         elif r.final.digest != finished.digest:
             r.diverged = (
                 f"members disagree on the final state: {finished.worker} has {finished.digest[:12]}, another one "
-                f"{r.final.digest[:12]}: the script trains outside of run.steps, or their nodes compute differently"
+                f"{r.final.digest[:12]}: the script trains outside of run.updates, or their nodes compute differently"
             )
             self._effects.record("diverged", r.diverged)
         if r.change is not None and not r.change.committed:
@@ -425,7 +424,9 @@ class Membership:
             self._effects.record("bar", f"node {node} is barred no longer: it may be tried again", node=node)
         self._losses.eject(event.at, self._watch.overdue(event.at))
         change = self.roster.change
-        if change is None or change.committed or event.at < change.deadline_at:
+        # Where the head was away, votes lie unread: the time for which nobody was heard does not count.
+        heard_at = min(event.at, event.hearing.newest_at) if event.hearing is not None else event.at
+        if change is None or change.committed or heard_at < change.deadline_at:
             return
         late = [w for w in change.participants if w not in change.votes and w not in change.unreachable]
         waited_for = change.interrupt or change.probe
@@ -450,6 +451,13 @@ class Membership:
         members = [w for w in change.participants if w in self.roster.members and self.roster.alive(w)]
         since_s = at - change.began_at
         return bool(members) and all(w in late and self._watch.unheard_s(w, at) > since_s for w in members)
+
+
+def _is_from_before(change: Change | None, beat: Beat) -> bool:
+    """Members have gone back to a checkpoint since it was sent, as others show."""
+    if change is None or change.rollback_to is None:
+        return False
+    return bool(change.active) and beat.generation != change.generation
 
 
 def _is_news(event: ev.Event) -> bool:

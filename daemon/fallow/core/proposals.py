@@ -30,35 +30,48 @@ def wanted(roster: Roster) -> Proposal | None:
             reason = "started with " if r.generation == 0 else "went on with "
             return Proposal(ChangeKind.START, joiners, [], reason + named(r, joiners))
         return None
-    if not joiners and not leaving:
+    rollback = r.rollback if staying or joiners else None  # else a suspension: others load the checkpoint
+    if not joiners and not leaving and rollback is None:
         return None
-    if joiners and not any(r.workers[w].has_state for w in staying):
+    if joiners and rollback is None and not any(r.workers[w].has_state for w in staying):
         # Newcomers take the state from members of their own generation: one of the leavers stays for one more.
         keeper = next((w for w in leaving if r.workers[w].has_state), None)
         leaving = [w for w in leaving if w != keeper]
         staying = [w for w in r.members if w in staying or w == keeper]
     reasons = []
+    if rollback is not None:
+        reasons.append(f"rolled back to step {rollback.to_step}")
     if joiners:
         reasons.append("absorbed " + named(r, joiners))
     if leaving:
         why = sorted({r.workers[w].leaving_because or "asked" for w in leaving})
         reasons.append(f"released {named(r, leaving)} ({', '.join(why)})")
+    if rollback is not None:
+        return Proposal(ChangeKind.START, staying + joiners, leaving, ", ".join(reasons))
     kinds = {(True, False): ChangeKind.ABSORB, (False, True): ChangeKind.RELEASE, (True, True): ChangeKind.MIXED}
     return Proposal(kinds[bool(joiners), bool(leaving)], staying + joiners, leaving, ", ".join(reasons))
 
 
-def after_loss(roster: Roster, involved: list[str], reason: str, kind: ChangeKind) -> Proposal | None:
-    """The generation of those who are left of a broken one; None: nobody is.
+def after_loss(roster: Roster, involved: list[str], reason: str) -> Proposal | None:
+    """The generation of the survivors of a broken one; None: there are none.
 
-    At least one of them has to hold the state; a leaver that has not left yet is kept if it alone does.
+    Survivors hold the state: they may stand inside of a step, where nobody can receive it from them. A leaver that has
+    not left yet stays if no other survivor is left. If nobody holds the state, all begin together, as at a start.
+
+    Args:
+        roster: of the run.
+        involved: living members and leavers of the broken generation, in rank order.
+        reason: why it broke.
     """
-    members = [w for w in involved if roster.workers[w].phase is WorkerPhase.MEMBER]
-    if not any(roster.workers[w].has_state for w in members):
-        members = [w for w in involved if w not in members and roster.workers[w].has_state] + members
-    leavers = [w for w in involved if w not in members]
+    holders = [w for w in involved if roster.workers[w].has_state]
+    staying = [w for w in involved if roster.workers[w].phase is WorkerPhase.MEMBER]
+    members = [w for w in holders if w in staying] or holders or staying
+    if roster.restarts:
+        members = staying  # scripts that begin again need no state
+    leavers = [w for w in involved if w not in members and w not in staying]
     if members and roster.restarts and not roster.scripted:
-        # All scripts begin again in any case.
         members += roster.standbys()[: max(0, roster.useful_members - len(members))]
+    kind = ChangeKind.EJECT if roster.rollback is None else ChangeKind.START
     return Proposal(kind, members, leavers, reason) if members else None
 
 

@@ -14,6 +14,7 @@ from fallow.model import (
     Checkpointed,
     Finished,
     GenerationReport,
+    Outcome,
     Parts,
     RollbackReport,
     RunStatus,
@@ -102,6 +103,8 @@ class Change(msgspec.Struct, kw_only=True):
     began_at: float = 0.0
     probe: bool = False
     "made only to see whether its members reach each other; never committed"
+    rollback_to: int | None = None
+    "its members drop what they hold and load the checkpoint of this step"
     committed: bool = False
     votes: set[str] = set()
     unreachable: dict[str, list[str]] = {}
@@ -179,8 +182,8 @@ class Roster(msgspec.Struct, kw_only=True):
     checkpoint_given_up: tuple[int, int] = (0, 0)
     "(generation, step) of the last one that was not written"
     rollbacks: list[RollbackReport] = []
-    rolling_back: bool = False
-    "the generation being made drops what its members hold and loads the newest checkpoint"
+    rollback: RollbackReport | None = None
+    "wanted, and not done yet: the next generation that is made drops what its members hold and loads that checkpoint"
     unrecorded: dict[str, int] = {}
     "worker -> the step from which on its ledger may lack records (`model.Beat.unrecorded`)"
     history: list[GenerationReport] = []
@@ -188,6 +191,8 @@ class Roster(msgspec.Struct, kw_only=True):
     steps_discarded: int = 0
     final: Finished | None = None
     "what the first member said whose script ended"
+    outcome: Outcome | None = None
+    "what the last member knew that failed: nobody else may have heard it"
     diverged: str = ""
     "members whose final states differ, in words; empty: they are the same"
     start_failures: int = 0
@@ -225,6 +230,11 @@ class Roster(msgspec.Struct, kw_only=True):
         """Ready workers that are not members, oldest first."""
         ready = [w for w in self.workers.values() if w.phase is WorkerPhase.READY]
         return [w.worker for w in sorted(ready, key=lambda w: w.index)]
+
+    def joins(self, worker: str) -> bool:
+        """True if others train, or are about to begin without this worker: it is absorbed once it is ready."""
+        starting = self.change.members if self.change is not None else []
+        return bool(self.members) or bool(starting and worker not in starting)
 
     def speaker(self, before: str | None) -> str | None:
         """The one worker that is main, and whose output is shown; None: there is no worker.

@@ -140,7 +140,7 @@ class Watch:
             return Overdue(worker, f"its process is stopped (for {stopped:.1f} s)", None)
         if worker.phase is WorkerPhase.STARTING:
             if self.unheard_s(name, at) > timing.start_s:
-                return Overdue(worker, f"did not reach run.steps() within {timing.start_s:.0f} s", FailureKind.HANG)
+                return Overdue(worker, f"did not reach run.updates() within {timing.start_s:.0f} s", FailureKind.HANG)
             return None
         if self._is_lost(name, at):
             return Overdue(worker, f"silent for {self._silent_s(name, at):.1f} s", FailureKind.HANG)

@@ -33,9 +33,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     model, optimizer, batches = run.prepare(model, optimizer, loader, global_batch=GLOBAL_BATCH)
-    for x, y in run.steps(batches, epochs=steps * GLOBAL_BATCH // SAMPLES):
-        nothing.wait(pace_s)
-        nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+    for update in run.updates(batches, epochs=steps * GLOBAL_BATCH // SAMPLES):
+        for x, y in update:
+            nothing.wait(pace_s)
+            nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ from fallow.core.audit import Gap, audit
 from fallow.core.roster import Roster
 from fallow.files import unreadable
 from fallow.model import GenerationReport, SampleReport
-from fallow.worker.ledger import Record, read_ledger
+from fallow.worker.data.ledger import Record, read_ledger
 
 
 def count_samples(folder: Path, roster: Roster, history: Sequence[GenerationReport]) -> SampleReport:

@@ -147,6 +147,8 @@ class Peers:
             epoch=max(epochs) if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
             main=run.speaker == worker,
+            joins=run.roster.joins(worker),
+            step=run.roster.front,
         )
         turn.tell(run, worker, welcome)
 
@@ -178,6 +180,7 @@ class Peers:
             checkpoint_in_s=saved.due_in_s(run, self._checkpoint.interval_s, turn.now),
             checkpoint_given_up=run.roster.checkpoint_given_up,
             main=run.speaker == worker,
+            joins=run.roster.joins(worker),
         )
         turn.tell(run, worker, ack)
 

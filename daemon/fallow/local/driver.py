@@ -148,7 +148,7 @@ class Driver:
             self.absent_because = view.message
             if self.absent and needed:
                 raise FallowError(
-                    f"{self.absent} of the first {self.members} members did not come to run.steps(): {view.message}",
+                    f"{self.absent} of the first {self.members} members did not come to run.updates(): {view.message}",
                     Exit.SOFTWARE,
                 )
         return True

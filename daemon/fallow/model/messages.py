@@ -84,7 +84,7 @@ class Doing(StrEnum):
     WAITING = "waiting"
     "for the other members or for a new generation"
     OUTSIDE = "outside"
-    "in code of the script's outside of `run.steps`"
+    "in code of the script's outside of `run.updates`"
 
 
 class Beat(Message, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class Held(Message, frozen=True, kw_only=True):
 
 
 class Deserted(Message, frozen=True, kw_only=True):
-    """Its script has ended inside of a run.steps loop in which others go on. The exit code comes from its agent."""
+    """Its script has ended inside of a run.updates loop in which others go on. The exit code comes from its agent."""
 
     worker: str
     generation: int
@@ -224,11 +224,23 @@ class CheckpointDamaged(Message, frozen=True, kw_only=True):
     reason: Prose
 
 
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a member knows of the exchanges outside of bodies: ends of loops, means and barriers."""
+
+    generation: Count
+    "in which the member computes"
+    agreed: Count
+    "how many of them are complete"
+    answer: float
+    "what the last of them gave"
+
+
 class Finished(Message, frozen=True, kw_only=True):
     """The user's script came to its end on a member, in order or by a SystemExit: `WorkerExit` tells its exit code."""
 
     worker: Id
     generation: Count
+    "in which the script came to its end"
     steps: Count
     digest: Name
     "SHA-256 over the model's state, names sorted"
@@ -255,6 +267,8 @@ class Failed(Message, frozen=True, kw_only=True):
     "type of the exception and the line of the script, the same wherever the same thing fails"
     step: Count = 0
     "finished steps"
+    outcome: Outcome | None = None
+    "None: it was in no generation"
 
 
 class KvOp(StrEnum):
@@ -330,6 +344,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     "where the foremost member is in its data, see `Beat.reached`: a newcomer to a stream reads its way there"
     main: bool = False
     "it is the main one as long as there is no generation"
+    joins: bool = False
+    """members train already and absorb this worker when it is ready, so it rehearses first; False before a first start
+    and before one after a suspension"""
+    step: int = 0
+    "finished steps of the member that is furthest"
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -355,8 +374,11 @@ class Prepare(Message, frozen=True, kw_only=True):
     timeout_s: float
     checkpoints: list[str] = []
     "usable ones, newest first; the first that can be read is loaded if nobody in this generation has the state"
+    outcome: Outcome | None = None
+    "of a member that has failed: who waits for it in the last of those exchanges has the answer, and goes on with it"
     rollback: bool = False
-    "nobody has: whatever the members hold is dropped, and the newest checkpoint is loaded"
+    """nobody has: at the boundary whatever the members hold is dropped, and the newest checkpoint is loaded; also with
+    `interrupt`, where the generation broke before"""
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -409,6 +431,8 @@ class BeatAck(Message, frozen=True, kw_only=True):
     "(generation, step) of the last one that was not written"
     main: bool = False
     "see `Welcome.main`"
+    joins: bool = False
+    "see `Welcome.joins`: others may have begun since"
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ class RollbackReport(Struct, frozen=True, kw_only=True):
     generation: int
     "the first that began from there"
     from_step: int
-    "finished steps when it was asked for"
+    "finished steps when the members went back, as far as the head had heard"
     to_step: int
 
 

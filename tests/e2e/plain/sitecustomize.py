@@ -3,6 +3,6 @@
 Fallow's workers do without torch's compiler until something is compiled; here they do, too, which takes half the time.
 """
 
-from fallow.worker.late import put_off_compiler
+from fallow.worker.api.lazy_imports import put_off_compiler
 
 put_off_compiler()

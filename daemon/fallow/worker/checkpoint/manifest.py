@@ -2,7 +2,7 @@
 
 gGGGGGGGG-sSSSSSSSSSSSS.tmp/    being written; the suffix goes when everything below is there
     __RANK_0.distcp             one part of the tensors, in the format of torch.distributed.checkpoint
-    extra.distcp                extra state of modules, if they have some: as Fallow reads it, then as torch does
+    extra.distcp                extra state of modules as Fallow reads it; then what is no tensor, as torch reads it
     part-RANK.json              what is in it; its last act
 gGGGGGGGG-sSSSSSSSSSSSS/
     __RANK_0.distcp ...
@@ -49,7 +49,7 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the file `EXTRA`."""
 
     path: list[str | int]
-    "as in `TensorInfo`; empty: all extra state, as `extra_state.pack` gives it"
+    "as in `TensorInfo`; empty: all extra state, as `state.to_bytes` gives it"
     offset: int
     length: int
 
@@ -83,7 +83,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     extra: list[Extra] = []
     "of the first rank"
     modes: list[str]
-    "what is frozen and what rests on that member, see `worker.modes`"
+    "what is frozen and what rests on that member, see `prepared.modes`"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

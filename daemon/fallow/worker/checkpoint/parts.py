@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from fallow.worker.checkpoint.manifest import TensorInfo
-from fallow.worker.extra_state import pack
-from fallow.worker.prepared import ModelNames
-from fallow.worker.state import TensorSpec, encode
+from fallow.worker.prepared.objects import ModelNames
+from fallow.worker.prepared.state import Path, TensorSpec, decode, encode, host_copies, spec_of, to_bytes
 
 TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""
@@ -41,11 +41,15 @@ class Snapshot:
     slices: list[Slice]
     "of this part"
     copies: list[torch.Tensor] = field(repr=False)
-    "CPU, contiguous, in the order of `slices`"
+    "on the host, in the order of `slices`"
+    copied: torch.Event | None
+    "the event behind which they may be read"
     modes: list[str]
     "what is frozen and what rests here: the members need not agree on it"
-    extra: list[tuple[list[str | int], bytes]]
-    "extra state of modules by path, see `manifest.Extra`; on the first rank only"
+    extra: dict[str, Any]
+    "extra state of modules by name, with copies of its tensors; on the first rank only"
+    texts: list[tuple[Path, bytes]]
+    "what is no tensor, for torch's tools; on the first rank only"
     asked: bool
     taken_at: float
     "Unix time"
@@ -87,41 +91,79 @@ def take(
     world: int,
     *,
     names: Sequence[ModelNames] = (),
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
     **known: Any,
 ) -> Snapshot:
     """Copy part `rank` of `world` of a state.
 
     Args:
-        tree: as `switch.export_state` returns it; the same on all members.
+        tree: as `transfer.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
-        extra: extra state of modules by name, see `extra_state.read`.
+        extra: extra state of modules by name, see `extra_state.read`; of the first rank.
         known: the snapshot's other fields.
     """
-    encoded, tensors = encode(tree, "checkpoint")
-    tensors.append(torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8))
-    specs = [*encoded.tensors, TensorSpec("uint8", [len(encoded.tree)])]
+    encoded = encode(tree, "checkpoint")
+    tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
+    specs = [spec_of(tensor) for tensor in tensors]
     slices = cut(specs, world)[rank]
     infos = [
         TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=_aliases(path, names))
-        for (name, path), spec in zip(_named(tree, names), specs, strict=True)
+        for (name, path), spec in zip(_named([*encoded.paths, [TREE]], names), specs, strict=True)
     ]
-    copies = [_rows(tensors[piece.tensor], piece).clone() for piece in slices]
-    blobs = [] if rank or not extra else _blobs(extra)
-    return Snapshot(rank=rank, world=world, tensors=infos, slices=slices, copies=copies, extra=blobs, **known)
+    beside = encode(dict(extra), "checkpoint")
+    rows = [_rows(tensors[piece.tensor], piece) for piece in slices]
+    copies, copied = host_copies([*rows, *beside.tensors])
+    return Snapshot(
+        rank=rank,
+        world=world,
+        tensors=infos,
+        slices=slices,
+        copies=copies[: len(rows)],
+        copied=copied,
+        extra=decode(beside.tree, copies[len(rows) :]),
+        texts=[] if rank else _texts(encoded.plain),
+        **known,
+    )
 
 
-def _blobs(extra: Mapping[str, Any]) -> list[tuple[list[str | int], bytes]]:
-    found: list[tuple[list[str | int], bytes]] = [([], pack(extra).numpy().tobytes())]
-    for name, value in extra.items():
-        _, number, key = name.split(".", 2)
-        file = io.BytesIO()
-        torch.save(value, file)
-        found.append((["models", int(number), key], file.getvalue()))
-    return found
+def blobs(snapshot: Snapshot) -> list[tuple[Path, bytes]]:
+    """The content of the file of what is no tensor, see `manifest.Extra`; of the first rank only."""
+    if snapshot.rank:
+        return []
+    values = (([*name.split(".", 2)], value) for name, value in snapshot.extra.items())
+    own: list[tuple[Path, bytes]] = [
+        (["models", int(number), key], _saved(value)) for (_, number, key), value in values
+    ]
+    return [([], to_bytes(snapshot.extra, "checkpoint")), *snapshot.texts, *own]
 
 
-def _aliases(path: list[str | int], names: Sequence[ModelNames]) -> list[list[str | int]]:
+def _texts(plain: Sequence[tuple[Path, Any]]) -> list[tuple[Path, bytes]]:
+    """What torch's tools need besides the tensors to rebuild each object's `state_dict`."""
+    kept = [(path[1:], value) for path, value in plain if path[:1] == ["objects"]]
+    wanted = ("optimizers", "others", "dicts")
+    return [(path, _saved(_with_text_keys(path, value))) for path, value in kept if path and path[0] in wanted]
+
+
+def _with_text_keys(path: Path, value: Any) -> Any:
+    """An optimizer's parameters have numbers, by which they are keys of its state: torch's index makes text of keys."""
+    if path[0] != "optimizers" or len(path) < 3:
+        return value  # all of the optimizer, with numbers throughout
+    if path[2:] == ["state"]:
+        return {str(number): entry for number, entry in value.items()}
+    if path[2:] == ["param_groups"]:
+        return [{**group, "params": list(map(str, group["params"]))} for group in value]
+    if path[2] == "param_groups" and path[4:] == ["params"]:
+        return list(map(str, value))
+    return value
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _aliases(path: Path, names: Sequence[ModelNames]) -> list[Path]:
     if path[0] != "models" or not names:
         return []
     _, number, name = path
@@ -133,15 +175,14 @@ def _rows(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
     return tensor[piece.first : piece.end] if tensor.dim() else tensor
 
 
-def _named(tree: dict[str, Any], names: Sequence[ModelNames] = ()) -> list[tuple[str, list[str | int]]]:
-    """Names and paths of all tensors in the order of `state.encode`, then those of the tree itself."""
+def _named(paths: Sequence[Path], names: Sequence[ModelNames]) -> list[tuple[str, Path]]:
+    """Unique names, and the places that torch's tools see."""
     seen: Counter[str] = Counter()
-    found: list[tuple[str, list[str | int]]] = []
-    paths: list[list[str | int]] = [path for top in tree.values() for path in _paths(top, [])]
-    paths.append([TREE])
+    found: list[tuple[str, Path]] = []
     for path in paths:
+        path = path[path[0] == "objects" :]
         if path[0] == "models" and names and path[2] in names[cast("int", path[1])].transient:
-            path[0] = "transient"
+            path = ["transient", *path[1:]]
         name = ".".join(map(str, path))
         seen[name] += 1
         if seen[name] > 1:
@@ -150,15 +191,3 @@ def _named(tree: dict[str, Any], names: Sequence[ModelNames] = ()) -> list[tuple
             path = [name]
         found.append((name, path))
     return found
-
-
-def _paths(value: Any, at: list[str | int]) -> Iterator[list[str | int]]:
-    if isinstance(value, torch.Tensor):
-        yield at
-    elif type(value) in (list, tuple, set):
-        for number, item in enumerate(value):
-            yield from _paths(item, [*at, number])
-    elif type(value) in (dict, OrderedDict, Counter, defaultdict):
-        for key, item in value.items():
-            yield from _paths(key, [*at, "key"])
-            yield from _paths(item, [*at, str(key)])

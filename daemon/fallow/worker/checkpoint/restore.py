@@ -15,8 +15,7 @@ from fallow.files import open_private
 from fallow.model import Exit, FallowError
 from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
 from fallow.worker.checkpoint.parts import TREE
-from fallow.worker.extra_state import unpack
-from fallow.worker.state import Encoded, TensorSpec, decode, dtype_named
+from fallow.worker.prepared.state import decode, dtype_named, from_bytes
 
 _BLOCK = 64 << 20
 
@@ -51,13 +50,13 @@ def load_newest(paths: Sequence[str], unusable: Callable[[str, str], None], aliv
 
 
 def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
-    """The state in a checkpoint's folder, as `switch.export_state` gave it. `alive`: see `load_newest`.
+    """The state in a checkpoint's folder, for `transfer.load_state`. `alive`: see `load_newest`.
 
     Raises:
         FallowError: a file is missing, torn, changed, or could have been written by others; the text says which.
     """
     manifest, _ = read_manifest(folder)
-    tensors = [torch.empty(info.shape, dtype=dtype_named(info.dtype)) for info in manifest.tensors]
+    tensors = [torch.empty(info.shape, dtype=dtype_named(info.dtype), device="cpu") for info in manifest.tensors]
     filled = [0] * len(tensors)
     for file in manifest.files:
         if file.name == METADATA:
@@ -72,8 +71,7 @@ def load(folder: Path, alive: Callable[[], None] = lambda: None) -> Any:
         for chunk in chunks:
             filled[chunk.tensor] += chunk.end - chunk.first
     _check_whole(folder, manifest, filled)
-    specs = [TensorSpec(info.dtype, info.shape) for info in manifest.tensors[:-1]]
-    tree = decode(Encoded(tree=tensors[-1].numpy().tobytes(), tensors=specs), tensors[:-1])
+    tree = decode(tensors[-1].numpy().tobytes(), tensors[:-1])
     return {**tree, "modes": manifest.modes, "extra": _read_extra(folder, manifest)}
 
 
@@ -84,8 +82,8 @@ def _read_extra(folder: Path, manifest: Manifest) -> dict[str, Any]:
         return {}
     with open_private(folder / EXTRA) as source:
         source.seek(own.offset)
-        data = source.read(own.length)
-    return unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        extra: dict[str, Any] = from_bytes(source.read(own.length))
+    return extra
 
 
 def _read_file(

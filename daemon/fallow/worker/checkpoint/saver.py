@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fallow.core.saving import RETRY_S
 from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
-from fallow.worker import extra_state
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
-from fallow.worker.group import Group
-from fallow.worker.position import Position
-from fallow.worker.prepared import Prepared
-from fallow.worker.session import Session
-from fallow.worker.switch import export_state
+from fallow.worker.handover.transfer import export_state
+from fallow.worker.prepared import extra_state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.session.session import Session
+from fallow.worker.transport.group import Group
 
 _SIGN_S = 1.0
 """Signs of life while writing holds the training thread up: it does not hang."""
@@ -81,40 +81,48 @@ class Saver:
             due_at = self._came + self._every_s
         return self._clock() >= max(due_at, self._held_until)
 
-    def has_nothing_to_lose(self, group: Group, position: Position) -> bool:
+    def has_nothing_to_lose(self, group: Group, step: int) -> bool:
         """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""
-        return self.leaves_alone and self._writer.is_complete(group.generation, position.step)
+        return self.leaves_alone and self._writer.is_complete(group.generation, step)
 
-    def save(self, group: Group, prepared: Prepared, position: Position) -> None:
-        """Copy this member's part of the state now; it is written in the background."""
+    def save(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
+        """Copy this member's part of the state now; it is written in the background.
+
+        Args:
+            group: the generation's.
+            prepared: live objects.
+            plain: the loop's plain values that belong to the state, the same on all members.
+            step: finished optimizer steps.
+            epoch: for people.
+        """
         by_hand = self._session.checkpoint_wanted
         self._session.checkpoint_done()
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._writer.took_s, self._every_s / 2)
         if self._writer.blocked:
-            self._writer.refuse(group.generation, position.step)
+            self._writer.refuse(group.generation, step)
             return
         snapshot = take(
-            export_state(prepared, position),
+            export_state(prepared, plain, modes=False),
             group.rank,
             group.size,
             names=prepared.names(),
-            extra=extra_state.read(prepared.modules) if group.rank == 0 else None,
+            extra=extra_state.read(prepared.modules) if group.rank == 0 else {},
             generation=group.generation,
-            step=position.step,
-            epoch=position.loop_epoch,
+            step=step,
+            epoch=epoch,
             modes=prepared.modes.export(),
             asked=by_hand,
             taken_at=time.time(),
         )
         self._writer.begin(snapshot)
 
-    def suspend(self, group: Group, prepared: Prepared, position: Position) -> None:
-        """Nobody will be left: see to a complete checkpoint of this very step before leaving."""
+    def suspend(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
+        """Nobody will be left: see to a complete checkpoint of this very step before leaving. Args: as for `save`."""
         self.finish()
-        if self._writer.newest != (group.generation, position.step) and not self._writer.busy:
-            self.save(group, prepared, position)
+        if self._writer.newest != (group.generation, step) and not self._writer.busy:
+            self.save(group, prepared, plain, step, epoch)
         self.finish()
 
     def finish(self) -> None:
@@ -124,7 +132,7 @@ class Saver:
         while not self._writer.drain(max(0.0, min(_SIGN_S, until - time.monotonic()))):
             if time.monotonic() >= until:
                 return
-            progress.move(in_loop=progress.in_loop)
+            progress.move()
 
     def end(self) -> None:
         """The script is over: parts that others have not written by now are not worth a wait."""

@@ -21,6 +21,7 @@ import msgspec
 
 from fallow.files import check_dir, read_private, sync_dir, write_private
 from fallow.model import Checkpointed, CheckpointFailed, FallowError
+from fallow.worker.checkpoint.dcp import write_index, write_part
 from fallow.worker.checkpoint.manifest import (
     EXTRA,
     FORMAT,
@@ -38,7 +39,8 @@ from fallow.worker.checkpoint.manifest import (
     folder_name,
     outline,
 )
-from fallow.worker.checkpoint.parts import Snapshot
+from fallow.worker.checkpoint.parts import Snapshot, blobs
+from fallow.worker.transport import device
 
 PATIENCE_S = 600.0
 """How long the first member waits for the others' parts after its own."""
@@ -164,6 +166,7 @@ class Writer:
             check_dir(folder)
         if snapshot.rank == 0:
             sync_dir(self._folder)
+        device.wait(snapshot.copied)
         with _vanishing(temporary):
             part = _write_part(temporary, snapshot)
             write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))
@@ -197,8 +200,6 @@ class Writer:
         parts = [_read_part(temporary / _part_name(rank)) for rank in range(snapshot.world)]
         if any(part.outline != parts[0].outline for part in parts):
             raise FallowError("the members hold states of different layout; prepare the same objects on all of them")
-        from fallow.worker.checkpoint.dcp import write_index
-
         chunks = [chunk for part in parts for chunk in part.chunks]
         extra = [blob for part in parts for blob in part.extra]
         write_index(temporary, snapshot.tensors, chunks, extra)
@@ -260,20 +261,16 @@ def _part_name(rank: int) -> str:
 
 
 def _write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
-    # torch.distributed.checkpoint takes most of a second to import: no newcomer should wait for that.
-    from fallow.worker.checkpoint.dcp import write_part
-
-    chunks = write_part(folder, snapshot)
     name = f"__{snapshot.rank}_0.distcp"
-    (folder / name).chmod(0o600)
-    extra = []
-    if snapshot.extra:
-        write_private(folder / EXTRA, b"".join(data for _, data in snapshot.extra))
-        ends = itertools.accumulate(len(data) for _, data in snapshot.extra)
-        extra = [
-            Extra(path=path, offset=end - len(data), length=len(data))
-            for (path, data), end in zip(snapshot.extra, ends, strict=True)
-        ]
+    chunks = write_part(folder / name, snapshot)
+    found = blobs(snapshot)
+    if found:
+        write_private(folder / EXTRA, b"".join(data for _, data in found))
+    ends = itertools.accumulate(len(data) for _, data in found)
+    extra = [
+        Extra(path=path, offset=end - len(data), length=len(data))
+        for (path, data), end in zip(found, ends, strict=True)
+    ]
     return PartInfo(
         rank=snapshot.rank,
         outline=outline(snapshot.tensors),

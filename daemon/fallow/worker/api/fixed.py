@@ -1,0 +1,130 @@
+"""A world without a head: plain `python`, `torchrun`, or `srun` with the usual variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fallow.core.joining import other_bits
+from fallow.core.network import data_address
+from fallow.model import DataNetwork, Exit, FallowError
+from fallow.wire.address import interfaces
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+
+_TIMEOUT_S = 300.0
+
+
+class World(NamedTuple):
+    """Rank and size that the launcher gave."""
+
+    rank: int
+    size: int
+
+
+def world_from_environment() -> World:
+    """RANK and WORLD_SIZE (torchrun), else SLURM_PROCID and SLURM_NTASKS with MASTER_ADDR (srun), else one process.
+
+    Raises:
+        FallowError: the variables contradict each other.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        pair = env["RANK"], env["WORLD_SIZE"]
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "MASTER_ADDR" in env:
+        pair = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    else:
+        return World(0, 1)
+    try:
+        world = World(int(pair[0]), int(pair[1]))
+    except ValueError:
+        world = World(-1, 0)
+    if not 0 <= world.rank < world.size:
+        raise FallowError(
+            f"rank {pair[0]} is not below the world size {pair[1]}: start the script with torchrun or srun, "
+            "or unset RANK and WORLD_SIZE",
+            Exit.USAGE,
+        )
+    return world
+
+
+def check_own_group(world: World) -> None:
+    """A process group that the script has made for torch.distributed stays its own affair, but it may not be another
+    world: each of its ranks would train a model by itself.
+
+    Raises:
+        FallowError: it is.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    own = World(distributed.get_rank(), distributed.get_world_size())
+    if own != world:
+        raise FallowError(
+            f"the script's init_process_group made this process rank {own.rank} of {own.size}, the environment says "
+            f"{world.rank} of {world.size}: leave init_process_group out and start all ranks with torchrun, or with "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set for each",
+            Exit.USAGE,
+        )
+
+
+def build_world(world: World, device: torch.device = devices.HOST) -> Group:
+    """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        world: as the environment says.
+        device: of the tensors that the group will sum.
+
+    Raises:
+        FallowError: the ranks did not meet.
+    """
+    if world.size == 1:
+        return Group(0, 0, 1, None, device)
+    os.environ.setdefault("RANK", str(world.rank))
+    os.environ.setdefault("WORLD_SIZE", str(world.size))
+    try:
+        store, rank, size = next(iter(rendezvous("env://")))
+    except (ValueError, RuntimeError) as error:
+        raise FallowError(
+            f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
+            Exit.UNAVAILABLE,
+        ) from None
+    towards = _own_address(os.environ["MASTER_ADDR"])
+    address = data_address(interfaces(), towards, DataNetwork(), os.environ)
+    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S, device=device)
+
+
+def check_arithmetic(group: Group, lines: Sequence[str]) -> None:
+    """Refuse a reproducible world whose ranks would not compute the same bits; all ranks are told the same.
+
+    Args:
+        group: of all ranks.
+        lines: this rank's arithmetic signature; empty if it does not want a reproducible training.
+
+    Raises:
+        FallowError: a rank differs from rank 0, in words.
+        Interrupted: a rank is gone.
+    """
+    texts = group.gather("\n".join(lines).encode())
+    if not any(texts):
+        return
+    first, *others = (text.decode().splitlines() for text in texts)
+    for rank, other in enumerate(others, start=1):
+        problem = other_bits(first, other)
+        if problem is not None:
+            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
+
+
+def _own_address(master: str) -> str:
+    """The local address from which `master` is reached."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(master), 9))
+        return str(probe.getsockname()[0])

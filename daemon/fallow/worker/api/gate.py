@@ -1,0 +1,77 @@
+"""For the short loop: prepared objects act behind the backward of a step's last shard only."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+
+from fallow.model import Exit, FallowError
+
+
+class Gate:
+    """Open outside of the short loop, and in it where gradients are whole."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.backward = True
+        "the body at work has made its backward"
+        self._guarded: set[int] = set()
+
+    def guard(self, acting: Sequence[tuple[Any, Sequence[str]]]) -> None:
+        """Have these methods of these objects ask the gate; once for each object."""
+        for thing, names in acting:
+            if id(thing) in self._guarded:
+                continue
+            self._guarded.add(id(thing))
+            if isinstance(thing, torch.optim.Optimizer):
+                # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
+                plain = thing.step
+                gated = self._gated(thing, "step")
+                if hasattr(plain, "_wrapped_by_lr_sched"):
+                    gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
+                setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
+                continue
+            # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
+            cls = type(thing)
+            methods = {name: self._gated(thing, name) for name in names}
+            body = {"__slots__": (), "__module__": cls.__module__, "__reduce_ex__": _as_plain(cls), **methods}
+            thing.__class__ = type(cls.__name__, (cls,), body)
+
+    def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
+        inner = getattr(thing, name)
+
+        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "step" and isinstance(thing, torch.optim.Optimizer) and (args or kwargs.get("closure")):
+                raise FallowError(
+                    "an optimizer's step with a closure runs the model again, where the gradients of other shards are "
+                    "missing: use the loop in two levels, `for update in run.updates(loader)`",
+                    Exit.DATA,
+                )
+            if self.open:
+                return inner(*args, **kwargs)
+            if not self.backward:
+                raise FallowError(
+                    f"{type(thing).__name__}.{name} in front of a body's backward acts in no body of a short loop: "
+                    "call it behind the backward, or use the loop in two levels, `for update in run.updates(loader)`",
+                    Exit.DATA,
+                )
+            return None
+
+        return gated
+
+
+def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
+    """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        found = cls.__reduce_ex__(self, protocol)
+        if isinstance(found, tuple) and found[1] == (type(self),):
+            # What object's own does in older protocols: it does not insist on the class that the object has.
+            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
+        return found
+
+    return reduce

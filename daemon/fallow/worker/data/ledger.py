@@ -1,0 +1,212 @@
+"""What this worker did with which samples: a file of JSON lines, read by `core.audit`."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fallow.core.audit import Done, Fed, Gap, Record, Start
+from fallow.files import network_filesystem
+from fallow.model import Exit, FallowError
+from fallow.worker.data.record_file import Outcome, RecordFile
+
+KEPT_BYTES = 4 * 1024 * 1024
+"""Records that are kept while the file cannot be written. What comes after them is lost, and the file says so later."""
+
+PATIENCE_S = 0.2
+"""How long one step waits, once, for a file system that hangs."""
+
+LEAVING_S = 2.0
+"""How long a member that leaves waits for it: its node may be wanted."""
+
+LAST_S = 10.0
+"""How long a member that has finished waits for it. What is not in the file then is unknown."""
+
+_OPENING_S = 5.0
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+class Ledger:
+    """Collects records and writes them together when it matters: before a step's sums are told.
+
+    A record may be missing its step's `Done` if the process was killed. A `Fed` that counts is never missing, because
+    it is in the file before other members can have used its gradients. The exception is a file that cannot be written.
+    Neither a full disk nor one that hangs may end the training: records are kept until it can be, and `tell` says so.
+
+    Only one flush waits for a disk that hangs; later ones do not. A local disk is written by the caller: it does not
+    hang alone, and handing over to a thread would cost a step more than the write itself.
+
+    Args:
+        path: the file; None: keep no ledger (a world without a head).
+        tell: called with the step from which on records are not in the file, and with None when all are.
+        kept_bytes: limit of the records that are kept.
+        threaded: the disk may hang, so write on a thread; None: if it is a network file system.
+        patience_s: how long a `flush` before a step's sums waits for a disk that has answered so far.
+
+    Raises:
+        FallowError: the file cannot be made, for another reason than want of room or of an answer.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        tell: Callable[[int | None], None] = lambda _: None,
+        kept_bytes: int = KEPT_BYTES,
+        *,
+        threaded: bool | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._tell = tell
+        self._patience_s = patience_s
+        self._new: list[Record] = []
+        self._backlog = _Backlog(kept_bytes)
+        self._hangs = False
+        "the disk has not answered in time, and not caught up since: no step waits for it"
+        self._is_behind = False
+        "records are not in the file, and that was told"
+        self._file: RecordFile | None = None
+        if path is None:
+            return
+        self._path = path
+        self._file = RecordFile(path, threaded=network_filesystem(path) is not None if threaded is None else threaded)
+        self._file.append(b"")
+        outcome = self._file.outcome(time.monotonic() + _OPENING_S)
+        self._hangs = outcome is None
+        error = outcome.error if outcome is not None else None
+        if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise FallowError(f"ledger {path} cannot be opened: {error.strerror}", Exit.CANTCREAT)
+
+    def add(self, record: Record) -> None:
+        """Note a record; it is in the file after the next `flush`."""
+        if self._file is not None:
+            self._new.append(record)
+
+    def drop_fed(self) -> None:
+        """Forget shards of an interrupted step that were noted but never handed to a reduction."""
+        self._new = [record for record in self._new if not isinstance(record, Fed)]
+
+    def flush(self, patience_s: float | None = None) -> None:
+        """Append all records, with one write if the disk has room.
+
+        Args:
+            patience_s: how long to wait for a disk that hangs; None: as a step does.
+        """
+        if self._file is None or not (self._new or self._backlog):
+            return
+        began = time.monotonic()
+        self._take_new(self._file)
+        if patience_s is None:
+            patience_s = 0.0 if self._hangs else self._patience_s
+        while self._backlog:
+            outcome = self._file.outcome(began + patience_s)
+            if outcome is None:
+                self._hangs = True
+                self._complain(f"no answer for {time.monotonic() - began:.1f} s")
+                return
+            self._settle(outcome)
+            if outcome.error is not None:
+                self._complain(outcome.error.strerror or str(outcome.error))
+                return
+            if self._backlog:
+                self._file.append(self._backlog.content())
+        if self._is_behind:
+            self._is_behind = False
+            sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
+            self._tell(None)
+
+    def begin_flush(self) -> None:
+        """Have the disk's thread, if there is one, begin with what the next `flush` would wait for."""
+        if self._file is None or not self._new or not self._file.threaded:
+            return
+        if self._take_new(self._file):
+            self._file.append(self._backlog.content())
+
+    def _take_new(self, file: RecordFile) -> bool:
+        """Move new records to the backlog; return True if no append is under way."""
+        outcome = file.outcome(0.0)
+        if outcome is not None:
+            self._settle(outcome)  # before more comes: a disk that has caught up with the backlog does not hang
+        for record in self._new:
+            self._backlog.add(record)
+        self._new.clear()
+        return outcome is not None
+
+    def _settle(self, outcome: Outcome) -> None:
+        self._backlog.remove(outcome.size)
+        if outcome.error is not None or not self._backlog:
+            self._hangs = False
+
+    def _complain(self, why: str) -> None:
+        if self._is_behind or self._backlog.first_step is None:
+            return
+        self._is_behind = True
+        sys.stderr.write(
+            f"fallow: ledger {self._path} cannot be written ({why}); the training goes on, but until it can be "
+            f"nobody can tell whether each sample is used once\n"
+        )
+        self._tell(self._backlog.first_step)
+
+
+class _Backlog:
+    """Records, a line each, that are not known to be in the file; the beginning of the first one may be.
+
+    Args:
+        limit_bytes: limit of all but the `Start`s, which tell whose the steps after them are and so are always kept.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.first_step: int | None = None
+        "step of the first record"
+        self._limit_bytes = limit_bytes
+        self._bytes = bytearray()
+        self._start_bytes = 0
+        self._lost: Gap | None = None
+        "steps of records that did not fit"
+
+    def __bool__(self) -> bool:
+        return bool(self._bytes)
+
+    def add(self, record: Record) -> None:
+        line, step = _encoder.encode(record) + b"\n", _step(record)
+        if isinstance(record, Start):
+            self._start_bytes += len(line)
+        elif len(self._bytes) - self._start_bytes + len(line) > self._limit_bytes:
+            first = step if self._lost is None else min(self._lost.first_step, step)
+            self._lost = Gap(first_step=first, last_step=step)
+            return
+        if self.first_step is None:
+            self.first_step = step
+        self._bytes += line
+
+    def content(self) -> bytes:
+        return bytes(self._bytes)
+
+    def remove(self, size: int) -> None:
+        """Forget bytes that are in the file now. Once all are, a record of those that were lost follows."""
+        del self._bytes[:size]
+        if self._bytes:
+            return
+        self._start_bytes, self.first_step = 0, None
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            self.add(lost)
+
+
+def _step(record: Record) -> int:
+    return record.first_step if isinstance(record, Start | Gap) else record.step
+
+
+def read_ledger(path: Path) -> list[Record]:
+    """Return all complete records of one file; a torn record at the end (the process was killed) is left out."""
+    content = path.read_bytes()
+    return _decoder.decode_lines(content[: content.rfind(b"\n") + 1])
+
+
+__all__ = ["LAST_S", "LEAVING_S", "Done", "Fed", "Gap", "Ledger", "Record", "Start", "read_ledger"]

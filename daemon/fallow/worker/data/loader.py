@@ -1,0 +1,172 @@
+"""The elastic loader: any shard of any step of any epoch, fetched as the script's own DataLoader would.
+
+Which samples a shard has is a function of (seed, epoch) and the fixed layout. The membership decides only which shards
+this process asks for. With `num_workers`, loader processes load ahead (see `prefetch`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
+from fallow.model import Exit, FallowError
+from fallow.worker.data import rng
+from fallow.worker.data.prefetch import Prefetcher, Request, samples_of
+from fallow.worker.data.source import Duties, Key, Reached, Source
+
+
+def check_loader(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that cannot be cut into shards.
+
+    Raises:
+        FallowError: the text names the feature and what to write instead.
+    """
+    advice: str | None = None
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.batch_size is None:
+            advice = "its IterableDataset makes the batches (batch_size=None): have it give samples, and set batch_size"
+        elif not loader.in_order:
+            advice = "with in_order=False its batches come in no fixed order: remove that"
+    elif isinstance(loader.sampler, DistributedSampler):
+        advice = "it has a DistributedSampler: remove it (shuffle=True instead), Fallow divides the samples itself"
+    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        advice = "it has a batch_sampler of its own or none: give batch_size=... and, if need be, a sampler"
+    if advice is not None:
+        raise FallowError(f"prepare: this DataLoader cannot be made elastic: {advice}", Exit.DATA)
+
+
+class ElasticLoader(Source):
+    """A loader over a data set whose samples have numbers.
+
+    Args:
+        source: the script's loader; its dataset, sampler, collate function and worker settings are used.
+        seed: the run's seed.
+        global_batch: samples in a step; a multiple of the batch size.
+
+    Raises:
+        FallowError: the sampler's order is not a function of the epoch, or the sizes do not fit.
+    """
+
+    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
+        assert source.batch_size is not None
+        super().__init__(source.batch_size, global_batch)
+        self.source, self.dataset = source, source.dataset
+        self.processes = source.num_workers
+        self._seed = seed
+        self._prefetch: Prefetcher | None = None
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
+        first = self._order(0)
+        if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
+            raise FallowError(
+                f"prepare: the sampler {type(source.sampler).__name__} gives another order each time it is iterated, "
+                "so members would not agree on it: draw from torch, numpy.random or random, which are seeded, or give "
+                "it a set_epoch(epoch) from which the order follows",
+                Exit.DATA,
+            )
+        self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)
+        self.steps = self.layout.steps
+
+    def __len__(self) -> int:
+        """Return the optimizer steps in one epoch."""
+        return self.layout.steps
+
+    def order(self, epoch: int) -> array[int]:
+        """Return the sample numbers of an epoch, in order: the same on every member and for every membership.
+
+        Raises:
+            FallowError: they are not as many as in the first epoch.
+        """
+        order = self._order(epoch)
+        if len(order) != self.layout.length:
+            raise FallowError(
+                f"the sampler {type(self.source.sampler).__name__} gives {len(order)} samples in epoch {epoch} and "
+                f"gave {self.layout.length} in the first one: every epoch must have the same number of them; "
+                "repeat some, or leave some out",
+                Exit.DATA,
+            )
+        return order
+
+    def indices(self, key: Key) -> list[int]:
+        """Return the sample numbers of one shard."""
+        first, end = self.layout.bounds(key.step, key.shard)
+        return self.order(key.epoch)[first:end].tolist()
+
+    def cut(self, epoch: int, step: int) -> Cut:
+        """Return the shards of a step of an epoch."""
+        bounds = [self.layout.bounds(step, shard) for shard in range(self.layout.shards_in(step))]
+        order = memoryview(self.order(epoch))
+        return Cut(
+            tuple(end - first for first, end in bounds),
+            tuple(shard_crc(epoch, step, shard, order[first:end]) for shard, (first, end) in enumerate(bounds)),
+            step + 1 == self.layout.steps,
+        )
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        """Have the loader processes load what this member will fetch from `at` on."""
+        if self._prefetch is not None:
+            self._prefetch.replan(at, duties)
+
+    def example(self, members: Callable[[], Reached]) -> Any:
+        """Return the first shard of all."""
+        return self.fetch(Key(0, 0, 0), lambda shards: [0])
+
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
+        if self.processes:
+            if self._prefetch is None:
+                self._prefetch = Prefetcher(self.source, self.generators, self.layout, self._request)
+                self._prefetch.replan(key, duties)
+            self.load_s, batch = self._prefetch.take(key)
+            return batch
+        began = time.monotonic()
+        with rng.kept(self.generators):
+            rng.seed_everything(self._data_seed(key), self.generators)
+            batch = self.source.collate_fn(samples_of(self.dataset, self.indices(key)))
+        if self.source.pin_memory and torch.accelerator.is_available():
+            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+        self.load_s = time.monotonic() - began
+        return batch
+
+    def _request(self, key: Key) -> Request:
+        try:
+            indices = self.indices(key)
+        except Exception:
+            # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first and is told why.
+            indices = []
+        return Request(key, self._data_seed(key), indices)
+
+    def _data_seed(self, key: Key) -> int:
+        """Return the seed of random numbers (augmentation) of the data set and the collate function in one shard."""
+        return mix(self._seed, "data", *key)
+
+    def _make_order(self, epoch: int) -> array[int]:
+        sampler, seed = self.source.sampler, mix(self._seed, "order", epoch)
+        if isinstance(sampler, SequentialSampler):
+            return array("q", range(len(sampler)))
+        of_sampler = getattr(sampler, "generator", None)
+        generator = of_sampler if isinstance(of_sampler, torch.Generator) else torch.Generator(device="cpu")
+        set_epoch = getattr(sampler, "set_epoch", None)
+        with rng.kept([generator]), generator.device:
+            rng.seed_everything(seed)
+            generator.manual_seed(seed)
+            if isinstance(sampler, RandomSampler) and not sampler.replacement:
+                size = len(sampler.data_source)
+                if sampler.num_samples == size:  # at once, not in chunks through torch's iterator
+                    return array("q", torch.randperm(size, generator=generator).tolist())
+            if callable(set_epoch):
+                set_epoch(epoch)  # the script's own call, if there is one, may come after prefetching has begun
+            return array("q", (int(index) for index in sampler))

@@ -1,0 +1,181 @@
+"""Loader processes: batches loaded ahead along a plan that may change.
+
+torch's DataLoader runs the processes. Its batch sampler is a feed whose future can be replaced. What is already loading
+stays, and what arrives and is not wanted any more is thrown away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from fallow.core.shards import Layout
+from fallow.worker.data import rng
+from fallow.worker.data.source import Duties, Key
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Request(NamedTuple):
+    """One shard to load: the seed of its random numbers and its sample numbers (none: its epoch is unknown)."""
+
+    key: Key
+    seed: int
+    indices: list[int]
+
+
+class _Loaded(NamedTuple):
+    key: Key
+    load_s: float
+    batch: Any
+
+
+class Prefetcher:
+    """Loads batches in the order of the plan, and keeps those that arrive before they are wanted.
+
+    Args:
+        source: the script's loader.
+        generators: prepared generators, which the data set may hold.
+        layout: the cut of an epoch.
+        request: what to load for a shard.
+    """
+
+    def __init__(
+        self, source: DataLoader[Any], generators: Sequence[Any], layout: Layout, request: Callable[[Key], Request]
+    ) -> None:
+        self._source = source
+        self._dataset = _Requested(source.dataset, source.collate_fn, generators)
+        self._feed = _Feed(layout, request)
+        self._ready: dict[Key, _Loaded] = {}
+        self._arriving: Iterator[_Loaded] | None = None
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        """Load what a member with these duties wants from `at` on."""
+        self._feed.replan(at, duties)
+        dropped = [key for key in self._ready if not self._feed.wants(key)]
+        for key in dropped:
+            del self._ready[key]
+        # A later plan that wants these shards again has to load them again.
+        self._feed.loading.difference_update(dropped)
+
+    def take(self, key: Key) -> tuple[float, Any]:
+        """Return (seconds that it took to load, batch) of a shard of the plan; wait for it if need be."""
+        if self._arriving is None:
+            feed = {"batch_sampler": self._feed, "collate_fn": _as_it_is}
+            self._arriving = start_loading(self._source, self._dataset, **feed)
+        while key not in self._ready:
+            loaded = next(self._arriving)
+            if loaded.key == key or self._feed.wants(loaded.key):
+                self._ready[loaded.key] = loaded
+            else:
+                self._feed.loading.discard(loaded.key)
+        self._feed.loading.discard(key)
+        _, load_s, batch = self._ready.pop(key)
+        return load_s, batch
+
+
+class _Feed:
+    """A batch sampler whose future can change. It never ends: a loader process's StopIteration would be permanent."""
+
+    def __init__(self, layout: Layout, request: Callable[[Key], Request]) -> None:
+        self._layout = layout
+        self._request = request
+        self.loading: set[Key] = set()
+        "requested, and neither taken nor thrown away since"
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        self._at, self._duties = at, duties
+        self._plan = self._keys()
+
+    def wants(self, key: Key) -> bool:
+        return key >= self._at and key.shard in self._duties(self._layout.shards_in(key.step))
+
+    def __iter__(self) -> Iterator[list[Request]]:
+        while True:
+            key = next(key for key in self._plan if key not in self.loading)
+            self.loading.add(key)
+            yield [self._request(key)]
+
+    def _keys(self) -> Iterator[Key]:
+        epoch, step, first = self._at
+        while True:
+            for shard in self._duties(self._layout.shards_in(step)):
+                if shard >= first:
+                    yield Key(epoch, step, shard)
+            first = 0
+            step += 1
+            if step == self._layout.steps:
+                epoch, step = epoch + 1, 0
+
+
+def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iterator[Any]:
+    """Iterate a loader with the settings of `source` over `dataset`, in processes that end with the script."""
+    with torch.device("cpu"):  # whatever the script's default device is; forked processes take that over
+        inner: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory and torch.accelerator.is_available(),
+            timeout=source.timeout,
+            worker_init_fn=functools.partial(_begin, source.worker_init_fn),
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+            generator=torch.Generator(device="cpu").manual_seed(torch.initial_seed()),
+            **options,
+        )
+        return iter(inner)
+
+
+def samples_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Return the samples with these numbers, as torch's DataLoader asks for them."""
+    if callable(getattr(dataset, "__getitems__", None)):
+        return list(dataset.__getitems__(list(indices)))
+    return [dataset[index] for index in indices]
+
+
+# ------------------------------------------------------------------------------------------- in the loader processes
+
+
+class _Requested(torch.utils.data.Dataset[Any]):
+    """The script's data set and collate function, asked for one batch under the seed of its request."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._generators = list(generators)  # travel together with the data set, so they are those that it holds
+
+    def __getitems__(self, requests: list[Request]) -> _Loaded:
+        (request,) = requests
+        began = time.monotonic()
+        rng.seed_everything(request.seed, self._generators)
+        batch = self._collate(samples_of(self.dataset, request.indices)) if request.indices else None
+        return _Loaded(request.key, time.monotonic() - began, batch)
+
+
+def _as_it_is(loaded: _Loaded) -> _Loaded:
+    return loaded
+
+
+def _begin(user: Callable[[int], None] | None, number: int) -> None:
+    """End with the script, however it ends, and run its `worker_init_fn`.
+
+    A forked process holds copies of the script's sockets. Were it to outlive a script that was killed, the other
+    members would not see their connections close before it has loaded its batch.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    script = multiprocessing.parent_process()
+    if script is not None and not script.is_alive():
+        os._exit(1)
+    info = torch.utils.data.get_worker_info()
+    if info is not None and isinstance(info.dataset, _Requested):  # the script's code expects its own data set there
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the class of `info` forbids assignments
+    if user is not None:
+        user(number)

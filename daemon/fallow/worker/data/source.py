@@ -1,0 +1,91 @@
+"""What the loop needs of its data: how each step is cut into shards, and the batch of each shard."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fallow.core.shards import Cut
+from fallow.model import Exit, FallowError
+
+
+class Key(NamedTuple):
+    """One shard: epoch of the data, step in that epoch, shard in that step."""
+
+    epoch: int
+    step: int
+    shard: int
+
+
+class Reached(NamedTuple):
+    """How far the members are: epoch of the data, finished steps in that epoch."""
+
+    epoch: int
+    step: int
+
+
+Duties = Callable[[int], Sequence[int]]
+"""Shards in a step -> the shards that this member computes."""
+
+
+class Source(ABC):
+    """The data of a loop over updates. Which samples a shard has never depends on the membership.
+
+    Args:
+        batch_size: samples in a full shard.
+        global_batch: samples in a full step, a multiple of `batch_size`.
+    """
+
+    steps: int | None = None
+    "optimizer steps in one epoch; None: the source itself knows only when an epoch ends"
+    processes = 0
+    "loader processes that work in the background; 0: `fetch` itself loads"
+
+    def __init__(self, batch_size: int, global_batch: int) -> None:
+        self.batch_size = batch_size
+        self.global_batch = global_batch
+        self.load_s = 0.0
+        "seconds that loading the last fetched batch took, in whichever process"
+        self.moved: Callable[[], None] = lambda: None
+        "called whenever a long operation makes progress"
+        self.generators: Sequence[Any] = ()
+        "prepared generators, which the data set may hold: seeded together with those of torch, numpy and `random`"
+
+    @property
+    def shards(self) -> int:
+        """Shards in a full step."""
+        return self.global_batch // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        raise FallowError(
+            "a prepared DataLoader is iterated with `for update in run.updates(loader): for batch in update:`",
+            Exit.DATA,
+        )
+
+    @abstractmethod
+    def cut(self, epoch: int, step: int) -> Cut:
+        """Return the shards of a step of an epoch: the same on every member.
+
+        Raises:
+            FallowError: there is no such step.
+        """
+
+    @abstractmethod
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        """Return one batch of the step that was cut last. The caller has seeded all random numbers for the shard.
+
+        A loader leaves all generators as they are; `Calls` draws from them.
+        """
+
+    @abstractmethod
+    def example(self, members: Callable[[], Reached]) -> Any:
+        """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
+
+    def replan(self, at: Key, duties: Duties) -> None:
+        """Take note of what this member will fetch from `at` on."""
+        return
+
+    def follow(self, members: Reached) -> bool:
+        """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
+        return False

@@ -1,0 +1,232 @@
+"""The elastic loader of a stream: an IterableDataset, whose samples have an order but no numbers.
+
+Every member iterates the whole stream, with loader processes of its own, and uses the batches of its own shards: batch
+`step * shards + shard` of an epoch is that shard of that step. All batches of a step are read before the step begins,
+and as many more as tell whether another step follows. They are kept until the step is finished, so that it can be done
+again and divided in another way. A newcomer reads its way to the members' place before it joins.
+
+Everything random is seeded from (seed, epoch), so the same stream comes on every member, provided that the data set
+gives the same on every node and does not divide itself by rank. The beginning of each sample's content goes into the
+CRCs that members compare in every step, so a data set that does otherwise is found in its first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from fallow.core.shards import Cut, check_batch, mix, shard_crc
+from fallow.model import Exit, FallowError
+from fallow.worker.data import rng
+from fallow.worker.data.prefetch import start_loading
+from fallow.worker.data.source import Duties, Key, Reached, Source
+
+_COMPARED_BYTES = 1024
+"""Bytes of each tensor, array or text of a batch that go into its CRC."""
+
+
+class _Batch(NamedTuple):
+    samples: int
+    data: Any
+    crc: int
+
+
+class StreamLoader(Source):
+    """A loader over an IterableDataset.
+
+    Args:
+        source: the script's loader; its dataset, collate function and worker settings are used. If the data set has
+            `set_epoch`, it is told the number of the epoch.
+        seed: the run's seed.
+        global_batch: samples in a full step; a multiple of the batch size.
+
+    Raises:
+        FallowError: `global_batch` is not such a multiple.
+    """
+
+    def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
+        assert source.batch_size is not None
+        super().__init__(source.batch_size, global_batch)
+        check_batch(self.batch_size, global_batch)
+        self.source = source
+        self.dataset = source.dataset
+        self._seed = seed
+        self._epoch = -1
+        self._stream: Iterator[_Batch] | None = None
+        "None: it has ended"
+        self._first = 0
+        "number of the first batch that is kept"
+        self._kept: deque[_Batch] = deque()
+
+    def cut(self, epoch: int, step: int) -> Cut:
+        """Read a step of an epoch and return its shards.
+
+        Raises:
+            FallowError: the stream has no such step.
+        """
+        if self._skip(Reached(epoch, step)):
+            # With drop_last another step comes only if it is a full one.
+            full = self.shards if self.source.drop_last else 1
+            while len(self._kept) < self.shards + full and self._read():
+                pass
+            if len(self._kept) >= full:
+                sizes = tuple(batch.samples for batch in islice(self._kept, self.shards))
+                last = len(self._kept) < self.shards + full
+                # The whole step is in each CRC: members whose streams differ are all told so.
+                contents = (batch.crc for batch in islice(self._kept, self.shards))
+                known = array("q", [*sizes, last, *contents]).tobytes()
+                crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
+                return Cut(sizes, crcs, last)
+        batches = self._first + len(self._kept)
+        if step:
+            raise FallowError(
+                f"the stream ended after {batches} batches in epoch {epoch}, where the run is at step {step} of "
+                f"{self.shards} batches each: an IterableDataset must give the same samples in every process and on "
+                "every node",
+                Exit.DATA,
+            )
+        raise FallowError(
+            f"the stream has only {batches} batches in epoch {epoch}, too few for a step: check the dataset"
+            + ("; or lower global_batch (or max nodes), or set drop_last=False" if self.source.drop_last else ""),
+            Exit.DATA,
+        )
+
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        """Return one batch of the step that was cut last."""
+        number = key.step * self.shards + key.shard - self._first
+        batch = self._kept[number]
+        # A body may change its batch, and the step may have to be done again.
+        self._kept[number] = batch._replace(data=copied(batch.data))
+        return batch.data
+
+    def example(self, members: Callable[[], Reached]) -> Any:
+        """Return the next batch at the members' place. They may advance while this member reads."""
+        at = members()
+        while self._skip(at) and at != (at := members()):
+            pass
+        if not self._kept and not self._read():
+            # The members may be in another loader's pass.
+            self._open(at.epoch)
+            if not self._read():
+                raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
+        return copied(self._kept[0].data)
+
+    def follow(self, members: Reached) -> bool:
+        """Read past one step's batches, if the members have finished that step."""
+        ended = self._epoch == members.epoch and self._stream is None
+        if ended or (self._epoch == members.epoch and self._first >= members.step * self.shards):
+            return False
+        step = self._first // self.shards + 1 if self._epoch == members.epoch else 0
+        return self._skip(Reached(members.epoch, step))
+
+    def _skip(self, to: Reached) -> bool:
+        """Read up to that step and drop the batches before it; return False if the stream ends before it."""
+        wanted = to.step * self.shards
+        if self._epoch != to.epoch or wanted < self._first:
+            self._open(to.epoch)
+        while self._first < wanted and (self._kept or self._read()):
+            self._kept.popleft()
+            self._first += 1
+        return self._first == wanted
+
+    def _read(self) -> bool:
+        if self._stream is None:
+            return False
+        with self._seeded(self._first + len(self._kept)):
+            batch = next(self._stream, None)
+        self.moved()
+        if batch is None:
+            self._stream = None
+            return False
+        self._kept.append(batch)
+        return True
+
+    def _open(self, epoch: int) -> None:
+        source = self.source
+        self._stream = None  # ends its processes
+        self._epoch, self._first = epoch, 0
+        self._kept.clear()
+        with self._seeded(-1):
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            self._stream = start_loading(
+                source,
+                self.dataset,
+                batch_size=source.batch_size,
+                drop_last=source.drop_last,
+                collate_fn=functools.partial(_counted, source.collate_fn),
+            )
+
+    @contextmanager
+    def _seeded(self, batch: int) -> Iterator[None]:
+        """Seed all random numbers of this process, and put the generators back afterwards."""
+        with rng.kept(self.generators):
+            rng.seed_everything(mix(self._seed, "stream", self._epoch, batch), self.generators)
+            yield
+
+
+def _counted(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
+    batch = user(samples)
+    return _Batch(len(samples), batch, content_crc(batch))
+
+
+def content_crc(batch: Any) -> int:
+    """Return the CRC-32 of the beginning of every tensor, array, text and number of a batch.
+
+    Of a tensor that is not on the host only type and shape count: to read it would be to wait for the device.
+    """
+    total = 0
+    for leaf in tree_leaves(batch):
+        total = zlib.crc32(_beginning(leaf), total)
+    return total
+
+
+def _beginning(leaf: Any) -> bytes:
+    if isinstance(leaf, torch.Tensor):
+        shape = repr((leaf.dtype, *leaf.shape)).encode()
+        if leaf.device.type != "cpu" or leaf.layout is not torch.strided or leaf.is_quantized:
+            return shape
+        flat = leaf.detach().flatten()[: max(1, _COMPARED_BYTES // leaf.element_size())]
+        return shape + flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, str | int | float | complex | None):
+        return repr(leaf)[:_COMPARED_BYTES].encode()
+    try:
+        return bytes(memoryview(leaf).cast("B")[:_COMPARED_BYTES])  # a NumPy array, bytes
+    except (TypeError, ValueError):
+        return type(leaf).__qualname__.encode()
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch, so that a body may change the batch itself.
+
+    Raises:
+        FallowError: something in it cannot be copied.
+    """
+    return tree_map(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    if isinstance(leaf, str | bytes | int | float | complex | None):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception as error:  # whatever a class of the script says
+        raise FallowError(
+            f"a batch holds a {type(leaf).__name__}, which cannot be copied ({error}), though a body may change it and "
+            "have it once more as it was: let collate_fn return tensors, NumPy arrays or plain values",
+            Exit.DATA,
+        ) from None

@@ -1,0 +1,1 @@
+"""What a script must not do: found early, refused with what to write instead."""

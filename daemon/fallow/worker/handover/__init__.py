@@ -1,0 +1,1 @@
+"""The state of a run and its way to those who have not got it."""

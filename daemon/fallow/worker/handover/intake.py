@@ -1,0 +1,284 @@
+"""A receiver's end of the hand-over: see `supply`, which is the other end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from fallow.model import Exit, FallowError
+from fallow.worker.handover.pieces import receive_piece
+from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline, text_sum
+from fallow.worker.prepared import state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import receive
+from fallow.worker.transport.waits import Interrupted
+
+_CHANGED = (
+    "weights changed while they were sent to a newcomer: the script changes them before a backward; the step is done "
+    "again, and weights are sent inside the pause from now on"
+)
+
+_T = TypeVar("_T")
+
+TRIES = 3
+"""Of a piece that arrives damaged. All from the same donor: another may be at work by then, and its buffers change."""
+
+
+class Changed(Interrupted):
+    """The donors' weights did not stay as they were until the receiver had them."""
+
+
+class Intake:
+    """Takes a piece of the state from each donor.
+
+    Args:
+        group: the new generation's.
+        prepared: live objects; their parameters and buffers are overwritten from here on where `in_place` is set.
+        donors: ranks that send a piece each.
+        in_place: receive weights into the live ones. Without it nothing changes before everything has arrived.
+    """
+
+    def __init__(self, group: Group, prepared: Prepared, donors: Sequence[int], *, in_place: bool) -> None:
+        self._group = group
+        self._prepared = prepared
+        self._in_place = in_place
+        self._changed = threading.Condition()
+        self._text: tuple[bytes, bytes, int] | None = None
+        "outline, extra state, and the outline's fingerprint"
+        self._outline: Outline | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._memory: list[list[torch.Tensor]] = []
+        "their bytes, by part"
+        self.received: set[int] = set()
+        "ids of the tree's tensors that are live ones"
+        self._device = prepared.device
+        self._ready: torch.Event | None = None
+        "behind it the tensors may be written to"
+        self._open = [len(donors) for _ in PARTS]
+        "pieces that are not here, by part"
+        self._received = [0 for _ in PARTS]
+        "bytes, by part"
+        self._error: Exception | None = None
+        self._then: Callable[[], None] | None = None
+        self._threads = [
+            threading.Thread(
+                target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
+            )
+            for number, rank in enumerate(donors)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------------------------- one thread per donor
+
+    def _take(self, rank: int, number: int, pieces: int) -> None:
+        streams = self._group.streams
+        line: socket.socket | None = None
+        try:
+            line = streams.line(rank)
+            line.sendall(ASK.pack(number, pieces))
+            length, fingerprint, *extra = HEAD.unpack(receive(line, HEAD.size))
+            if number == 0:
+                texts = self._whole(line, rank, lambda: _texts(line, length, fingerprint, *extra))
+                line.sendall(DONE)
+                with self._changed:
+                    self._text = texts[0], texts[1], fingerprint
+                    self._changed.notify_all()
+            self._agree(fingerprint)
+            device.enter(self._device)
+            with device.beside(self._device, self._ready):
+                for part in PARTS:
+                    got = self._receive(line, rank, part, number, pieces)
+                    line.sendall(DONE)
+                    self._count(part, got)
+        except Exception as error:  # whatever it is, the training thread must hear of it
+            self._fail(error, f"state from rank {rank}: {error}")
+        finally:
+            if line is not None:
+                streams.drop(line)
+
+    def _receive(self, line: socket.socket, rank: int, part: int, number: int, pieces: int) -> int:
+        memory = self._memory[part]
+        try:
+            return self._whole(line, rank, lambda: receive_piece(line, memory, number, pieces, self._group.moved))
+        except FallowError:
+            if part == MIDDLE:  # each sum was taken before the donor's memory changed
+                raise Changed(_CHANGED) from None
+            raise
+
+    def _whole(self, line: socket.socket, rank: int, take: Callable[[], _T]) -> _T:
+        """What comes next on the line, sent again if it arrives damaged."""
+        where = f"generation {self._group.generation}: state from rank {rank} to rank {self._group.rank}"
+        for _ in range(TRIES - 1):
+            try:
+                return take()
+            except FallowError:
+                sys.stderr.write(f"fallow: {where} arrived damaged; it is sent again\n")
+                line.sendall(AGAIN)
+        try:
+            return take()
+        except FallowError:
+            raise FallowError(
+                f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
+            ) from None
+
+    def _agree(self, fingerprint: int) -> None:
+        """Wait until the training thread has made room for the first donor's outline, which the others must have."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outline is not None or self._error is not None)
+            if self._text is None or self._outline is None:
+                raise ConnectionAbortedError("the first donor failed")
+        if fingerprint != self._text[2]:
+            raise FallowError(
+                f"generation {self._group.generation}: members with equal weights hold different optimizer or other "
+                "state; prepare everything that changes with the steps"
+            )
+
+    def _count(self, part: int, got: int) -> None:
+        with self._changed:
+            self._received[part] += got
+            self._open[part] -= 1
+            then = self._then if self.complete else None
+            self._changed.notify_all()
+        if self.complete:
+            self._group.end_transfers()
+        if then is not None:
+            then()
+
+    def _fail(self, error: Exception, reason: str) -> None:
+        with self._changed:
+            # Before the interruption, which ends the other threads' lines: theirs would be errors of no meaning.
+            if self._error is None:
+                lost = isinstance(error, OSError)
+                self._error = Interrupted(self._group.broken or reason) if lost else error
+        self._group.interrupt(reason)
+        with self._changed:
+            self._changed.notify_all()
+
+    # --------------------------------------------------------------------------------------- the training thread
+
+    def wait_weights(self) -> tuple[Any, bytes]:
+        """The state's tree and extra state, once all but the late part is here; `settle` fills its late tensors.
+
+        Raises:
+            Changed: what came of the middle part is torn.
+            Interrupted: the group broke. The weights are torn if they were received in place.
+            FallowError: what came is damaged, or the donors differ.
+        """
+        self._wait_for(lambda: self._text is not None)
+        assert self._text is not None
+        try:
+            self._lay_out(self._text[0])
+        except Exception as error:
+            self._fail(error, f"the state cannot be taken over: {error}")
+            raise
+        self._wait_for(lambda: not self._open[MIDDLE if self._in_place else LATE])
+        assert self._outline is not None
+        return state.decode(self._outline.tree, self._tensors), self._text[1]
+
+    def _lay_out(self, text: bytes) -> None:
+        """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
+        outline = msgspec.msgpack.decode(text, type=Outline)
+        place: dict[int, torch.Tensor] = {}
+        if self._in_place:
+            for n, (live, spec) in enumerate(zip(self._prepared.weight_tensors(), outline.tensors, strict=False)):
+                if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
+                    place[n] = live.detach()
+        self.received = {id(tensor) for tensor in place.values()}
+        late = outline.split()[LATE]  # in a block of its own: memory of the others can be freed
+        for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
+            specs = [outline.tensors[n] for n in numbers]
+            place |= zip(numbers, state.room(specs, self._device), strict=True)
+        self._tensors = [place[n] for n in range(len(outline.tensors))]
+        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._ready = device.event(self._device)
+        with self._changed:
+            self._outline = outline
+            self._received[EARLY] += len(text)
+            self._changed.notify_all()
+
+    def check(self, fingerprint: int) -> None:
+        """The tree was loaded: compare the weights with those that the donors had at the switch.
+
+        Raises:
+            Changed: they differ. The group is broken, and nothing comes any more.
+        """
+        if self._memory[MIDDLE] and state.fingerprint(self._prepared.weights()) != fingerprint:
+            self.give_up(_CHANGED)
+            raise Changed(_CHANGED)
+
+    def adopt(self, objects: dict[str, Any]) -> None:
+        """The tree was loaded: see to it that late tensors reach the live optimizers.
+
+        An optimizer takes over the very tensor, if that lies on its parameter's device, in its type. Where one was
+        copied, perhaps before it had arrived, all is waited for and loaded again.
+        """
+        assert self._outline is not None
+        live = {id(tensor) for tensor in self._prepared.optimizer_tensors()}
+        if any(id(self._tensors[n]) not in live for n in self._outline.split()[LATE]):
+            self.settle()
+            self._prepared.load(objects, self.received)
+
+    @property
+    def bytes_in_pause(self) -> int:
+        """Bytes for which other members stood still."""
+        return self._received[EARLY] if self._in_place else sum(self._received)
+
+    @property
+    def bytes_behind(self) -> int:
+        """Bytes that came while they were at work."""
+        return sum(self._received) - self.bytes_in_pause
+
+    @property
+    def complete(self) -> bool:
+        """Everything is here."""
+        return not self._open[LATE]
+
+    def when_complete(self, then: Callable[[], None]) -> None:
+        """Call this once, as soon as everything is here; never if it does not come."""
+        with self._changed:
+            self._then = then
+            now = self.complete
+        if now:
+            then()
+
+    def settle(self) -> None:
+        """Wait for the late part.
+
+        Raises:
+            Interrupted: the group broke before it was complete.
+            FallowError: it arrived damaged.
+        """
+        self._wait_for(lambda: self.complete)
+
+    def _wait_for(self, here: Callable[[], bool]) -> None:
+        with self._group.waits(), self._changed:
+            self._changed.wait_for(lambda: here() or self._error is not None)
+        if here():
+            return
+        # The sockets are shut: no thread writes to this memory after it has ended.
+        for thread in self._threads:
+            thread.join()
+        assert self._error is not None
+        raise self._error
+
+    def give_up(self, why: str = "given up") -> None:
+        """End an intake that is not complete, because its group is of no use."""
+        self._group.interrupt(why)
+        for thread in self._threads:
+            thread.join()
+
+
+def _texts(line: socket.socket, length: int, fingerprint: int, more: int, fingerprint_of_more: int) -> list[bytes]:
+    texts = [receive(line, length), receive(line, more)]
+    if [text_sum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
+        raise FallowError("the outline arrived damaged", Exit.TEMPFAIL)
+    return texts

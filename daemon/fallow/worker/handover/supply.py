@@ -1,0 +1,154 @@
+"""A donor's end of the hand-over: what a newcomer must have first, and what may come behind.
+
+Three parts come one after the other on each line. *Early*: buffers, small tensors and everything that is no tensor;
+donors wait in the pause until it has arrived. *Middle*: large parameters, which nothing but a prepared optimizer
+changes; the receiver waits for them before its first forward, while the donors are at work. *Late*: large tensors of
+plain optimizers, which arrive during the receiver's first forward and backward. Each receiver takes an equal piece of
+every part from several donors at once. A damaged piece is sent again.
+
+Donors send from live memory: it stays as it is until every receiver has everything, since a receiver tells that it has
+the step's sums only then, and no optimizer acts before all members have told that. A script that writes to weights
+before, by hand, tears what is sent. The receiver notices by the weights' fingerprint, and the next generation sends
+the middle part early; see `Standing.whole`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Set
+from functools import partial
+
+import msgspec
+
+from fallow.worker.handover.pieces import send_piece
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import Encoded, Path, TensorSpec, as_bytes, device_of
+from fallow.worker.transport import device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import receive
+from fallow.worker.transport.waits import Interrupted
+
+EARLY, MIDDLE, LATE = PARTS = range(3)
+
+_LARGE = 1 << 16
+"""Bytes from which on a tensor need not come early."""
+
+ASK = struct.Struct("<II")
+"""Number of the piece, and of how many."""
+
+HEAD = struct.Struct("<QQQQ")
+"""Length and sum of the outline, and of the extra state; both follow on the first line only."""
+
+DONE, AGAIN = b"\x01", b"\x02"
+"""From the receiver, after the texts and after each part: it is here, or it arrived damaged."""
+
+
+class Outline(msgspec.Struct, frozen=True, kw_only=True):
+    """The state without its tensors' bytes; the same on all donors."""
+
+    tree: bytes
+    tensors: list[TensorSpec]
+    parts: bytes
+    "for each tensor the part in which it comes"
+
+    def split(self) -> list[list[int]]:
+        """Numbers of the tensors of each part."""
+        return [[n for n, where in enumerate(self.parts) if where == part] for part in PARTS]
+
+
+class Supply:
+    """Hands pieces of this member's state to those who ask.
+
+    Args:
+        group: the new generation's.
+        prepared: live objects.
+        encoded: their whole state; the modules' tensors come first.
+        extra: extra state of modules, as bytes; the first donor's counts for each receiver.
+        pieces: how many pieces will be asked for here.
+        whole: there is no middle part: all weights come early. The same on all members.
+    """
+
+    def __init__(
+        self, group: Group, prepared: Prepared, encoded: Encoded, extra: bytes, pieces: int, *, whole: bool
+    ) -> None:
+        specs = encoded.specs
+        middle = set() if whole else prepared.trained_weights()
+        plain = prepared.plain_optimizers()
+        late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
+        parts = bytes(
+            EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
+            for n, spec in enumerate(specs)
+        )
+        outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
+        text = msgspec.msgpack.encode(outline)
+        self._text = text + extra
+        self._head = HEAD.pack(len(text), text_sum(text), len(extra), text_sum(extra))
+        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._device = device_of(encoded.tensors)
+        self._ready = device.event(self._device)
+        self._group = group
+        self._changed = threading.Condition()
+        self._open = [pieces for _ in PARTS]
+        "pieces that have not arrived, by part"
+        group.on_break(self._wake)
+        group.streams.serve(self._serve)
+
+    def _serve(self, line: socket.socket) -> None:
+        # A line that was opened ahead may never be asked for anything, and ends without harm.
+        number, pieces = ASK.unpack(receive(line, ASK.size))
+        try:
+            line.sendall(self._head)
+            if number == 0:
+                _until_done(line, lambda: line.sendall(self._text))
+            device.enter(self._device)
+            with device.beside(self._device, self._ready):
+                for part in PARTS:
+                    _until_done(line, partial(send_piece, line, self._memory[part], number, pieces))
+                    with self._changed:
+                        self._open[part] -= 1
+                        self._changed.notify_all()
+        except Exception as error:  # whatever it is, the training thread must hear of it
+            self._group.interrupt(f"state for another member could not be sent: {error}")
+        else:
+            if not self._open[LATE]:
+                self._memory = []  # copies, where the state has gaps in memory
+                self._group.end_transfers()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_early(self) -> None:
+        """Wait until everybody who takes from here has the early part. Raises Interrupted."""
+        self._wait(EARLY)
+
+    def settle(self) -> None:
+        """Wait until everybody who takes from here has everything. Raises Interrupted."""
+        self._wait(LATE)
+
+    def _wait(self, part: int) -> None:
+        with self._group.waits(), self._changed:
+            self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
+            if self._open[part]:
+                raise Interrupted(self._group.broken)
+
+
+def text_sum(text: bytes) -> int:
+    """62 bits by which texts are compared."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
+
+
+def _is_late(path: Path, plain: Set[int]) -> bool:
+    """True for a tensor in the state of an optimizer that takes tensors over as they are."""
+    return path[:2] == ["objects", "optimizers"] and path[3] == "state" and path[2] in plain
+
+
+def _until_done(line: socket.socket, send: Callable[[], object]) -> None:
+    """Send it until it has arrived; the receiver bounds the tries."""
+    while True:
+        send()
+        if receive(line, len(DONE)) == DONE:
+            return

@@ -1,0 +1,184 @@
+"""What members must do alike, and what is said where they do not. Pure: values in, an error or nothing out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fallow.core.failures import Apart, Stranger
+from fallow.core.shards import Cut
+from fallow.worker.handover.standing import HOLDS
+from fallow.worker.loop.opening import JOINT, Kind, Opening
+from fallow.worker.loop.outcome import Part, strangers
+
+_WHERE = {
+    Kind.STEP: "in the next step of a run.updates loop",
+    Kind.END: "at the end of a run.updates loop",
+    Kind.MEAN: "in run.mean",
+    Kind.BARRIER: "in run.barrier",
+}
+
+_ALIKE = (
+    "what stands behind the inner loop has to act alike on all members: no `if` around it that depends on the rank or "
+    "on this member's own loss (use update.mean)"
+)
+
+_SAME_WORK = (
+    "every member runs the same inner loops over the same data: the dataset must be the same on every node, and an "
+    "IterableDataset gives every process the same samples in the same order (it is not divided by rank, and draws from "
+    "the generators of torch, NumPy and `random`, which are seeded)"
+)
+
+
+def check_places(openings: Sequence[Opening]) -> None:
+    """Refuse members that are at different places of the script.
+
+    Args:
+        openings: of the members that hold the run's state, all at the same operation.
+
+    Raises:
+        Apart: they are.
+    """
+    kinds = Counter(Kind(opening.kind) for opening in openings)
+    if len(kinds) <= 1:
+        return
+    step = max(opening.step for opening in openings)
+    if set(kinds) == {Kind.STEP, Kind.END}:
+        raise Apart(
+            f"step {step}: {kinds[Kind.END]} of {len(openings)} members left the run.updates loop (break, return, or "
+            "an exception that the script caught) while the others go on; all have to leave it behind the same step: "
+            "decide by update.mean, run.mean or update.step, not by a member's own loss or rank"
+        )
+    where = ", ".join(f"{count} {_WHERE[kind]}" for kind, count in kinds.items())
+    raise Apart(
+        f"step {step}: the members are in different places of the script: {where}; every member has to make the same "
+        "run.updates, run.mean and run.barrier calls: no `if run.is_main` around them"
+    )
+
+
+def check_calls(openings: Sequence[Opening], mine: int) -> str:
+    """Refuse members that cut a step unlike each other, or are in unlike calls.
+
+    Where those who came first agree, it is the others who are wrong.
+
+    Args:
+        openings: of all members, all at a step.
+        mine: this member's place among them.
+
+    Returns:
+        Which newcomer the others have to do without, and why; empty: none.
+
+    Raises:
+        Apart: those who came first do.
+        Stranger: this member does, which came later than those.
+    """
+    first = min(range(len(openings)), key=lambda rank: openings[rank].since)
+    usual, refused = openings[first], {}
+    for rank, one in enumerate(openings):
+        if (one.cut, one.call) == (usual.cut, usual.call):
+            continue
+        text = (
+            f"rank {rank} is in run.updates({_call(one)}, rank {first} in run.updates({_call(usual)}: every member has "
+            "to make the same calls; what is behind a loop that some members leave early must not depend on that"
+            if one.cut == usual.cut
+            else f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
+            f"{usual.shards} of {usual.batch_size}: give the DataLoader of this run.updates loop the same batch_size "
+            "and run.prepare the same global_batch on all members"
+        )
+        if one.since == usual.since:
+            raise Apart(text)
+        refused[rank] = text
+    if mine in refused:
+        raise Stranger(refused[mine])
+    return next(iter(refused.values()), "")
+
+
+def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
+    """Compare what members say of a round of sums.
+
+    Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one piece
+    is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.
+
+    Args:
+        parts: by rank.
+        step: its number.
+        cut: its shards.
+        drift: the members' weights may differ.
+
+    Raises:
+        Apart: the members did not do the same work.
+    """
+    first = parts[0]
+    if any((part.op, part.place, part.round) != (first.op, first.place, first.round) for part in parts):
+        raise Apart(
+            f"step {step}: the members are in different inner loops of the step: all run the same ones, with the same "
+            "phases in the same order"
+        )
+    pieces = [part.piece for part in parts]
+    if any(part.agreement != first.agreement for part in parts) or (len(set(pieces)) > 1 and not drift):
+        raise Apart(
+            f"step {step}: the members' weights, learning rates, or what is frozen or in eval() differ"
+            f"{_whose(pieces)}; {_ALIKE}"
+        )
+    if len(acts := {part.acts for part in parts}) > 1:
+        raise Apart(
+            f"step {step}: the members' optimizers have made {' and '.join(map(str, sorted(acts)))} steps since the "
+            f"last inner loop; {_ALIKE}"
+        )
+    seen, checksum = sum(part.samples for part in parts), sum(part.crc for part in parts)
+    if (seen, checksum) != (cut.samples, sum(cut.crcs)):
+        many = seen != cut.samples
+        what = f"{seen} samples, the step has {cut.samples}" if many else "other samples than the step has"
+        raise Apart(f"step {step}: the members computed {what}; {_SAME_WORK}")
+
+
+class Ranks(NamedTuple):
+    """How far the members of a new generation are."""
+
+    newest: list[int]
+    "have the run's state and are furthest"
+    behind: list[int]
+    "one operation behind: what the others have concluded is all that they need"
+    late: list[int]
+    "wait for the answer of a joint call that the others have, and have not got all of the state"
+    stale: list[int]
+    "the others trained without them"
+
+
+def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
+    """Tell how far the members are; all tell the same. In a rollback nobody has the run's state."""
+    there = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
+    if not there:
+        return Ranks([], [], [], [])
+    op = max(openings[rank].op for rank in there)
+    newest = [rank for rank in there if openings[rank].op == op]
+    concluded = openings[newest[0]].concluded
+    found = Ranks(newest, [], [], [])
+    for rank, one in enumerate(openings):
+        if not one.since or one.op >= op:
+            continue
+        joint = one.op == op - 1 and one.kind in JOINT
+        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.held == concluded)):
+            found.behind.append(rank)
+        elif joint:
+            found.late.append(rank)
+        else:
+            found.stale.append(rank)
+    return found
+
+
+def _call(opening: Opening) -> str:
+    most = "" if opening.max_steps < 0 else f", max_steps={opening.max_steps}"
+    return f"epochs={opening.epochs}{most})" + (f" of epoch {opening.epoch}" if opening.epoch >= 0 else "")
+
+
+def _whose(pieces: Sequence[int]) -> str:
+    ranks = strangers(pieces)
+    if not ranks:
+        return ""
+    which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(pieces)}"
+    return (
+        f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
+        "wrongly: leave it out)"
+    )

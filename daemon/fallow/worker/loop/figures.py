@@ -1,0 +1,51 @@
+"""What `update.note` was told: figures of shards, which count with the shard's weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fallow.model import Exit, FallowError
+from fallow.worker.transport.device import to_host
+
+
+class Figures:
+    """Of one attempt at an inner loop."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, int], float | torch.Tensor] = {}
+        "(figure, shard) -> weight x value"
+        self._away: list[tuple[str, int]] = []
+        self._arriving = torch.empty(0, device="cpu")
+
+    def note(self, shard: int, weight: float, figures: Mapping[str, Any]) -> None:
+        """Of one shard; one that counts nothing is not noted.
+
+        Raises:
+            FallowError: a figure is no number.
+        """
+        for name, value in figures.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise FallowError(f"update.note({name}=...) wants one number, not {tuple(value.shape)}", Exit.DATA)
+                self._values[name, shard] = value.detach().reshape(()).to(torch.float64, copy=True) * weight
+            else:
+                self._values[name, shard] = float(value) * weight
+
+    def send(self) -> None:
+        """Those on a device start for the host, in one copy."""
+        self._away = [at for at, value in self._values.items() if isinstance(value, torch.Tensor)]
+        if self._away:
+            self._arriving = to_host(torch.stack([torch.as_tensor(self._values[at]) for at in self._away]))
+
+    def told(self) -> dict[str, dict[int, float]]:
+        """By figure and shard, behind an event behind `send`."""
+        for at, value in zip(self._away, self._arriving.tolist() if self._away else [], strict=True):
+            self._values[at] = value
+        self._away = []
+        found: dict[str, dict[int, float]] = {}
+        for (name, shard), value in self._values.items():
+            found.setdefault(name, {})[shard] = float(value)
+        return found

@@ -1,0 +1,230 @@
+"""Going over to the next generation: when, with whom, and what is reported of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from fallow.core.shares import Division
+from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
+from fallow.worker.checkpoint.restore import load_newest
+from fallow.worker.data.ledger import LEAVING_S, Start
+from fallow.worker.handover.intake import Intake
+from fallow.worker.loop.member import Member
+from fallow.worker.session.session import Dismissed, exit_code
+from fallow.worker.session.voice import Voice
+from fallow.worker.transport.upcoming import Upcoming
+
+_ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
+"A fixed world's only generation."
+
+
+class Released(SystemExit):
+    """This worker has left the run between two updates; the process ends with code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A change of the membership that has not been reported yet."""
+
+    newcomer: bool
+    step: int
+    parts: Parts
+    healed: bool = False
+    intake: Intake | None = None
+    entered: float = 0.0
+
+
+class Generations:
+    """Of one member: which one it is in, and its way into the next.
+
+    Args:
+        member: this worker.
+        on_resize: called after each change.
+    """
+
+    def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
+        self._member = member
+        self._on_resize = on_resize
+        self._voice = Voice()
+        self.prepare = _ALONE
+        "of the generation at work"
+        self.fresh = True
+        "its members have not come together yet"
+        self.due = 0
+        "generation that all members enter behind the last step; 0: none"
+        self.asking = False
+        "this member waits in a joint call"
+        self.released = False
+        "this worker has left the run, or was told to"
+        self._arrival: Arrival | None = None
+        self._parts = Parts()
+
+    @property
+    def offered(self) -> int:
+        """Planned generation to which this member can change over; 0: none."""
+        session = self._member.session
+        return session.switch_offered if session is not None else 0
+
+    @property
+    def wanted(self) -> bool:
+        """This member has to enter the next one before it can do anything together with others."""
+        group = self._member.group
+        return group.broken is not None or self.due > 0 or (self._member.session is not None and not group.generation)
+
+    def enter(self) -> None:
+        """Take the next generation that is committed; its members then have to come together.
+
+        Raises:
+            Answered: what this member waits for was complete on a member that is gone.
+            FallowError: a fixed world has broken, or the head is gone for good.
+            Released: this worker is not in it.
+        """
+        member, session = self._member, self._member.session
+        group = member.group
+        if session is None:
+            raise FallowError(
+                f"the connection to another rank is lost ({group.broken}); a fixed world cannot go on: "
+                "start it again, or run it under `fallow run`"
+            )
+        reached = time.monotonic()
+        if group.broken is not None and group.generation:
+            session.hold(group.generation, group.broken)
+            if member.saver is not None:
+                member.saver.lost()
+        self.due = 0
+        try:
+            upcoming = session.await_commit(self._wait, self._answers)
+        except Dismissed as dismissed:
+            self.released = True
+            if dismissed.code == 0:
+                raise Released from None
+            raise FallowError(dismissed.reason, exit_code(dismissed.code)) from None
+        if upcoming.group is None:
+            self._leave(upcoming)
+        member.group.retire()
+        self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
+        member.group, self.prepare, self.fresh = upcoming.group, upcoming.prepare, True
+        member.standing.give_up()
+
+    def _wait(self) -> bool:
+        """What there is to do while no generation is committed; True: there is more."""
+        member = self._member
+        saver = member.saver if member.place.joined else None
+        if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position.step):
+            self.depart()
+        return member.follow()
+
+    def _answers(self, prepare: Prepare) -> bool:
+        """This member waits in a joint call for what a member had heard that has failed since.
+
+        It goes on with that answer as what it was, in the broken generation. In the next one it might be the main
+        member, and would do once more what the other one has begun to do.
+        """
+        member, outcome = self._member, prepare.outcome
+        if outcome is None or prepare.rollback or not self.asking or not member.standing.holds:
+            return False
+        return outcome.generation == member.group.generation and outcome.agreed > member.place.position.op
+
+    def restore(self) -> dict[str, object] | None:
+        """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
+        state: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._unusable, self._member.move)
+        return state
+
+    def _unusable(self, path: str, reason: str) -> None:
+        session = self._member.session
+        if session is not None:
+            session.send(CheckpointDamaged(worker=session.worker, path=path, reason=reason))
+
+    def entered(self, paces: list[float], parts: Parts, intake: Intake | None, *, healed: bool) -> None:
+        """All members are there, and have the run's state: from here on this one computes in the generation."""
+        member, place = self._member, self._member.place
+        now = time.monotonic()
+        newcomer, self.fresh = not place.joined, False
+        place.went_back = self.prepare.rollback and not newcomer
+        member.division = Division(tuple(paces))
+        if newcomer:
+            place.joined, place.since = True, member.group.generation
+            member.boundary = now  # it was waiting before, and stands still from here on
+        self._voice.speak(speaks=member.group.rank == 0)
+        member.reduction.attach(member.group)
+        at = place.position
+        # Behind an inner loop, or between two phases, the generation before has computed the step at work.
+        first_step = at.step + (member.recorded_step == at.step)
+        member.ledger.add(Start(generation=member.group.generation, first_step=first_step))
+        member.ledger.flush()
+        member.replan()
+        if member.session is not None:
+            member.session.progress.step = at.step
+            member.session.progress.reached = at.data_epoch, at.index
+            member.session.reap_retired()
+            whole = msgspec.structs.replace(
+                parts, drain=self._parts.drain + parts.drain, group=self._parts.group + parts.group
+            )
+            self._arrival = Arrival(newcomer, first_step, whole, healed, intake, now)
+        for callback in self._on_resize:
+            callback()
+
+    def report_arrival(self) -> None:
+        """Tell the head that this worker computes in the new generation, once its first batch is here."""
+        arrival, self._arrival = self._arrival, None
+        member, session = self._member, self._member.session
+        if arrival is None or session is None:
+            return
+        now = time.monotonic()
+        intake = arrival.intake
+        message = Active(
+            worker=session.worker,
+            generation=member.group.generation,
+            first_step=arrival.step,
+            pause_s=0.0 if arrival.newcomer else now - member.boundary,
+            parts=msgspec.structs.replace(arrival.parts, data=now - arrival.entered),
+            bytes_received=intake.bytes_in_pause if intake is not None else 0,
+            steps_discarded=member.discarded,
+            healed=arrival.healed,
+        )
+        member.discarded = 0
+        if intake is None:
+            self._tell(message)
+        else:
+            # Until all of the state is here this member cannot give it to others.
+            intake.when_complete(lambda: self._tell(msgspec.structs.replace(message, bytes_behind=intake.bytes_behind)))
+
+    def _tell(self, message: Active) -> None:
+        session = self._member.session
+        assert session is not None
+        if message.generation == self._member.group.generation:
+            session.send(message)
+            session.progress.generation = message.generation
+
+    def _leave(self, upcoming: Upcoming) -> NoReturn:
+        member = self._member
+        self._voice.speak(speaks=False)
+        if member.saver is not None and member.place.joined:
+            if upcoming.prepare.members:
+                member.saver.finish()
+            elif member.standing.holds:
+                at = member.place.position
+                member.saver.suspend(member.group, member.prepared, member.plain(), at.step, at.loop_epoch)
+        self.depart()
+
+    def depart(self) -> NoReturn:
+        """Leave the run between two updates.
+
+        Raises:
+            Released: always.
+        """
+        member, session = self._member, self._member.session
+        assert session is not None
+        member.ledger.flush(LEAVING_S)
+        step = member.place.position.step
+        session.deliver(Left(worker=session.worker, generation=member.group.generation, step=step), 2.0)
+        self.released = True
+        raise Released

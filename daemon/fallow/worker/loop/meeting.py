@@ -1,0 +1,365 @@
+"""How members come together: at the beginning of each operation, and again in each new generation.
+
+Who has finished an operation knows that all could: so nobody is more than one ahead, and who is one behind needs only
+what the others concluded, a few bytes. State goes to newcomers, and to those that had not received all of it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from fallow.model import Exit, FallowError, Parts
+from fallow.worker.handover.standing import FRESH, TORN
+from fallow.worker.handover.transfer import Roles, load_state, transfer
+from fallow.worker.loop import agreement
+from fallow.worker.loop.agreement import Ranks
+from fallow.worker.loop.generations import Generations
+from fallow.worker.loop.member import Member
+from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
+from fallow.worker.loop.outcome import exact_sum
+from fallow.worker.loop.position import Position
+from fallow.worker.prepared import state
+from fallow.worker.session.session import Answered, OthersEnded
+from fallow.worker.transport.group import Told
+from fallow.worker.transport.waits import Interrupted
+
+_ANSWER = struct.Struct("<d")
+
+
+class EndedAlone(Exception):
+    """This member's script has ended while the others go on in the loop."""
+
+
+class Call(NamedTuple):
+    """A run.updates call, as members compare it; see `Opening`."""
+
+    shards: int = 0
+    batch_size: int = 0
+    epochs: int = 0
+    max_steps: int = -1
+    loop: int = -1
+    epoch: int = -1
+
+
+class Met(NamedTuple):
+    """All members are at one operation."""
+
+    kind: Kind
+    openings: list[Opening]
+    "by rank"
+    outcome: bytes | None = None
+    "what the others have concluded, if this member is one operation behind: it has to go on by that"
+    generation: int | None = None
+    "in which they did, if not in this one: donors must hold the same position"
+
+
+class Meeting:
+    """Of one member.
+
+    Args:
+        member: this worker.
+        generations: its way into the next one.
+    """
+
+    def __init__(self, member: Member, generations: Generations) -> None:
+        self._member = member
+        self._generations = generations
+        self.call = Call()
+        self._told: Told | None = None
+        self._heard: list[Opening] | None = None
+
+    # ------------------------------------------------------------------------------------------------ an opening
+
+    def open(self, kind: Kind, *, value: float = 0.0, held: int = 0, amid: bool = False, ended: bool = False) -> None:
+        """Tell where this member is, once for each operation in a generation. Raises Interrupted."""
+        if self._told is None:
+            mine = self._opening(kind, value, held=held, amid=amid, ended=ended)
+            self._told = self._member.group.tell(encode(mine))
+
+    def hear(self) -> list[Opening]:
+        """All members' openings, by rank.
+
+        Raises:
+            Interrupted: the group broke, or a member's script has ended.
+            EndedAlone: it is this member's.
+            Apart: the members are at different places of the script.
+            Stranger: this newcomer is.
+        """
+        if self._heard is None:
+            assert self._told is not None, "an opening is told before it is heard"
+            self._heard = [decode(text) for text in self._told.wait()]
+            if not self._generations.fresh:
+                self._check(self._heard, list(range(len(self._heard))))
+        return self._heard
+
+    def forget(self) -> None:
+        """The operation is over, or the generation is."""
+        self._told = self._heard = None
+
+    def _opening(self, kind: Kind, value: float, *, held: int, amid: bool, ended: bool) -> Opening:
+        member = self._member
+        standing, place, prepared = member.standing, member.place, member.prepared
+        fresh = self._generations.fresh
+        return Opening(
+            generation=member.group.generation,
+            op=place.position.op,
+            kind=kind,
+            step=place.position.step,
+            amid=amid,
+            ended=ended,
+            standing=standing.value,
+            held=held,
+            concluded=place.position.concluded,
+            whole=standing.whole,
+            since=place.since,
+            fingerprint=state.fingerprint(prepared.weights()) if fresh and standing.holds else 0,
+            modes=prepared.modes.fingerprint() if fresh else 0,
+            pace=member.pace.value,
+            value=value,
+            **self.call._asdict(),
+        )
+
+    def _check(self, openings: Sequence[Opening], ranks: list[int]) -> None:
+        """Compare where those members are."""
+        group = self._member.group
+        ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
+        there = [openings[rank] for rank in ranks]
+        ended = [one for one in there if one.ended]
+        if self._member.session is not None and ended and any(one.kind != Kind.END for one in there):
+            if openings[group.rank].ended:
+                raise EndedAlone
+            self._interrupt("a member's script has ended inside of the loop")
+        agreement.check_places(there)
+        if there and there[0].kind == Kind.STEP:
+            mine = ranks.index(group.rank) if group.rank in ranks else 0
+            refused = agreement.check_calls(there, mine)
+            if refused:
+                self._interrupt(refused)
+
+    def _interrupt(self, reason: str) -> None:
+        self._member.group.interrupt(reason)
+        raise Interrupted(reason)
+
+    # ---------------------------------------------------------------------------------------------- coming together
+
+    def come_together(
+        self,
+        kind: Kind,
+        *,
+        value: float = 0.0,
+        held: int = 0,
+        amid: bool = False,
+        ended: bool = False,
+        rewind: Callable[[], None] = lambda: None,
+    ) -> Met:
+        """Wait until all members are at this operation, however often the membership changes meanwhile.
+
+        Args:
+            kind: of the operation.
+            value: this member's part of a joint call.
+            held: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            amid: inside of an update, behind the place where newcomers begin it.
+            ended: its script is over.
+            rewind: called before state is handed over: puts it back to the operation's beginning.
+
+        Raises:
+            FallowError: see `hear`; or nobody is left who has the state.
+            Released: this member has left the run.
+        """
+        member, generations = self._member, self._generations
+        while True:
+            try:
+                if generations.wanted:
+                    self.forget()
+                    generations.enter()
+                began = time.monotonic()
+                self.open(kind, value=value, held=held, amid=amid, ended=ended)
+                openings = self.hear()
+                if not generations.fresh:
+                    return Met(kind, openings)
+                ranks = agreement.ranked(openings, rollback=generations.prepare.rollback)
+                if ranks.behind:
+                    outcome = self._share_outcome(openings, ranks)
+                    if outcome is not None:
+                        return Met(kind, openings, outcome, openings[ranks.newest[0]].concluded - 1)
+                    continue  # the others open the next operation when they come to it
+                rewind()
+                self._hand_over(openings, ranks, time.monotonic() - began)
+                if kind in JOINT and not member.standing.settle():
+                    continue
+                where = self._where(openings, ranks)
+                if ranks.late or where is Kind.STEP:
+                    self.forget()  # the operation begins with an opening of its own
+                if member.group.rank in ranks.late:
+                    return Met(where, openings, member.place.position.outcome)
+                if ranks.late:
+                    continue
+                met = Met(where, openings)
+                if member.group.rank in ranks.stale:
+                    self._find_place(met)
+                return met
+            except Interrupted:
+                self.forget()
+
+    def _where(self, openings: Sequence[Opening], ranks: Ranks) -> Kind:
+        """What the members are at."""
+        if self._generations.prepare.rollback:
+            return Kind.STEP
+        there = [openings[rank] for rank in ranks.newest] or openings
+        return next((Kind(one.kind) for one in there if one.kind != Kind.COMING), Kind.STEP)
+
+    def _find_place(self, met: Met) -> None:
+        """The members trained without this one, which has their state now: its script may be elsewhere."""
+        self._follow(met)
+        self._member.discarded = 0  # who trained on has told of it
+        self._member.place.trained_without()
+
+    def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:
+        """Those who are one operation behind learn what the others have concluded; None: this member is not."""
+        group, source = self._member.group, ranks.newest[0]
+        texts = group.gather(self._member.place.position.outcome if group.rank == source else b"")
+        self.forget()
+        return texts[source] if group.rank in ranks.behind else None
+
+    def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
+        """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
+        member, group, standing = self._member, self._member.group, self._member.standing
+        for rank, one in enumerate(openings):
+            if one.generation != group.generation:
+                raise FallowError(
+                    f"rank {rank} is in generation {one.generation}, not {group.generation}: a stale process"
+                )
+        there = ranks.newest
+        self._check(openings, there)
+        if any(openings[rank].amid for rank in there) and (ranks.stale or any(not one.since for one in openings)):
+            self._interrupt("the members are amid an update: who is to take part waits for its end")
+        if self._generations.prepare.rollback:
+            standing.value = FRESH
+        began = time.monotonic()
+        donors, healed = self._donors(openings, there)
+        usable = bool(there) or self._generations.prepare.rollback
+        able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
+        roles = Roles(
+            donors=donors,
+            receivers=[rank for rank in able if rank not in donors],
+            begun=bool(there),
+            whole=any(one.whole for one in openings) or not there or bool(healed) or bool(ranks.stale),
+            modes=len({openings[rank].modes for rank in donors}) == 1,
+        )
+        standing.whole = any(one.whole for one in openings)
+        if not there and group.rank == donors[0]:
+            saved = self._generations.restore()
+            if saved is not None:
+                self.load(saved)
+        given = transfer(
+            group, member.prepared, standing, roles, member.plain, fingerprint=openings[donors[0]].fingerprint
+        )
+        if given is not None:
+            self._take_plain(given)
+        self._generations.entered(
+            [one.pace for one in openings],
+            Parts(drain=waited_s, state=time.monotonic() - began),
+            standing.latest,
+            healed=group.rank in healed,
+        )
+
+    def _donors(self, openings: Sequence[Opening], there: list[int]) -> tuple[list[int], list[int]]:
+        """Ranks whose state counts, and ranks that are as far but hold other weights.
+
+        More than half of those that have the state must agree; where unlike kernels may be the reason that they do
+        not, the largest side counts, of equal ones that with the first rank.
+        """
+        if not there:
+            if self._member.standing.value == TORN:
+                raise FallowError(
+                    "every member that had the state is gone, and this one had not received all of it yet; "
+                    "the run goes on from its newest checkpoint",
+                    Exit.TEMPFAIL,
+                )
+            rollback = self._generations.prepare.rollback
+            return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
+        (usual, count), *_ = Counter(openings[rank].fingerprint for rank in there).most_common(1)
+        if 2 * count <= len(there) and self._member.prepared.reproducible:
+            sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in there)
+            raise FallowError(
+                f"generation {self._member.group.generation}: members that are equally far hold different weights "
+                f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
+                "the nodes compute differently (processor, torch version)"
+            )
+        return (
+            [rank for rank in there if openings[rank].fingerprint == usual],
+            [rank for rank in there if openings[rank].fingerprint != usual],
+        )
+
+    # ------------------------------------------------------------------------------------------- plain values of it
+
+    def _take_plain(self, values: dict[str, object]) -> None:
+        self._member.place.position = msgspec.convert(values["position"], Position)
+        self._member.reduction.load(msgspec.convert(values["sums"], dict[str, object]))
+
+    def load(self, tree: dict[str, object]) -> None:
+        """Take the state that a checkpoint holds."""
+        self._take_plain(load_state(self._member.prepared, tree))
+
+    # -------------------------------------------------------------------------------------------------- joint calls
+
+    def join(self) -> None:
+        """A newcomer comes to where the members are."""
+        self._follow(self.come_together(Kind.COMING))
+
+    def _follow(self, met: Met) -> None:
+        """What the members do together where this one comes to them is done by now."""
+        if met.kind is not Kind.STEP:
+            self._conclude(met.kind, _mean(met))
+        self._member.place.came_at_end = met.kind is Kind.END
+
+    def joint(self, kind: Kind, value: float = 0.0, *, amid: bool = False, ended: bool = False) -> float:
+        """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
+
+        Raises:
+            FallowError: the others are in another place of the script, or have left it.
+        """
+        place = self._member.place
+        begun = place.position.op
+        self._generations.asking = True
+        try:
+            met = self.come_together(kind, value=value, amid=amid, ended=ended)
+        except Answered as answered:
+            met = Met(kind, [], _ANSWER.pack(answered.answer))
+        except OthersEnded as others:
+            if others.agreed <= begun or not self._member.standing.holds:
+                raise
+            met = Met(kind, [], _ANSWER.pack(others.answer))
+        finally:
+            self._generations.asking = False
+        self._generations.report_arrival()
+        if place.went_back:
+            self.forget()
+            return value
+        if place.position.op == begun:
+            self._conclude(kind, _mean(met) if met.outcome is None else met.outcome, met.generation)
+        return self.answer
+
+    @property
+    def answer(self) -> float:
+        """What the last operation gave if it was a joint call, else 0."""
+        outcome = self._member.place.position.outcome
+        return float(_ANSWER.unpack(outcome)[0]) if len(outcome) == _ANSWER.size else 0.0
+
+    def _conclude(self, kind: Kind, outcome: bytes, generation: int | None = None) -> None:
+        position = self._member.place.position
+        position.finish_operation(outcome, self._member.group.generation if generation is None else generation)
+        if kind is Kind.END:
+            position.finish_call()
+        self.forget()
+
+
+def _mean(met: Met) -> bytes:
+    values = [one.value for one in met.openings if one.kind == met.kind]
+    return _ANSWER.pack(exact_sum(values) / len(values))

@@ -1,0 +1,121 @@
+"""How fast this member is: seconds of its own work per shard, without the time that it waits for others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+
+import torch
+
+WINDOW = 5
+"""Steps whose median counts: two odd ones in a row do not show."""
+
+ENOUGH = 3
+"""Steps measured before a pace is told; the first ones of a process are slow."""
+
+_MOST_UNREAD = 8
+"Steps whose events the device has not reached yet; older ones are forgotten."
+
+
+class Pace:
+    """A stopwatch for the bodies of the inner loop, read once per step.
+
+    A body counts from the moment before its batch is loaded to its end. If processes load in the background, it counts
+    from the moment when its batch is there, and what a batch costs those processes takes its place where that is more.
+    The time that a body waits for such a batch says nothing: a member with few shards never waits, and would get more
+    shards than its processes can load.
+
+    On a device both ends are events on the current stream. They are read once the device has reached them, some steps
+    later if need be, so that nobody ever waits for the device here.
+
+    Args:
+        device: on which the bodies compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        "per shard, of measured steps"
+        self._unread: deque[_Step] = deque(maxlen=_MOST_UNREAD)
+        self._step = _Step([], 0.0)
+        self._began: _Mark | None = None
+        "of the body under way, if it counts"
+
+    @property
+    def value(self) -> float:
+        """Seconds per shard; 0: not known yet."""
+        while self._unread and self._unread[0].is_over():
+            self._seconds.append(self._unread.popleft().seconds_per_shard())
+        return statistics.median(self._seconds) if len(self._seconds) >= ENOUGH else 0.0
+
+    def begin_step(self) -> None:
+        """Begin a step. One that was begun before and did not end is forgotten."""
+        self._step = _Step([], 0.0)
+
+    def begin_body(self, *, is_full: bool) -> None:
+        """Begin a body; call it before its batch is loaded.
+
+        Args:
+            is_full: its shard has the full number of samples; others do not count.
+        """
+        self._began = _mark(self._device) if is_full else None
+
+    def loaded(self, load_s: float, processes: int) -> None:
+        """Note that the batch is there.
+
+        Args:
+            load_s: how long loading took, in whichever process.
+            processes: that load in the background; 0: it was loaded by this one.
+        """
+        if processes and self._began is not None:
+            self._step.background_s += load_s / processes
+            self._began = _mark(self._device)
+
+    def end_body(self) -> None:
+        """End a body; call it before anything waits for other members."""
+        if self._began is not None:
+            self._step.bodies.append((self._began, _mark(self._device)))
+            self._began = None
+
+    def end_step(self) -> None:
+        """End the step: its measurement counts."""
+        if self._step.bodies:
+            self._unread.append(self._step)
+        self.begin_step()
+
+
+_Mark = float | torch.Event
+"""A moment: of this process, or an event on a device's stream."""
+
+
+class _Step:
+    """The bodies of one step."""
+
+    def __init__(self, bodies: list[tuple[_Mark, _Mark]], background_s: float) -> None:
+        self.bodies = bodies
+        self.background_s = background_s
+
+    def is_over(self) -> bool:
+        end = self.bodies[-1][1]
+        return not isinstance(end, torch.Event) or end.query()
+
+    def seconds_per_shard(self) -> float:
+        work_s = sum(_seconds(began, end) for began, end in self.bodies)
+        return max(work_s, self.background_s) / len(self.bodies)
+
+
+def _mark(device: torch.device) -> _Mark:
+    if device.type in ("cpu", "meta"):
+        return time.monotonic()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: _Mark, end: _Mark) -> float:
+    if isinstance(began, torch.Event) and isinstance(end, torch.Event):
+        return float(began.elapsed_time(end)) / 1000
+    assert isinstance(began, float)
+    assert isinstance(end, float)
+    return end - began

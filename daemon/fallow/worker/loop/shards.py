@@ -1,0 +1,296 @@
+"""This member's shards of one inner loop, handed out again as long as the sums are not whole and certain."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fallow.core.shards import Duty
+from fallow.model import Exit, FallowError
+from fallow.worker.data.ledger import Fed
+from fallow.worker.data.source import Key, Source
+from fallow.worker.data.stream_loader import copied
+from fallow.worker.loop.agreement import check_parts
+from fallow.worker.loop.figures import Figures
+from fallow.worker.loop.opening import Kind
+from fallow.worker.loop.outcome import Ended, Outcome, Part, decode_outcome, decode_part, encode
+from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.transport.waits import Interrupted
+
+if TYPE_CHECKING:
+    from fallow.worker.loop.update import Update
+    from fallow.worker.loop.updates import Loop
+
+_CHANGED = (
+    "step {step}: weights or learning rates were changed inside the inner loop, which runs once for each shard and "
+    "again after a loss: write that behind the inner loop (an Embedding with max_norm changes its weights in forward: "
+    "leave max_norm out)"
+)
+
+_IN_FRONT = (
+    "step {step}: a backward in front of the inner loop: its gradients would be lost, since they are summed over the "
+    "members in the inner loop only; write it inside, or behind it in front of the optimizer's step"
+)
+
+
+class Shards(Iterator[Any]):
+    """Of one part of an update.
+
+    Args:
+        loop: of the run.
+        update: which this is a part of.
+        phase: its name; empty if the update has one inner loop only.
+    """
+
+    def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+        self._loop = loop
+        self._member = loop.member
+        self._update = update
+        self.phase = phase
+        self.ended: Ended = Ended.AGAIN
+        self.inside = False
+        "the script has a batch in its hands"
+        self.begun = False
+        self._queue: list[Duty] = []
+        self._dealt = False
+        "in the generation at work"
+        self._handed = False
+        "one of them was handed out"
+        self._held = 0
+        "generation + 1 in which this member got their sums"
+        self._shard, self._weight, self._samples, self._crc = 0, 0.0, 0, 0
+        self._figures = Figures()
+        self._steering = 0, 0
+        self._piece = torch.empty(0, device="cpu")
+        at = self._member.place.position
+        self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
+
+    @property
+    def _source(self) -> Source:
+        assert self._member.source is not None
+        return self._member.source
+
+    @property
+    def last_out(self) -> bool:
+        """The script has this member's last shard in its hands."""
+        return self.inside and not self._queue
+
+    def __next__(self) -> Any:
+        if self.inside and self.ended is Ended.WHOLE:  # since the backward of the body that is over now
+            self.inside = False
+            self._member.reduction.end_body()
+        while self.ended is not Ended.WHOLE:
+            try:
+                if self.inside:
+                    self._end_body()
+                elif self._member.group.broken is not None or self._loop.generations.fresh:
+                    self._come_together()
+                elif not self._dealt:
+                    self._deal()
+                elif self._queue:
+                    return self._hand_out()
+                else:
+                    self._finish()
+            except Interrupted:
+                continue
+        raise StopIteration
+
+    def complete(self) -> bool:
+        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
+        try:
+            self._end_body()
+            self._finish()
+        except Interrupted:
+            self._come_together()
+        whole = self.ended is Ended.WHOLE
+        if whole:
+            self.inside = True
+            self._member.reduction.resume_body()
+        return whole
+
+    def note(self, figures: dict[str, Any]) -> None:
+        """Figures of the shard that the script has in its hands."""
+        if self._weight:
+            self._figures.note(self._shard, self._weight, figures)
+
+    def leave(self) -> str:
+        """The script goes on without an end of this; returns what to say of it."""
+        self.ended = Ended.LEFT
+        self._member.reduction.drop()
+        return (
+            f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
+            "exception that the script caught), where other members would wait for its sums: leave a shard out by "
+            "`continue`, and leave the loop over run.updates by a break behind the inner loop"
+        )
+
+    # ------------------------------------------------------------------------------------------------- one attempt
+
+    def _deal(self) -> None:
+        """This member's shards in this generation, from the beginning."""
+        member, at, cut = self._member, self._member.place.position, self._cut
+        if not self.begun and member.reduction.stray():
+            raise FallowError(_IN_FRONT.format(step=at.step), Exit.DATA)
+        self._loop.watch.begin_step()
+        self._loop.meeting.open(Kind.STEP)
+        self._dealt, self.begun = True, True
+        self._queue = member.duties(len(cut.sizes))
+        self._samples = self._crc = 0
+        self._handed = False
+        self._figures = Figures()
+        self._piece, self._steering = self._loop.watch.start_piece(at.step), self._loop.watch.steering()
+        if not self._update.parts:
+            member.pace.begin_step()
+        member.buffers.begin()
+        member.reduction.begin(self.phase)
+
+    def _hand_out(self) -> Any:
+        member, at = self._member, self._member.place.position
+        duty = self._queue.pop(0)
+        size = self._cut.sizes[duty.shard]
+        if self._handed:
+            member.buffers.restore()
+        self._handed = True
+        self._shard, self._weight = duty.shard, size / self._cut.samples if duty.counts else 0.0
+        member.reduction.begin_body(self._weight, final=not self._queue)
+        member.pace.begin_body(is_full=size == self._source.batch_size)
+        member.seed_random("batch", at.step, duty.shard)
+        batch = self._batch(Key(at.data_epoch, at.index, duty.shard))
+        if duty.counts:
+            self._samples += size
+            self._crc += self._cut.crcs[duty.shard]
+            self._record(duty.shard, size)
+        member.seed_random("body", at.step, self.phase, duty.shard)
+        self._loop.generations.report_arrival()
+        member.move()
+        self.inside = True
+        return batch
+
+    def _batch(self, key: Key) -> Any:
+        """The shard's batch; where the step has phases each gets a copy of its own to work on."""
+        kept = self._update.batches
+        if key.shard in kept:
+            return copied(kept[key.shard])
+        batch = self._source.fetch(key, self._member.shards)
+        self._member.pace.loaded(self._source.load_s, self._source.processes)
+        if self.phase:
+            kept[key.shard] = copied(batch)
+        return batch
+
+    def _record(self, shard: int, size: int) -> None:
+        """In the ledger, once in each generation."""
+        member, at = self._member, self._member.place.position
+        generation = member.group.generation
+        if self._update.recorded(generation, shard):
+            return
+        member.ledger.add(
+            Fed(
+                generation=generation,
+                epoch=at.data_epoch,
+                step=at.step,
+                shard=shard,
+                n=size,
+                total=self._cut.samples,
+                crc=self._cut.crcs[shard],
+            )
+        )
+
+    def _end_body(self) -> None:
+        member, self.inside = self._member, False
+        member.pace.end_body()
+        member.move()
+        member.reduction.end_body()
+        if self._shard == 0 and member.group.rank == member.first_with(0, len(self._cut.sizes)):
+            member.buffers.keep()
+
+    # ------------------------------------------------------------------------------------------------- its end
+
+    def _finish(self) -> None:
+        """Wait for the sums, and for all to have them. Raises Interrupted: then others alone may be certain."""
+        member, at = self._member, self._member.place.position
+        if self._loop.watch.steering() != self._steering:
+            raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
+        self._loop.meeting.hear()
+        self._figures.send()
+        told: list[Part] = []
+        rounds = itertools.count()
+
+        def tell(sums: Sums) -> Sums:
+            self._held = member.group.generation + 1
+            # Nobody acts before it has heard this member, whose state and records are complete by then.
+            if not member.standing.complete():
+                raise Interrupted(member.group.broken or "the state did not come")
+            member.ledger.flush()
+            mine = self._part(sums, next(rounds))
+            told[:] = [decode_part(text) for text in member.group.gather(encode(mine))]
+            check_parts(told, at.step, self._cut, drift=not member.prepared.reproducible)
+            return Sums.joined([part.sums for part in told])
+
+        sums = member.reduction.finish(tell, root=member.first_with(0, len(self._cut.sizes)))
+        self._take(Outcome.of(told, sums), sums)
+
+    def _part(self, sums: Sums, number: int) -> Part:
+        member, at = self._member, self._member.place.position
+        return Part(
+            op=at.op,
+            place=zlib.crc32(f"{at.step} {len(self._update.parts)} {self.phase}".encode()),
+            round=number,
+            samples=self._samples,
+            crc=self._crc,
+            switch=self._loop.generations.offered,
+            checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
+            pace=member.pace.value,
+            piece=self._loop.watch.piece(self._piece),
+            agreement=self._loop.watch.agreement(),
+            acts=at.acts,
+            sums=sums,
+            notes=self._figures.told(),
+        )
+
+    def _take(self, outcome: Outcome, sums: Sums, *, adopted: bool = False) -> None:
+        """Everybody has the sums: they become gradients, unless they have outgrown their scale."""
+        member, at = self._member, self._member.place.position
+        if not member.reduction.give_out(sums):
+            # The same shards in the same generation: they are in the ledger already, only their batches are used up.
+            member.reduction.drop()
+            self._source.replan(Key(at.data_epoch, at.index, 0), member.shards)
+            member.buffers.restore()
+            self._dealt = False
+            return
+        member.buffers.settle()
+        member.standing.settle()  # others told that they have what they took from here
+        at.finish_operation(encode(outcome), self._held - 1)
+        at.acts = 0
+        self._loop.meeting.forget()
+        self.ended, self._queue = Ended.WHOLE, []
+        self._update.close(self, outcome, adopted=adopted)
+        member.seed_random("behind", at.step, self.phase)
+
+    def _come_together(self) -> None:
+        """In a new generation: go on by others' sums, or hand out the shards of its division."""
+        member = self._member
+        self.inside = False
+        if self._dealt:
+            # Now, and once: members compare their state, and what this one receives may not be overwritten.
+            member.buffers.restore()
+
+        def rewind() -> None:
+            member.reduction.drop()
+            member.reduction.forget()
+
+        if not self._dealt or not member.reduction.held:
+            self._held = 0
+        met = self._loop.meeting.come_together(Kind.STEP, held=self._held, amid=bool(self._update.parts), rewind=rewind)
+        if met.outcome is not None:
+            concluded = decode_outcome(met.outcome)
+            self._take(concluded, concluded.sums, adopted=True)
+            return
+        self._loop.check_place(amid=bool(self._update.parts))
+        member.discarded += self._dealt
+        member.ledger.drop_fed()
+        at = member.place.position
+        self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
+        self._dealt = False

@@ -1,0 +1,129 @@
+"""One optimizer step, as a script sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fallow.core.shards import Cut
+from fallow.model import Exit, FallowError
+from fallow.worker.loop.outcome import Outcome
+from fallow.worker.loop.rehearsal import RehearsedShards
+from fallow.worker.loop.shards import Shards
+
+if TYPE_CHECKING:
+    from fallow.worker.loop.updates import Loop
+
+
+class Update:
+    """One optimizer step of the whole global batch. Made by `run.updates`.
+
+    `for batch in update:` gives this member's shards. What stands behind that inner loop runs once, on every member,
+    with whole gradients.
+    """
+
+    def __init__(self, loop: Loop, *, rehearsal: bool) -> None:
+        self._loop = loop
+        self._rehearsal = rehearsal
+        self.open: Shards | RehearsedShards | None = None
+        "the inner loop at work"
+        self.parts: list[str] = []
+        "phases that are whole"
+        self.outcome: Outcome | None = None
+        "of the last of them"
+        self.adopted = False
+        "this member has it from others, in a later generation"
+        self.cut: Cut | None = None
+        "its shards"
+        self.batches: dict[int, Any] = {}
+        "shard -> its batch, where another phase may need it"
+        self._recorded: set[tuple[int, int]] = set()
+        self.figures: dict[str, float] = {}
+        "means over all samples of the step, of all its inner loops so far"
+
+    @property
+    def step(self) -> int:
+        """Its number, the same on all members."""
+        return self._loop.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of `run.epochs`, else passes over the data."""
+        return self._loop.member.place.epoch
+
+    def __iter__(self) -> Shards | RehearsedShards:
+        return self.phase("")
+
+    def phase(self, name: str) -> Shards | RehearsedShards:
+        """The shards once more, for a part of the step with a sum and an optimizer step of its own, as in a GAN.
+
+        Args:
+            name: of the phase; every member goes through the same ones in the same order.
+
+        Raises:
+            FallowError: another inner loop is not over, or this one was there already.
+        """
+        if self.open is not None:
+            if self.open.begun:
+                raise FallowError(self.open.leave(), Exit.DATA)
+            raise FallowError(f"step {self.step}: an inner loop inside an inner loop", Exit.DATA)
+        if name in self.parts:
+            what = f"phase {name!r}" if name else "the inner loop"
+            raise FallowError(
+                f"step {self.step}: {what} runs a second time: for a part with a sum of its own give each a name, "
+                "`for batch in update.phase(name):`",
+                Exit.DATA,
+            )
+        self.open = RehearsedShards(self._loop, self, name) if self._rehearsal else Shards(self._loop, self, name)
+        return self.open
+
+    def note(self, **figures: float | torch.Tensor) -> None:
+        """Inside the inner loop: the shard's mean of something; dropped if the shard is done again.
+
+        Raises:
+            FallowError: behind it, or it is no number.
+        """
+        if self.open is None or not self.open.inside:
+            raise FallowError("update.note belongs inside the inner loop, behind it read update.mean", Exit.DATA)
+        self.open.note(figures)
+
+    def mean(self, name: str) -> float:
+        """Behind the inner loop: the mean over all samples of the step; shards without the figure count as 0.
+
+        Raises:
+            FallowError: no shard has noted it.
+        """
+        if name not in self.figures:
+            raise FallowError(
+                f"update.mean({name!r}) belongs behind an inner loop with update.note({name}=...) in it", Exit.DATA
+            )
+        return self.figures[name]
+
+    def recorded(self, generation: int, shard: int) -> bool:
+        """The ledger has this shard of the step; from now on it has, in that generation."""
+        known = (generation, shard) in self._recorded
+        self._recorded.add((generation, shard))
+        return known
+
+    def close(
+        self,
+        part: Shards | RehearsedShards,
+        outcome: Outcome | None,
+        *,
+        adopted: bool = False,
+        figures: dict[str, float] | None = None,
+    ) -> None:
+        """An inner loop is whole.
+
+        Args:
+            part: it.
+            outcome: what its members have concluded; None: a rehearsal.
+            adopted: this member learned that in a later generation.
+            figures: of a rehearsal.
+        """
+        self.parts.append(part.phase)
+        if outcome is not None:
+            self._loop.member.recorded_step = self.step
+        self.open, self.outcome, self.adopted = None, outcome, adopted
+        self.figures |= outcome.means if outcome is not None else figures or {}

@@ -1,0 +1,342 @@
+"""The loop over updates: calls of `run.updates`, and what a script does between them together with others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+
+from fallow.core.failures import Apart
+from fallow.model import Exit, FallowError, WorkerReady
+from fallow.model.bounds import MOST
+from fallow.worker.data.source import Source
+from fallow.worker.guards.watch import Watch
+from fallow.worker.loop.boundary import Boundary
+from fallow.worker.loop.catch_up import CatchUp
+from fallow.worker.loop.generations import Generations
+from fallow.worker.loop.meeting import Call, EndedAlone, Meeting
+from fallow.worker.loop.member import Member
+from fallow.worker.loop.opening import Kind
+from fallow.worker.loop.rehearsal import RehearsedShards, rehearsal
+from fallow.worker.loop.shards import Shards
+from fallow.worker.loop.update import Update
+from fallow.worker.prepared.objects import signature_of
+from fallow.worker.prepared.signature import signature
+from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+
+_MOST = 1 << 62
+"""Epochs or steps of a call beyond this, as `math.inf` is, are told as this: members send whole numbers."""
+
+
+class Loop:
+    """Drives updates over shards, and changes the membership between them.
+
+    Args:
+        member: this worker.
+        on_resize: called after each change of the membership.
+    """
+
+    def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
+        self.member = member
+        self.watch = Watch(member.prepared)
+        self.generations = Generations(member, on_resize)
+        self.meeting = Meeting(member, self.generations)
+        self._boundary = Boundary(member, self.generations, self.meeting)
+        self._catch_up = CatchUp()
+        self._update: Update | None = None
+        "at work, or the last one"
+        self._inside = False
+        "a call is at work"
+        self._call: int | None = None
+        "number of the call whose end the members have not agreed on"
+        self.rehearsing = False
+        self._rehearsed = False
+        self.short = False
+        "updates are driven by the short loop, whose gate tells what may act"
+        self._first_step = 0
+        "the members' step, as a newcomer has heard of it"
+
+    # ------------------------------------------------------------------------------------------------ a call
+
+    def updates(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
+        """Updates of one `run.updates` call, see `Run.updates`."""
+        member, place = self.member, self.member.place
+        if self._inside:
+            raise FallowError(
+                "run.updates inside of another loop over run.updates: loops cannot be nested, nor read side by side "
+                "with zip; make one dataset that gives both parts of a batch, write one loop after the other, or give "
+                "each part of a step a phase",
+                Exit.DATA,
+            )
+        self.end_call()
+        call = place.begin_call()
+        if place.elsewhere(call):
+            return
+        member.source = source
+        source.moved = member.move
+        member.move()
+        self.watch.begin_call()
+        _ = member.reduction  # it chooses the kernels that the signature tells
+        self.meeting.call = self._facts(source, epochs, max_steps)
+        alone = member.session is None and member.group.size == 1
+        self._inside = True
+        try:
+            with nullcontext() if alone else graphs_cut_at_buckets():
+                if not place.joined:
+                    if member.session is not None and member.session.joins and not self._rehearsed:
+                        yield from self._rehearse()
+                    self._announce(source, epochs, max_steps)
+                    self._boundary.join()
+                    if member.session is not None:
+                        call = place.meet(call)
+                if place.behind(call):
+                    self._settle(call)
+                    return  # the members are past this call
+                place.begin_call_with_members()
+                self._catch_up.put_back()
+                self._call = call
+                member.replan()  # this source may have missed changes while another one was at work
+                yield from self._run(source, epochs, max_steps)
+        except GeneratorExit:
+            # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
+            # come to the end of the call by it agree on that when they do the next thing together.
+            self._close_left()
+            raise
+        finally:
+            self._inside = False
+            member.ledger.drop_fed()  # of a step that has not come to its sums: the next call does it
+            member.move(in_loop=False)
+            member.seed_random("between", place.position.step)
+
+    def _run(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
+        """Updates until the call is over, or its place is elsewhere."""
+        at = self.member.place
+        while True:
+            while at.position.passes < epochs and (max_steps is None or at.position.call_steps < max_steps):
+                self._boundary.come_together()
+                if at.elsewhere(self._call):
+                    return self._go_elsewhere()
+                self._update = update = Update(self, rehearsal=False)
+                self.member.seed_random("in front", at.position.step)
+                yield update
+                self._close(update)
+                self._boundary.take(update)
+            self.meeting.joint(Kind.END)
+            if not at.went_back:
+                break
+            if at.elsewhere(self._call):
+                return self._go_elsewhere()
+        self._call = None
+        self.member.ledger.flush()
+
+    def _go_elsewhere(self) -> None:
+        self._settle(self._call)
+        self._call = None
+
+    def check_place(self, *, amid: bool) -> None:
+        """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
+
+        Args:
+            amid: an inner loop of the update is whole, so that its first one cannot begin once more.
+
+        Raises:
+            FallowError: it is not; another process can.
+        """
+        place = self.member.place
+        went_back = place.went_back
+        if place.elsewhere(self._call) or (went_back and amid):
+            raise place.unreachable()
+
+    def _close(self, update: Update) -> None:
+        """The script is behind an update."""
+        member, at = self.member, self.member.place.position
+        if update.open is not None:
+            raise FallowError(update.open.leave(), Exit.DATA)
+        if not update.parts:
+            raise FallowError(
+                f"step {update.step}: an update without its inner loop: `for batch in update: ...backward()` in front "
+                "of the optimizer's step; neither make a list of run.updates nor of an update",
+                Exit.DATA,
+            )
+        self._boundary.finish(update)
+        assert member.source is not None
+        member.move()
+        self._update = None
+        assert at.step > 0
+
+    def _close_left(self) -> None:
+        update = self._update
+        if update is not None and update.open is None and update.parts and not self.rehearsing:
+            self._close(update)
+
+    @property
+    def step(self) -> int:
+        """Number of the update at work, or finished ones."""
+        return self._first_step if self.rehearsing else self.member.place.position.step
+
+    @property
+    def update(self) -> Update | None:
+        """The one at work."""
+        return self._update
+
+    # -------------------------------------------------------------------------------------------------- newcomers
+
+    def _rehearse(self) -> Generator[Update, None, None]:
+        member = self.member
+        self._first_step = member.first_step
+        self.rehearsing = True
+        self._update = update = Update(self, rehearsal=True)
+        try:
+            with rehearsal(member):
+                yield update
+        finally:
+            self.rehearsing, self._update = False, None
+        if not update.parts:
+            raise FallowError(
+                "an update without its inner loop: `for batch in update: ...backward()` in front of the step", Exit.DATA
+            )
+        self._rehearsed = True
+
+    def _announce(self, source: Source, epochs: int, max_steps: int | None) -> None:
+        """Tell the head that this worker is ready, with a signature of the state."""
+        session, prepared = self.member.session, self.member.prepared
+        if session is None:
+            return
+        ends = [max_steps, None if source.steps is None else source.steps * epochs]
+        total = min((end for end in ends if end is not None), default=None)
+        if total is not None:
+            total *= self.member.place.epochs_in_loop
+            total = total if total <= MOST else None
+        session.progress.total_steps = total
+        layout = prepared.layout()
+        session.announce(
+            WorkerReady(
+                worker=session.worker,
+                signature=signature_of(layout),
+                layout=layout,
+                arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
+                shards=source.shards,
+                global_batch=source.global_batch,
+                total_steps=total,
+            ),
+            prepared.device,
+        )
+
+    def _settle(self, call: int | None) -> None:
+        """The members are past this call: what is done on the way to them must not change the state."""
+        self.generations.report_arrival()
+        while not self.member.standing.settle():
+            self.meeting.join()
+        if self.member.place.ends_call_with_members(call):
+            self._catch_up.put_back()
+        elif not self.member.place.in_sync:
+            self._catch_up.keep(self.member.prepared)
+
+    def _facts(self, source: Source, epochs: int, max_steps: int | None) -> Call:
+        # The script may have left the loop over epochs, too, when it tells that it has left the call.
+        loop, epoch = self.member.place.epoch_entered or (-1, -1)
+        most = -1 if max_steps is None else int(min(max_steps, _MOST))
+        return Call(source.shards, source.batch_size, int(min(epochs, _MOST)), most, loop, epoch)
+
+    # ------------------------------------------------------------------------------------------ between the calls
+
+    def end_call(self, *, script: bool = False) -> None:
+        """Agree on the end of a call that the script has left by itself, before anything else is done together.
+
+        Args:
+            script: it is the script's end, too.
+
+        Raises:
+            FallowError: the others go on in it.
+            EndedAlone: so they do, and it is the script's end.
+        """
+        place = self.member.place
+        if self._call is not None and not self._inside:
+            if self._update is not None and self._update.open is not None:
+                self._left_amid(self._update.open, script)
+            self._update = None
+            self._call = None
+            self.meeting.joint(Kind.END, ended=script)
+            self._went_back()
+        if not self._inside:
+            place.finish_left_loop()
+
+    def _left_amid(self, shards: Shards | RehearsedShards, script: bool) -> None:
+        text = shards.leave()
+        self._update = None
+        if sys.exc_info()[0] is None and not script:
+            raise Apart(text)
+        if script:  # by `sys.exit`, say, whose code must not become another one
+            sys.stderr.write(f"fallow: {text}\n")
+            raise EndedAlone
+
+    @property
+    def answer(self) -> float:
+        """What the last joint call of the members gave; 0: there was none."""
+        return self.meeting.answer
+
+    def check_step(self) -> None:
+        """A prepared optimizer is about to step.
+
+        Raises:
+            FallowError: where gradients are not whole.
+        """
+        update = self._update
+        if update is None:
+            return
+        if not self.rehearsing:
+            self.member.place.position.acts += 1
+        if self.short:
+            return
+        if update.open is not None:
+            if not update.open.begun or not update.open.inside:
+                raise FallowError(update.open.leave(), Exit.DATA)
+            raise FallowError(
+                f"step {update.step}: an optimizer's step inside the inner loop, or behind a break from it: gradients "
+                "are whole when the inner loop has ended; write it behind that",
+                Exit.DATA,
+            )
+        if not update.parts:
+            raise FallowError(
+                f"step {update.step}: an optimizer's step in front of the inner loop: there are no gradients yet",
+                Exit.DATA,
+            )
+        reduction = self.member.reduction
+        if reduction.nothing and reduction.stray():
+            raise FallowError(
+                f"step {update.step}: no shard made a backward inside the inner loop, and one behind it trains this "
+                "member alone: `for batch in update: loss_fn(model(batch)).backward()`; neither make a list of an "
+                "update nor keep its batches for later",
+                Exit.DATA,
+            )
+
+    def together(self, kind: Kind, value: float) -> float:
+        """The mean of the members' values: between inner loops, or outside of all calls."""
+        if self.rehearsing:
+            return value
+        if self._inside:
+            if self._update is not None and self._update.open is not None:
+                raise FallowError(
+                    f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "
+                    "update.mean('x') behind it",
+                    Exit.DATA,
+                )
+            answer = self.meeting.joint(kind, value, amid=True)
+            self.check_place(amid=True)
+            return answer
+        self.end_call()
+        place = self.member.place
+        if place.begin_asking():
+            self._catch_up.put_back()
+            if place.answered:
+                return self.meeting.answer
+        if not place.in_sync:
+            return value
+        answer = self.meeting.joint(kind, value)
+        self._went_back()
+        return answer
+
+    def _went_back(self) -> None:
+        """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
+        if self.member.place.elsewhere(None):
+            self._settle(None)

@@ -1,0 +1,407 @@
+"""What `run.prepare` took over, and all of its state as one tree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.lr_scheduler import LRScheduler
+
+from fallow.model import Exit, FallowError
+from fallow.worker.data import rng
+from fallow.worker.prepared import extra_state
+from fallow.worker.prepared.modes import Modes
+from fallow.worker.prepared.state import decode, device_of, encode, plain_name
+from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.reduction.exact import Exact
+from fallow.worker.transport import device
+
+_ACTING = ("step", "update", "unscale_", "update_parameters")
+"""Methods that change state once per step."""
+
+
+class _Home(NamedTuple):
+    """Where a buffer is found."""
+
+    inside: dict[str, torch.Tensor | None]
+    name: str
+    path: str
+    "its name in messages"
+    statistics: bool
+    "of a layer that normalizes: a forward changes it, and only one in evaluation reads it"
+
+
+class ModelNames(NamedTuple):
+    """Where a module's `state_dict` differs from the module's tensors, each of which is exported once."""
+
+    transient: frozenset[str] = frozenset()
+    "buffers that it leaves out (`persistent=False`)"
+    aliases: Mapping[str, str] = {}
+    "further names of tied tensors -> the name under which the tensor is exported"
+
+
+class Prepared:
+    """The objects of one run, in the order in which they were prepared."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.others: list[Any] = []
+        "schedulers, scalers, averages, and whatever has state_dict and load_state_dict"
+        self.dicts: list[dict[Any, Any]] = []
+        "of plain values and tensors"
+        self.generators: list[Any] = []
+        "of random numbers; no part of the state, for each shard and each step seeds them"
+        self.arithmetic: Arithmetic = Floating()
+        "how the run's gradients are added up"
+        self.modes = Modes(lambda: self.modules)
+        self._homes: list[_Home] | None = None
+        "where buffers are found: a forward may put another tensor in a buffer's place"
+        self._trainable: dict[int, nn.Parameter] = {}
+        "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+
+    def add(self, thing: Any) -> None:
+        """Take over one object (not a DataLoader).
+
+        Raises:
+            FallowError: it has no state that can be handed to another member, or it was given before.
+        """
+        known = [*self.modules, *self.optimizers, *self.others, *self.dicts, *self.generators]
+        kind = type(thing).__name__
+        if any(thing is other for other in known):
+            raise FallowError(f"prepare: {kind} was given twice; prepare each object once")
+        if isinstance(thing, nn.Module):
+            _check_module(thing)
+        if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
+            encode(extra_state.read([thing]), f"prepare: {kind}")
+            self._homes = None
+            self.modules.append(thing)
+            self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
+        elif rng.is_generator(thing):
+            self.generators.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers.append(thing)
+        elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+            self.others.append(thing)
+        elif isinstance(thing, dict):
+            encode(dict(thing), f"prepare: {kind}")
+            self.dicts.append(thing)
+        else:
+            raise FallowError(
+                f"prepare: {kind} has no state_dict and load_state_dict, so its state cannot be "
+                "handed to a member that joins; add both, put its values into a dict, or do not prepare it",
+                Exit.DATA,
+            )
+
+    def acting(self) -> list[tuple[Any, list[str]]]:
+        """Objects that change their state once per step, and the names of the methods that do it."""
+        things = [*self.optimizers, *self.others]
+        found = ((thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things)
+        return [(thing, names) for thing, names in found if names]
+
+    @property
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """All GradScalers."""
+        return [thing for thing in self.others if isinstance(thing, torch.amp.GradScaler)]
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """All learning rate schedulers."""
+        return [thing for thing in self.others if isinstance(thing, LRScheduler)]
+
+    @property
+    def averages(self) -> list[torch.optim.swa_utils.AveragedModel]:
+        """All averages of models."""
+        return [thing for thing in self.others if isinstance(thing, torch.optim.swa_utils.AveragedModel)]
+
+    def strangers(self) -> str:
+        """What to say of prepared optimizers that train what was not prepared; empty: there is nothing."""
+        inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        strange = sum(id(parameter) not in inside for parameter in held if parameter.requires_grad)
+        if not strange:
+            return ""
+        return (
+            f"a prepared optimizer holds {strange} parameters that belong to no prepared module, so their "
+            "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained"
+        )
+
+    @property
+    def reproducible(self) -> bool:
+        """True if gradients are summed so that the membership does not show in the result."""
+        return isinstance(self.arithmetic, Exact)
+
+    # ------------------------------------------------------------------------------------------------ parameters
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that are trainable, or were when they were prepared, with names, in order, shared ones once."""
+        seen: set[int] = set()
+        named: list[tuple[str, nn.Parameter]] = []
+        for number, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                if self._trains(parameter) and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named.append((plain_name(f"model.{number}.{name}"), parameter))
+        return named
+
+    def _trains(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad or id(tensor) in self._trainable
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """All buffers of all modules with their names, in order, shared ones once."""
+        found = ((home.path, home.inside[home.name]) for home in self._buffer_homes())
+        return list({id(buffer): (path, buffer) for path, buffer in found if buffer is not None}.values())
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors of `named_buffers`."""
+        return [buffer for _, buffer in self.named_buffers()]
+
+    def statistics(self) -> set[int]:
+        """Ids of buffers in which normalizing layers gather statistics: no backward looks at what is new there."""
+        return {id(home.inside[home.name]) for home in self._buffer_homes() if home.statistics}
+
+    def _buffer_homes(self) -> list[_Home]:
+        if self._homes is None:
+            self._homes = [
+                _Home(
+                    part._buffers,
+                    name,
+                    plain_name(".".join(filter(None, ("model", str(number), within, name)))),
+                    isinstance(part, _NormBase),
+                )
+                for number, module in enumerate(self.modules)
+                for within, part in module.named_modules()
+                for name in part._buffers
+            ]
+        return self._homes
+
+    def weights(self) -> list[torch.Tensor]:
+        """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""
+        return [*(p for module in self.modules for p in module.parameters()), *self.buffers()]
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """What modules contribute to `export`, in its order."""
+        return [tensor for module in self.modules for tensor in _named(module).values()]
+
+    def trained_weights(self) -> set[int]:
+        """Numbers, among `weight_tensors`, of the parameters that prepared optimizers change."""
+        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        return {number for number, tensor in enumerate(self.weight_tensors()) if id(tensor) in held}
+
+    def devices(self) -> set[torch.device]:
+        """Where the modules are."""
+        return {tensor.device for tensor in self.weights()}
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator on which the modules are, else the host."""
+        return device_of(self.weights())
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def plain_optimizers(self) -> set[int]:
+        """Numbers of the optimizers that load a state by taking over, as they are, the tensors that fit."""
+        return {number for number, optimizer in enumerate(self.optimizers) if _loads_plainly(optimizer)}
+
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """Tensors in the state of all optimizers."""
+        return encode([optimizer.state_dict()["state"] for optimizer in self.optimizers], "optimizers").tensors
+
+    def export(self) -> dict[str, Any]:
+        """The whole state as a tree for `state.encode`; tensors share memory with the live ones.
+
+        Raises:
+            Exception: a script's own object raised it.
+        """
+        return {
+            "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
+            "groups": [_groups(optimizer, self._names()) for optimizer in self.optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "others": [thing.state_dict() for thing in self.others],
+            "dicts": [dict(values) for values in self.dicts],
+        }
+
+    def names(self) -> list[ModelNames]:
+        """How each module's `state_dict` calls the tensors that `export` has."""
+        return [_names_of(module) for module in self.modules]
+
+    def load(self, state: dict[str, Any], received: Set[int] = frozenset()) -> None:
+        """Put an exported state into the live objects, which may keep tensors of it.
+
+        Args:
+            state: as `export` made it. Tensors of modules may be on the host instead of their device.
+            received: ids of tensors of it that share the live ones' memory: they are not copied.
+
+        Raises:
+            FallowError: it does not fit them.
+            Exception: a script's own object raised it, which nobody but the script can explain.
+        """
+        try:
+            for module, tensors in zip(self.modules, state["models"], strict=True):
+                _load_module(module, tensors, received)
+            for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+                _regroup(optimizer, groups, self._names())
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+                if _loads_plainly(optimizer):
+                    _keep_dtypes(optimizer, saved)
+                _keep_strides(optimizer)
+            for own, values in zip(self.dicts, state["dicts"], strict=True):
+                values = _placed(values, own)
+                own.clear()
+                own.update(values)
+            others = list(zip(self.others, state["others"], strict=True))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise FallowError(
+                f"the run's state does not fit what this script prepared: {error}; "
+                "use the same script, arguments and library versions in every allocation",
+                Exit.DATA,
+            ) from None
+        for thing, saved in others:
+            try:
+                thing.load_state_dict(saved)
+            except Exception as error:
+                error.add_note(f"while this {type(thing).__name__} took over the run's state")
+                raise
+
+    def _names(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """All modules' parameters by id."""
+        return {
+            id(parameter): (plain_name(f"model.{number}.{name}"), parameter)
+            for number, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+        }
+
+    def layout(self) -> list[str]:
+        """One line per tensor and object, for comparing a joiner with the run."""
+        lines = [
+            f"model.{number}.{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}".replace(" [", "[")
+            + " frozen" * (isinstance(t, nn.Parameter) and not self._trains(t))
+            for number, module in enumerate(self.modules)
+            for name, t in _named(module).items()
+        ]
+        for number, optimizer in enumerate(self.optimizers):
+            # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
+            lines.append(f"optimizer.{number} {type(optimizer).__name__}")
+        lines += list(extra_state.holders(self.modules))
+        lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
+        lines += [f"dict.{number}" for number in range(len(self.dicts))]
+        return lines
+
+
+def _groups(optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Names of the parameters in each of its groups; those of no prepared module have none."""
+    return [[names[id(p)][0] if id(p) in names else "" for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _regroup(
+    optimizer: torch.optim.Optimizer, wanted: list[list[str]], names: dict[int, tuple[str, nn.Parameter]]
+) -> None:
+    """Make the groups those of another member, whose script has added some, or of a checkpoint before that."""
+    have = _groups(optimizer, names)
+    if have == wanted:
+        return
+    alike = next((n for n, (a, b) in enumerate(zip(have, wanted, strict=False)) if a != b), min(len(have), len(wanted)))
+    known = dict(names.values())
+    named = any("param_names" in group for group in optimizer.param_groups)
+    del optimizer.param_groups[alike:]
+    for group in wanted[alike:]:
+        params = [(name, known[name]) for name in group]
+        added = {"params": params if named else [parameter for _, parameter in params]}
+        optimizer.add_param_group(added)
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        advice: str | None = None
+        if kinds & {"DistributedDataParallel", "DataParallel"}:
+            advice = "give the plain module: run.prepare takes the wrapper's place"
+        elif kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+            advice = "every member holds the whole model: give the plain module, not a sharded one"
+        elif isinstance(part, nn.SyncBatchNorm):
+            advice = "use BatchNorm, whose statistics are those of a shard and do not depend on the membership"
+        elif any(isinstance(p, nn.UninitializedParameter) for p in part.parameters(recurse=False)):
+            advice = "run one forward before run.prepare, so that lazy layers have their shapes"
+        if advice is not None:
+            where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            raise FallowError(f"prepare: {where} is a {type(part).__name__}: {advice}", Exit.DATA)
+
+
+def signature_of(layout: list[str]) -> str:
+    """SHA-256 of the layout."""
+    return hashlib.sha256("\n".join(layout).encode()).hexdigest()
+
+
+def _load_module(module: nn.Module, tensors: dict[str, torch.Tensor], received: Set[int]) -> None:
+    own = _named(module)
+    if own.keys() != tensors.keys():
+        raise KeyError(", ".join(sorted(own.keys() ^ tensors.keys())))
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if id(tensors[name]) not in received:
+                tensor.copy_(tensors[name], non_blocking=True)
+
+
+def _placed(values: dict[Any, Any], own: dict[Any, Any]) -> dict[Any, Any]:
+    """The values, with tensors on the devices of those in whose place they come."""
+    live, encoded = encode(dict(own), "dict"), encode(values, "dict")
+    places = {str(path): tensor.device for path, tensor in zip(live.paths, live.tensors, strict=True)}
+    tensors = [
+        device.to_device(tensor, places.get(str(path), tensor.device))
+        for path, tensor in zip(encoded.paths, encoded.tensors, strict=True)
+    ]
+    placed: dict[Any, Any] = decode(encoded.tree, tensors)
+    return placed
+
+
+def _loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = [*optimizer._optimizer_load_state_dict_pre_hooks, *optimizer._optimizer_load_state_dict_post_hooks]
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Loading casts state to the parameter's dtype (bfloat16 parameters, float32 state): take it as it was."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entry in saved["state"].items():
+        live = optimizer.state[params[number]]
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dtype != live[key].dtype:
+                live[key] = value.to(live[key].device)
+
+
+def _keep_strides(optimizer: torch.optim.Optimizer) -> None:
+    """State travels row by row, but fused kernels go through it and its parameter as both lie in memory."""
+    for parameter, entry in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict) or parameter.is_contiguous():
+            continue
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                lying = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                if lying.stride() != value.stride():
+                    entry[key] = lying.copy_(value)
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {plain_name(name): tensor for name, tensor in named.items()}
+
+
+def _names_of(module: nn.Module) -> ModelNames:
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in ((plain_name(name), tensor) for name, tensor in every):
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    transient = {
+        plain_name(".".join(filter(None, (within, name))))
+        for within, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    kept = {name: own for name, own in aliases.items() if name not in transient}
+    return ModelNames(frozenset(transient), kept)

@@ -1,0 +1,1 @@
+"""From gradients to sums: buckets, the arithmetic of sums, buffers."""

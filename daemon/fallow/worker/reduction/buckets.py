@@ -1,0 +1,164 @@
+"""Where gradients are added up: flat buckets with a place for each parameter.
+
+The layout is a function of the parameters and of one learned order, so all members have the same. Parameters that gave
+no gradient while the order was learned lie in buckets of their own, behind the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fallow.worker.transport.device import asynchronous
+
+_FIRST_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+"""Sizes as in DDP: a small first bucket starts the network early in backward."""
+
+_LAST_BYTES = 6 << 20
+"""Unlike in DDP, buckets shrink to this at the end: nothing is left of backward to hide the last one's reduction. Until
+then each takes three quarters of what is left: it is reduced while backward makes the rest, if the network moves three
+times what backward makes. More buckets would hide more, but each costs a fifth of a millisecond to launch."""
+
+SMALL = 1 << 14
+"""Gradients of fewer elements are worked on together, since calls would cost more than the work."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """One flat tensor that is reduced as a whole."""
+
+    number: int
+    "the bucket's place in the order of reductions"
+    members: list[int]
+    "indices of the parameters, in the order of their places: small parameters first"
+    params: list[nn.Parameter]
+    "the same parameters"
+    offsets: list[int]
+    "first element of each place"
+    numel: int
+    batched: int
+    "elements at the front whose gradients are added together; the other parameters are added one by one"
+    silent: bool
+    "the parameters gave no gradient when the order was learned"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return self.params[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.params[0].device
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor of at least `numel` elements into the places, each in its parameter's shape and strides."""
+        return [
+            _shaped(flat[offset : offset + parameter.numel()], parameter)
+            for offset, parameter in zip(self.offsets, self.params, strict=True)
+        ]
+
+
+class Sum:
+    """Memory for the sum over one bucket.
+
+    Args:
+        bucket: its layout.
+        dtype: type of the sum.
+        numel: elements, at least the bucket's; more are padding.
+    """
+
+    __slots__ = ("_bucket", "_users", "filled", "flat", "views")
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, numel: int | None = None) -> None:
+        self._bucket = bucket
+        self.flat = torch.empty(numel or bucket.numel, dtype=dtype, device=bucket.device)
+        self.views = bucket.views(self.flat)
+        "one for each place"
+        self.filled = [False] * len(self.views)
+        "by place: something was added there"
+        self._users = _users(self.flat)
+
+    def clear(self) -> None:
+        """Begin at nothing: batched places become zero, the others are overwritten by what is added first."""
+        self.flat[: self._bucket.batched].zero_()
+        self.filled = [False] * len(self.views)
+
+    def complete(self) -> None:
+        """Make the places zero to which nothing was added."""
+        for view, offset, filled in zip(self.views, self._bucket.offsets, self.filled, strict=True):
+            if not filled and offset >= self._bucket.batched:
+                view.zero_()
+
+    @property
+    def shared(self) -> bool:
+        """Somebody else holds a tensor in this memory, for example a script that keeps last step's gradients."""
+        return _users(self.flat) != self._users
+
+
+def _users(flat: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
+
+
+def _shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`part` as the parameter lies in memory, so that adding and stepping go along both in order."""
+    if parameter.is_contiguous():
+        return part.view(parameter.shape)
+    # Not the parameter's own strides, which may leave gaps; torch's optimizers make their state like this.
+    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), part.storage_offset())
+
+
+def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket]:
+    """Lay all parameters out, one dtype to a bucket.
+
+    Args:
+        params: all of the run, in model order.
+        order: indices of those that are expected to get gradients, as a backward gives them. The others follow in
+            buckets of their own, the last parameters of the model first.
+
+    Returns:
+        The buckets, in the order of their reduction.
+    """
+    expected = list(order)
+    others = sorted(set(range(len(params))).difference(expected), reverse=True)
+    loud, silent = _spread(params, expected), _spread(params, others)
+    return [_bucket(params, number, members, number >= len(loud)) for number, members in enumerate([*loud, *silent])]
+
+
+def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int], silent: bool) -> Bucket:
+    together = asynchronous(params[members[0]].device)  # a call for each parameter is a kernel there
+    small = [index for index in members if together or params[index].numel() < SMALL]
+    members = [*small, *(index for index in members if not together and params[index].numel() >= SMALL)]
+    offsets, at = [], 0
+    for index in members:
+        offsets.append(at)
+        at += params[index].numel()
+    batched = sum(params[index].numel() for index in small)
+    return Bucket(number, members, [params[index] for index in members], offsets, at, batched, silent)
+
+
+def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[int]]:
+    """The indices, divided into buckets."""
+    found: list[list[int]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int, int]] = {}
+    left: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for index in order:
+        left[params[index].dtype, params[index].device] += params[index].nbytes
+    for index in order:
+        parameter = params[index]
+        key = (parameter.dtype, parameter.device)
+        number, used, cap = open_bucket.get(key, (-1, 0, 0))
+        if used >= cap:
+            part = left[key] if left[key] <= _LAST_BYTES else left[key] * 3 // 4
+            cap = min(BUCKET_BYTES, max(1, part)) if found else _FIRST_BYTES
+            number, used = len(found), 0
+            found.append([])
+        found[number].append(index)
+        open_bucket[key] = (number, used + parameter.nbytes, cap)
+        left[key] -= parameter.nbytes
+    return found

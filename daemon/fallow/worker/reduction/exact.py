@@ -1,0 +1,249 @@
+"""Sums of gradients that do not depend on who computed which shard: integers under power-of-two scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fallow.model import Exit, FallowError
+from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
+from fallow.worker.reduction.buckets import Bucket, Sum
+from fallow.worker.reduction.integers import Converter
+from fallow.worker.reduction.scales import NOTHING, Scales, exponent
+from fallow.worker.reduction.scattered import Scattered, piece_length
+from fallow.worker.transport.device import asynchronous, to_host
+from fallow.worker.transport.group import Group
+
+
+class Exact(Arithmetic):
+    """Sums in int64, which do not depend on order or grouping.
+
+    The gradient g of shard i, with the weight w = n_i / N, is added as the integer trunc(w x g x 2^s) under the
+    parameter's scale, see `Scales`. With P, the largest number of gradients that one shard gives for the parameter
+    (more than 1 for several backwards in a body) rounded up to a power of two, and G, the largest magnitude among
+    all shards' gradients of the parameter:
+
+        |result - sum(w_i g_i)|  <=  n U + 2^-52 sum|w_i g_i| + half a unit in the last place of the parameter's type,
+        U <= 2^-47 P G  (2^-55 P G while G stays what it was)
+
+    for n gradients. Summation in float32 may err by n 2^-24 sum|w_i g_i|. So this is at least as accurate for all
+    elements with sum|w_i g_i| >= 2^-22 P G (2^-30 P G while G stays), and by far more accurate for the large ones. For
+    float64 parameters the same bound says: as accurate as a float64 sum in the parameter's largest elements while G
+    stays, up to 2^8 times worse in a step in which it has fallen by 2^8; in the others the error is as small in
+    absolute terms only.
+
+    A sum whose gradients left the range of their scales is void, and all members make it again with scales that fit
+    (most often in the first step, where references are guesses).
+
+    A parameter for which some shard had an infinity or a NaN gets NaN in every element, on all members, so that
+    GradScaler skips the step; its scale stays.
+    """
+
+    hands_out_sums = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scales = Scales()
+        self._results: dict[int, Sum] = {}
+        "gradients by bucket, in the parameters' type and padded to equal pieces"
+        self._scattered: dict[int, Scattered] = {}
+        "by bucket, for the group of the last sum"
+        self._main: dict[int, Scattered] = {}
+        "by bucket, the sums of this attempt to which late ones are added"
+        self._launched: list[tuple[Bucket, Scattered]] = []
+        "sums of this round"
+        self._peaks: list[tuple[int, list[int], torch.Tensor]] = []
+        "body, parameters' indices, and one or several largest magnitudes of each"
+        self._arriving: torch.Tensor | None = None
+        self._parts: list[dict[int, int]] = []
+        "by body, the number of gradients by parameter's index"
+
+    @property
+    def repeated(self) -> int:
+        """Finished sums that were made again because a scale did not fit."""
+        return self._scales.repeated
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """int64. Raises FallowError for complex parameters."""
+        if not dtype.is_floating_point:
+            raise FallowError(
+                f"a parameter is of type {str(dtype).removeprefix('torch.')}; reproducible=True takes real numbers: "
+                "hold it as a real parameter and use torch.view_as_complex in forward",
+                Exit.DATA,
+            )
+        return torch.int64
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        super().lay_out(buckets)
+        self._count = sum(len(bucket.members) for bucket in buckets)
+        if buckets:
+            self._converter = Converter(buckets[0].device)
+
+    def renew(self) -> None:
+        super().renew()
+        self._results, self._scattered = {}, {}
+
+    def begin(self, phase: str, idle: Sequence[bool]) -> None:
+        super().begin(phase, idle)
+        self._scales.begin(phase)
+        self._main, self._launched = {}, []
+        self._peaks, self._arriving, self._parts = [], None, []
+
+    # ------------------------------------------------------------------------------------------------- adding
+
+    def begin_body(self) -> None:
+        self._parts.append({})
+
+    def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
+        """Add trunc(weight x gradient x scale)."""
+        total = self._sum(bucket, late=late)
+        counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
+        for place, grad in arrived:
+            if not grad.numel():
+                continue
+            index = bucket.members[place]
+            counts[index] = counts.get(index, 0) + 1
+            if grad.numel() >= self._converter.small:
+                self._add_large(bucket, total, place, grad, weight)
+                continue
+            if place in small or elements >= self._converter.chunk:
+                self._add_small(bucket, total, small, weight)
+                small, elements = {}, 0
+            small[place] = grad
+            elements += grad.numel()
+        if small:
+            self._add_small(bucket, total, small, weight)
+
+    def _add_large(self, bucket: Bucket, total: Sum, place: int, grad: torch.Tensor, weight: float) -> None:
+        index, view = bucket.members[place], total.views[place]
+        first = not total.filled[place] and bucket.offsets[place] >= bucket.batched
+        peaks = self._converter.add_large(
+            _in_order(grad, view), weight, self._scales.shift(index), _in_order(view, view), first=first
+        )
+        total.filled[place] = True
+        self._peaks.append((len(self._parts) - 1, [index] * len(peaks), peaks))
+
+    def _add_small(self, bucket: Bucket, total: Sum, small: dict[int, torch.Tensor], weight: float) -> None:
+        indices = [bucket.members[place] for place in small]
+        shifts = [self._scales.shift(index) for index in indices]
+        places = [total.views[place] for place in small]
+        peaks = self._converter.add_small(list(small.values()), weight, shifts, places)
+        self._peaks.append((len(self._parts) - 1, indices, peaks))
+        for place in small:
+            total.filled[place] = True
+
+    # ------------------------------------------------------------------------------------------------- sums
+
+    def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
+        """In pieces: a member turns one of them into gradients, not all of the sum."""
+        total, scattered = self._sum(bucket, late=late), self._scattered.get(bucket.number)
+        total.complete()
+        if scattered is None or scattered.flat is not total.flat or scattered.group is not group:
+            scattered = Scattered(total.flat, group)
+        if not late:
+            self._scattered[bucket.number] = scattered
+        scattered.scatter()
+        self._launched.append((bucket, scattered))
+
+    def conclude(self, group: Group) -> None:
+        """Turn this member's pieces into gradients, and launch that all get all pieces."""
+        if not self._launched:
+            return
+        if asynchronous(group.device):
+            group.behind()
+        else:
+            group.certain()
+        launched, self._launched = self._launched, []
+        for bucket, scattered in launched:
+            whole = self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered))
+            group.collect(whole[group.rank * len(whole) // group.size :][: len(whole) // group.size], whole)
+
+    def _turn(self, bucket: Bucket, scattered: Scattered, main: Scattered) -> torch.Tensor:
+        """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
+        whole = self._room(bucket, first=scattered is main, members=scattered.group.size)
+        position = 0
+        for start in range(main.start, main.stop, self._converter.chunk):
+            stop = min(start + self._converter.chunk, main.stop)
+            # The parameters in this chunk, each with its own scale.
+            parts, shifts = [], []
+            while position < len(bucket.members):
+                offset = bucket.offsets[position]
+                end = offset + bucket.params[position].numel()
+                first, last = max(offset, start), min(end, stop)
+                if first < last:
+                    parts.append(slice(first - start, last - start))
+                    shifts.append(self._scales.shift(bucket.members[position]))
+                if end > stop:
+                    break
+                position += 1
+            total = main.own(start, stop)
+            if scattered is not main:
+                total.add_(scattered.own(start, stop))
+            for other in scattered.others(start, stop):
+                total.add_(other)
+            self._converter.back(total, parts, shifts, whole[start:stop])
+        return whole
+
+    def _room(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
+        """Memory for the gradients of all pieces, in the parameters' type and padded to equal pieces."""
+        numel = members * piece_length(bucket.numel, members)
+        known = self._results.get(bucket.number)
+        if known is None or len(known.flat) != numel or (first and known.shared):
+            self._results[bucket.number] = known = Sum(bucket, bucket.dtype, numel)
+        return known.flat
+
+    def results(self, bucket: Bucket) -> list[torch.Tensor]:
+        views = self._results[bucket.number].views
+        for index, view in zip(bucket.members, views, strict=True):
+            if index in self._scales.spoilt:
+                view.fill_(torch.nan)
+        return [view.detach() for view in views]
+
+    # ------------------------------------------------------------------------------------------------- judging
+
+    def prepare_extents(self) -> None:
+        if self._peaks:
+            self._arriving = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
+
+    def extents(self) -> list[int]:
+        """By parameter's index, the exponent of what one of this member's shards gives at most."""
+        largest: dict[tuple[int, int], float] = {}
+        values = iter(self._arriving.tolist() if self._arriving is not None else [])
+        for body, indices, _ in self._peaks:
+            for index in indices:
+                value, known = abs(next(values)), largest.get((body, index), 0.0)
+                # NaN compares as nothing does, and must stay.
+                largest[body, index] = value if value != value or value > known else known
+        found = [NOTHING] * self._count
+        for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
+            found[index] = max(found[index], exponent(value, self._parts[body][index]))
+        return found
+
+    def judge(self, extents: Sequence[int]) -> bool:
+        return self._scales.judge(extents)
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    def end(self) -> None:
+        self._scales.end()
+
+    def forget(self) -> None:
+        self._scales.forget()
+
+    def export(self) -> dict[str, Any]:
+        """The scales."""
+        return self._scales.export()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._scales.load(state)
+
+
+def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor`, flat, as those of `place` lie in memory; a view if both lie alike."""
+    if place.is_contiguous():
+        return tensor.reshape(-1)
+    if tensor.stride() != place.stride():
+        tensor = torch.empty_like(place, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,53 @@
+"""A sum over the members in two halves: each makes its piece of the result, then all get all pieces.
+
+So what the sum is turned into is worked out once in the group instead of once by each member, and the second half moves
+that, not the sum. In gloo reduce-scatter is an all-reduce; hence the exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fallow.worker.transport.group import Group
+
+
+def piece_length(numel: int, size: int) -> int:
+    """Elements in each member's piece of a bucket, the last one padded."""
+    return -(-numel // size)
+
+
+class Scattered:
+    """The sums over one bucket in one group.
+
+    Args:
+        flat: this member's contributions.
+        group: the members.
+    """
+
+    def __init__(self, flat: torch.Tensor, group: Group) -> None:
+        self.flat = flat
+        self.group = group
+        each, end = piece_length(flat.numel(), group.size), flat.numel()
+        spans = [(min(end, rank * each), min(end, (rank + 1) * each)) for rank in range(group.size)]
+        self.start, self.stop = spans[group.rank]
+        "of this member's piece, in elements"
+        # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
+        own = group.rank not in (0, group.size - 1)
+        self._given = [stop - start if own or rank != group.rank else 0 for rank, (start, stop) in enumerate(spans)]
+        self._taken = [self.stop - self.start if own or rank != group.rank else 0 for rank in range(group.size)]
+        self._outer = flat if own else flat[self.stop :] if group.rank == 0 else flat[: self.start]
+        self._arrived = flat.new_empty(sum(self._taken))
+        self._rows = torch.split(self._arrived, self._taken)
+
+    def scatter(self) -> None:
+        """Launch the first half: this member's piece of all others comes here."""
+        self.group.exchange(self._outer, self._given, self._arrived, self._taken)
+
+    def own(self, start: int, stop: int) -> torch.Tensor:
+        """Return this member's contributions to these elements of its piece; they may be used up."""
+        return self.flat[start:stop]
+
+    def others(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return those of the other members, once the first half is complete."""
+        rows = [row for rank, row in enumerate(self._rows) if rank != self.group.rank]
+        return [row[start - self.start : stop - self.start] for row in rows]

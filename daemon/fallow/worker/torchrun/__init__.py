@@ -1,0 +1,1 @@
+"""Scripts that are started by torchrun: restarts and the rendezvous backend."""

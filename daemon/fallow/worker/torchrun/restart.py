@@ -1,0 +1,43 @@
+"""`python -m fallow.worker.torchrun.restart COMMAND...`: torchrun's agent for one worker, with what Fallow asks of it.
+
+A started worker of `fallow run --restart` is this process; COMMAND is started anew with each generation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+from fallow.worker.api import process
+from fallow.worker.torchrun.backend import RESTART, create_handler
+
+_CHILD_PROCESS = str(Path(__file__).with_name("child_process.py"))
+
+
+def main(command: list[str]) -> None:
+    """Serve until the script has ended for good."""
+    process.die_with_parent()
+    process.leave_sigterm_to_the_head()
+    # One process here, as everywhere: torchrun's agents need not ask each other for their ranks.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    os.environ[RESTART] = "1"
+    rendezvous_handler_registry.register("fallow", create_handler)
+    options = [
+        "--rdzv-backend=fallow",
+        "--rdzv-endpoint=head",  # means nothing, but torchrun warns where there is none
+        "--nnodes=1",
+        "--nproc-per-node=1",
+        "--max-restarts=1000000000",  # the handler counts, with the others
+        "--monitor-interval=0.1",
+        "--signals-to-handle=SIGINT",
+        "--no-python",
+    ]
+    torchrun.main([*options, sys.executable, "-S", _CHILD_PROCESS, str(os.getpid()), *command])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Connections among the members of one generation."""

@@ -1,0 +1,102 @@
+"""What an asynchronous device needs: events, copies that do not wait, a side stream.
+
+The host runs ahead of such a device. A copy to the host is readable once an event behind the copy is complete; a device
+tensor is usable at once by whatever the same stream is given later. No other module knows of streams and events, and
+none waits for a device but through `wait`. On the host, and on the `meta` device, there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+HOST = torch.device("cpu")
+
+_POLL_S = 50e-6
+_LONGEST_POLL_S = 1e-3
+_POLL_SHARE = 0.02
+"Part of a wait by which polling may prolong it."
+
+
+def never() -> object:
+    """A reason to stop waiting that never comes."""
+    return None
+
+
+def asynchronous(device: torch.device) -> bool:
+    """True if the host runs ahead of this device."""
+    return device.type not in ("cpu", "meta")
+
+
+def enter(device: torch.device) -> None:
+    """Make it the calling thread's current device: every thread begins with the first one."""
+    if asynchronous(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def event(device: torch.device) -> torch.Event | None:
+    """An event behind everything that the device's current stream was given; None on the host."""
+    return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
+
+
+def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
+    """Wait until an event is complete, by polling: a call that blocks in the driver could not be ended.
+
+    Args:
+        event: None is complete.
+        stop: asked again and again; the wait ends when it returns something true.
+    """
+    began = time.monotonic()
+    while event is not None and not event.query() and not stop():
+        time.sleep(min(_LONGEST_POLL_S, max(_POLL_S, _POLL_SHARE * (time.monotonic() - began))))
+
+
+def follow(event: torch.Event | None, device: torch.device) -> None:
+    """The device's current stream waits for an event (of a side stream); the host does not."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor's value now, on the host: readable once an event behind this call is complete."""
+    if not asynchronous(tensor.device):
+        return tensor.detach().clone()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The host tensor on a device, for what its current stream is given from now on. Nobody may change it meanwhile."""
+    if not asynchronous(device) or tensor.device.type == device.type:
+        return tensor.to(device)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, behind: torch.Event | None = None) -> Iterator[None]:
+    """Inside, the current stream is a side stream, behind what the device's current stream was given.
+
+    Allocate device memory outside: the allocator ties it to the stream that is current. To use inside's results on the
+    stream outside, take an `event` inside and `follow` it outside.
+
+    Args:
+        device: of the stream; on the host nothing happens.
+        behind: the stream is behind this event only, and nobody else's: the current stream may wait for what this
+            thread does.
+    """
+    if not asynchronous(device):
+        yield
+        return
+    side = _side_stream(device) if behind is None else torch.Stream(device=device)
+    side.wait_event(behind or torch.accelerator.current_stream(device).record_event())
+    with side:
+        yield
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)

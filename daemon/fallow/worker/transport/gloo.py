@@ -1,0 +1,83 @@
+"""gloo groups: how they are made, and how they are taken down while a peer does not answer.
+
+One generation has two of them, over one listener. gloo pairs the collectives of a group by the order in which each rank
+launches them, so what members tell each other has a group beside that of their sums.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from fallow.worker.transport.gloo_port import MovedStore, device_within
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Upper end of what one member may keep the others waiting (an evaluation on rank 0), and of a reaper's wait."""
+
+_UNUSED_TAG = 1 << 20
+"""Of a message that nobody sends."""
+
+
+def connect(
+    store: Store, names: Sequence[str], rank: int, size: int, address: str, timeout_s: float, ports: range | None
+) -> Iterator[Any]:
+    """Make groups of the same ranks, one after the other, with all their connections.
+
+    Args:
+        store: rendezvous.
+        names: of the groups, the same on all ranks.
+        rank: this process's place, 0-based.
+        size: members.
+        address: the only local address to listen on.
+        timeout_s: seconds until each attempt fails.
+        ports: to listen on; None: the kernel chooses.
+
+    Yields:
+        Each `ProcessGroupGloo`, as soon as it is made.
+
+    Raises:
+        RuntimeError: the others did not come.
+        OSError: no listener could be had.
+    """
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
+    # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
+    if ports is None:
+        device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    else:
+        device, moved = device_within(address, ports)
+        store = MovedStore(store, moved)
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout_s)
+    for name in names:
+        yield ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+
+
+def close_connections(group: Any) -> None:
+    """End collectives that still wait for a peer, which `shutdown` would wait for.
+
+    gloo has no call for that, but it closes all connections of a group when a receive runs out of time.
+    """
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
+            # This one's connection is lost already, which says nothing of the others'.
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without gloo's source position and advice."""
+    lines = str(error).splitlines()
+    if not lines:
+        return type(error).__name__
+    text = re.sub(r"^\[[^\]]*/gloo/[^\]]*\] ", "", lines[0])
+    return text.partition(". This is typically caused")[0]

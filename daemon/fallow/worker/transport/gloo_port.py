@@ -1,0 +1,175 @@
+"""The port of gloo's listener, which gloo has no setting for: it listens on one that the kernel chooses.
+
+So a device that was just made is moved: its socket leaves gloo's epoll set, stops listening, is bound to a port of the
+range and listens again under the same descriptor. Nobody can have connected meanwhile: its address is not published
+yet. gloo remembers the first port and would publish that, so the store puts the new one in its place.
+
+Linux: tcp(7) (a socket that was bound to port 0 gives its port up with AF_UNSPEC), and proc(5), fdinfo of epoll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import re
+import socket
+import stat
+import struct
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from fallow.wire.address import all_taken, listen
+
+_BACKLOG = 128
+_BYTE = 256
+_TRIES = 200
+"Devices made until one has a fitting first port: with 50 free ports in the range one in five has."
+_EPOLL_ADD, _EPOLL_DEL = 1, 2
+# `struct epoll_event` is packed on x86-64 alone.
+_EPOLL_EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "=I4xQ")
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_NOBODY = struct.pack("H26x", socket.AF_UNSPEC)
+_WATCHED = r"^tfd:\s+{fd} events:\s+([0-9a-f]+) data:\s+([0-9a-f]+)"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_one_at_a_time = threading.Lock()
+"""The new listener is told from others by its coming, so two threads must not make one at once."""
+
+
+class Moved:
+    """A device's listener that listens elsewhere than gloo believes."""
+
+    def __init__(self, address: str, before: int, after: int) -> None:
+        self._before, self._after = _packed(address, before), _packed(address, after)
+        self.port = after
+
+    def published(self, value: bytes) -> bytes:
+        """What gloo puts into the store, with the port that is right."""
+        return value.replace(self._before, self._after)
+
+
+class MovedStore(Store):
+    """The store of a group whose device was moved."""
+
+    def __init__(self, store: Store, moved: Moved) -> None:
+        super().__init__()
+        self._store, self._moved = store, moved
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self._moved.published(data))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def device_within(address: str, ports: range) -> tuple[Any, Moved]:
+    """A gloo device that listens on a free port of the range.
+
+    Which of two members connects to the other gloo decides by comparing its own address, with the first port, to the
+    other's, with the published one; members on one host differ in the port alone, low byte first. So the new port has
+    the low byte of the first one, and no two listeners have the same: both members then come to the same answer.
+
+    Raises:
+        OSError: none is free, or this kernel does not let a listener be moved.
+    """
+    usable = {port % _BYTE: port for port in ports[:_BYTE]}
+    with _one_at_a_time:
+        for _ in range(_TRIES):
+            before = _listeners(address)
+            device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+            # By both: a group that is taken down meanwhile leaves its descriptor to the new listener.
+            new = dict(_listeners(address).items() - before.items())
+            if len(new) != 1:
+                raise OSError(errno.ENOTSUP, "gloo's listener is not found; unset [network] member_ports")
+            ((fd, first),) = new.items()
+            port = usable.get(first % _BYTE)
+            if port is not None and _is_free(address, port) and _move(fd, address, port):
+                return device, Moved(address, first, port)
+            del device
+    raise all_taken(address, ports)
+
+
+def _is_free(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        listen(address, range(port, port + 1)).close()
+        return True
+    return False
+
+
+def _move(fd: int, address: str, port: int) -> bool:
+    """False: somebody else was faster. The device is of no use then."""
+    epoll, event = _watcher(fd)
+    _check(_libc.epoll_ctl(epoll, _EPOLL_DEL, fd, event))
+    _check(_libc.connect(fd, _NOBODY, len(_NOBODY)))
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # gloo takes it out of the set when it ends the device.
+            listener.bind((address, 0))
+            listener.listen(_BACKLOG)
+            return False
+        finally:
+            _check(_libc.epoll_ctl(epoll, _EPOLL_ADD, fd, event))
+    return True
+
+
+def _watcher(fd: int) -> tuple[int, ctypes.Array[ctypes.c_char]]:
+    """The epoll set that watches a descriptor, and the event that it has for it."""
+    for info in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(OSError):
+            if match := re.search(_WATCHED.format(fd=fd), info.read_text(), re.MULTILINE):
+                event = _EPOLL_EVENT.pack(int(match[1], 16), int(match[2], 16))
+                return int(info.name), ctypes.create_string_buffer(event, len(event))
+    raise OSError(errno.ENOTSUP, "the kernel does not tell who waits for gloo's listener; unset [network] member_ports")
+
+
+def _listeners(address: str) -> dict[int, int]:
+    """Descriptor -> port, of this process's TCP sockets that listen on an address."""
+    found: dict[int, int] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        # Other threads close theirs meanwhile.
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                with socket.socket(fileno=os.dup(int(entry))) as one:
+                    if one.family in _FAMILIES and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        host, port = one.getsockname()[:2]
+                        found |= {int(entry): port} if host == address else {}
+    return found
+
+
+def _packed(address: str, port: int) -> bytes:
+    """The beginning of its `sockaddr`, as gloo publishes it."""
+    if ":" in address:
+        return (
+            struct.pack("=H", socket.AF_INET6)
+            + struct.pack("!HI", port, 0)
+            + socket.inet_pton(socket.AF_INET6, address)
+        )
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(address)
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,335 @@
+"""One generation's members: what they tell each other, and collectives that an interrupt can end.
+
+*Control* carries bytes on the host: `tell` and `gather`. *Transport* carries tensors of one device: `sum`, `copy`,
+`exchange`, `collect`; they are launched, and `certain` is the one wait for them. The two share no communicator, so they
+may be launched in an unlike order on two members. *Streams* carry state between two members.
+
+gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives are always asynchronous;
+a wait ends when their futures have completed or when `interrupt` was called, whichever is first. Python hears of
+completion once in a wait: every call from gloo's thread wants the GIL. A device communicator is aborted, which ends its
+collectives with garbage: what a device has computed counts only after `certain`.
+
+A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fallow.model import Exit, FallowError
+from fallow.worker.transport import device as devices
+from fallow.worker.transport import gloo
+from fallow.worker.transport.communicators import Communicator, Work
+from fallow.worker.transport.stream import Streams
+from fallow.worker.transport.waits import Interrupted, Waits
+
+_DRAIN_S = 5.0
+"""For so long an aborted communicator may take to end what it has on the device."""
+
+_LENGTH_BYTES = 8
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(slots=True)
+class Connections:
+    """What the members of a group are connected by."""
+
+    gloo_groups: list[Any] = field(default_factory=list)
+    "the first is control's"
+    transport: Communicator | None = None
+    streams: Streams | None = None
+    store: Any = None
+    "kept: a communicator may ask it again, and torch does not keep what is written in Python"
+
+
+class Told:
+    """Bytes of all members, on their way.
+
+    Args:
+        group: theirs.
+        taken: filled with them, by rank.
+        lengths: of each member's bytes.
+        work: fills `taken`; None: nobody else has any.
+    """
+
+    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], work: Any = None) -> None:
+        self._group, self._taken, self._lengths = group, taken, lengths
+        self.works = [] if work is None else [work]
+
+    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+        """Wait for the bytes of all members, by rank.
+
+        Raises:
+            Interrupted: the group is broken, or `timeout_s` has passed.
+        """
+        self._group._finish_telling(self, timeout_s)
+        data, ends = self._taken.numpy().tobytes(), list(itertools.accumulate(self._lengths))
+        return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
+
+
+class Group(Waits):
+    """Ranks 0..size-1 of one generation. In a world of one every collective is the identity.
+
+    Collectives may be launched from autograd's threads and `interrupt` comes from the communication thread; one thread
+    at a time waits.
+
+    Args:
+        generation: its number.
+        rank: this member's place, 0-based.
+        size: members.
+        connections: None for a world of one.
+        device: of the transport's tensors.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        rank: int,
+        size: int,
+        connections: Connections | None = None,
+        device: torch.device = devices.HOST,
+    ) -> None:
+        super().__init__()
+        self.generation = generation
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._connections = connections
+        self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
+        "of the transport; on a device the tensors stay until a stream waits for the work"
+        self._tellings: list[Told] = []
+        self._aborting: threading.Thread | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Something was launched that nobody has waited for."""
+        return bool(self._launched or self._tellings)
+
+    @property
+    def abandoned(self) -> bool:
+        """True if collectives were left behind: native threads may still hold on to them."""
+        return self.broken is not None and self._connections is not None
+
+    @property
+    def streams(self) -> Streams:
+        """Transfers of state between two members; they end with the group."""
+        assert self._connections is not None, "a world of one hands nothing over"
+        assert self._connections.streams is not None
+        return self._connections.streams
+
+    # -------------------------------------------------------------------------------------------------- its end
+
+    def interrupt(self, reason: str) -> None:
+        """End every pending and future collective and transfer of this group with `Interrupted`; from any thread."""
+        # First of all: who sees a collective complete looks next whether the group is broken.
+        super().interrupt(reason)
+        self._begin_abort()
+        self.end_transfers()
+
+    def _begin_abort(self) -> None:
+        # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
+        with self._guard:
+            transport = self._connections.transport if self._connections is not None else None
+            if self._aborting is None and transport is not None and devices.asynchronous(self.device):
+                name = f"abort-{self.generation}"
+                self._aborting = threading.Thread(target=transport.abort, name=name, daemon=True)
+                self._aborting.start()
+
+    def end_transfers(self) -> None:
+        """Nobody takes state from this member any more, nor it from others."""
+        if self._connections is not None and self._connections.streams is not None:
+            self._connections.streams.close()
+
+    def retire(self) -> None:
+        """Leave nothing of this group on the device: its tensors may be freed, and another group may take over.
+
+        For the training thread, before it makes buffers for the next group. Waits for the end of an abort.
+
+        Raises:
+            FallowError: aborted collectives do not end, so nothing on this device would ever end behind them.
+        """
+        self.behind()
+        if self.broken is None or self.size == 1 or not devices.asynchronous(self.device):
+            return
+        end = time.monotonic() + _DRAIN_S
+        self._begin_abort()
+        if self._aborting is not None:
+            self._aborting.join(_DRAIN_S)
+        drained = devices.event(self.device)
+        devices.wait(drained, lambda: time.monotonic() > end)
+        if drained is not None and not drained.query():
+            raise FallowError(
+                f"{self.device} has not ended the aborted collectives of generation {self.generation} within "
+                f"{_DRAIN_S:g} s: this member gives up; see the driver's log on this node",
+                Exit.TEMPFAIL,
+            )
+
+    def destroy(self) -> None:
+        """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
+        self.end_transfers()
+        with self._guard:
+            connections, self._connections = self._connections, None
+            whole, self.broken = self.broken is None, self.broken or "destroyed"
+        if connections is None:
+            return
+        if whole and connections.transport is not None:
+            connections.transport.shutdown()
+        for one in connections.gloo_groups:
+            gloo.close_connections(one)
+            one.shutdown()
+        self._launched.clear()
+        self._tellings.clear()
+
+    # -------------------------------------------------------------------------------------------------- control
+
+    def tell(self, part: bytes) -> Told:
+        """Launch an exchange of a few bytes among all.
+
+        Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
+        after the one before it, and every message costs both sides processor time.
+
+        Args:
+            part: of equal length on all ranks.
+
+        Raises:
+            Interrupted: the group is broken.
+        """
+        return self._tell(part, [len(part)] * self.size)
+
+    def gather(self, part: bytes) -> list[bytes]:
+        """Parts of unlike length of all members, by rank; waits.
+
+        Raises:
+            Interrupted: the group is broken.
+        """
+        told = self.tell(len(part).to_bytes(_LENGTH_BYTES)).wait()
+        return self._tell(part, [int.from_bytes(length) for length in told]).wait()
+
+    def _tell(self, part: bytes, lengths: list[int]) -> Told:
+        given = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else _NOTHING
+        if self.size == 1 or not any(lengths):
+            return Told(self, given, lengths)
+        if self.broken is not None:
+            raise Interrupted(self.broken)
+        assert self._connections is not None
+        taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        counts = [len(part)] * self.size
+        try:
+            work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+        except RuntimeError as error:
+            self.interrupt(gloo.reason(error))
+            raise Interrupted(self.broken) from None
+        told = Told(self, taken, lengths, work)
+        self._tellings.append(told)
+        return told
+
+    def _finish_telling(self, told: Told, timeout_s: float | None) -> None:
+        self.finish(told.works, timeout_s)
+        if told.works:
+            told.works.clear()
+            self._tellings.remove(told)
+
+    # ------------------------------------------------------------------------------------------------- transport
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Launch a sum over the ranks, in place.
+
+        This and the other collectives of the transport are complete after `certain`; on a device, what the current
+        stream is given after `behind` comes behind them. All ranks launch them in the same order.
+
+        Raises:
+            Interrupted: the group is broken.
+            TypeError: the tensor is not on the transport's device.
+        """
+        self._launch(lambda transport: transport.sum(tensor), tensor)
+
+    def copy(self, tensor: torch.Tensor, root: int) -> None:
+        """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
+        self._launch(lambda transport: transport.copy(tensor, root), tensor)
+
+    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
+        """Launch an exchange of unlike parts. Raises as `sum`.
+
+        Args:
+            given: 1-D, what this rank has for each, by rank.
+            counts: elements of it for each rank.
+            taken: 1-D, filled with what each has for this one, by rank.
+            arriving: elements from each rank.
+        """
+        if self.size == 1:
+            taken.copy_(given)
+        self._launch(lambda transport: transport.exchange(given, counts, taken, arriving), given, taken)
+
+    def collect(self, piece: torch.Tensor, whole: torch.Tensor) -> None:
+        """Launch a gather of pieces of one length, 1-D, into `whole`, by rank. Raises as `sum`."""
+        if self.size == 1:
+            whole.copy_(piece)
+        self._launch(lambda transport: transport.collect(piece, whole), piece, whole)
+
+    def _launch(self, launch: Callable[[Communicator], Work], *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise TypeError(f"the transport is for {self.device}, not for a tensor on {tensor.device}")
+        if self.size == 1:
+            return
+        if self.broken is None:
+            try:
+                self._launched.append((launch(self._transport), tensors))
+                return
+            except RuntimeError:
+                # A lost peer does not show here but in `certain`: else it is a mistake in the program.
+                failure = self._failure()
+                if failure is None:
+                    raise
+                self.interrupt(failure)
+        raise Interrupted(self.broken)
+
+    def behind(self) -> None:
+        """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
+        if devices.asynchronous(self.device):
+            launched, self._launched = self._launched, []
+            for work, _ in launched:
+                work.wait()
+
+    def certain(self) -> None:
+        """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
+
+        The one wait for a device in a step.
+
+        Raises:
+            Interrupted: `interrupt` was called, a peer's connection is lost, or the communicator failed.
+        """
+        if not devices.asynchronous(self.device):
+            self.finish([work for work, _ in self._launched])
+            self._launched.clear()
+            return
+        own = devices.event(self.device)
+        self.behind()
+        end = devices.event(self.device)
+        # As long as this device itself has something to do, others wait for this member, and it for nobody.
+        devices.wait(own, self._failure)
+        with self.counted():
+            devices.wait(end, self._failure)
+        # After the event: an abort completes events, too, with garbage before them.
+        failure = self._failure()
+        if failure is not None:
+            self.interrupt(failure)
+            raise Interrupted(failure)
+
+    def _failure(self) -> str | None:
+        if self.broken is not None or self.size == 1:
+            return self.broken
+        return self._transport.error()
+
+    @property
+    def _transport(self) -> Communicator:
+        assert self._connections is not None
+        assert self._connections.transport is not None
+        return self._connections.transport

@@ -1,0 +1,163 @@
+"""A fake asynchronous accelerator, device `fake`, for tests on machines without a GPU; see README.md.
+
+`load` makes the device known to this process, for good. So tests load it in processes of their own (`crew.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from accelerator import build, torch_device
+
+__all__ = [
+    "enqueue",
+    "held",
+    "host_view",
+    "load",
+    "mark_garbage",
+    "poison_memory",
+    "protect_memory",
+    "report_races",
+    "report_syncs",
+    "reset",
+    "take_reports",
+]
+
+Mode = Literal["off", "record", "raise"]
+_MODES: dict[Mode, int] = {"off": 0, "record": 1, "raise": 2}
+_loaded = False
+_held: set[int] = set()
+
+
+def load() -> None:
+    """Build the device if need be, and register it with torch. The first call compiles for about 15 s.
+
+    Raises:
+        build.Unavailable: there is no C++ compiler, or it fails.
+    """
+    global _loaded
+    if _loaded:
+        return
+    torch.ops.load_library(str(build.library()))
+    torch_device.register(_ops())
+    from accelerator import collectives
+
+    collectives.register()
+    _loaded = True
+
+
+def report_syncs(mode: Mode) -> None:
+    """Say what happens when the host waits for the device without asking for it: `item`, `bool`, `.cpu()`,
+    `nonzero`, copies of pageable memory. The report names the operator. Default: "off"."""
+    _ops().set_mode("sync", _MODES[mode])
+
+
+def report_races(mode: Mode) -> None:
+    """Say what happens when nothing orders two accesses to the same memory from two streams, when memory is freed and
+    given out again too early, and when garbage is read. Default: "raise"."""
+    _ops().set_mode("race", _MODES[mode])
+
+
+def poison_memory(on: bool) -> None:
+    """Fill new memory, freed memory and pinned targets of copies with 0xFF, which is NaN. Default: on."""
+    _ops().set_mode("poison", int(on))
+
+
+def protect_memory(on: bool) -> None:
+    """Make memory allocated from now on accessible to the device's threads only; others get SIGSEGV. Default: off."""
+    _ops().set_mode("protect", int(on))
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Keep a stream from starting its next task: this makes an interleaving certain."""
+    _hold(stream.stream_id, True)
+    try:
+        yield
+    finally:
+        _hold(stream.stream_id, False)
+
+
+def take_reports() -> list[str]:
+    """Return and forget what was reported, and forget the asynchronous error that waits to be raised."""
+    return list(_ops().take_reports())
+
+
+def reset() -> list[str]:
+    """Make the device as new: release held streams, wait for all tasks, restore the modes. Returns the reports.
+
+    Memory that is still in use keeps its history; an unordered access to it is still found.
+    """
+    for stream_id in [*_held]:
+        _hold(stream_id, False)
+    reports = take_reports()
+    for _ in range(2):  # an asynchronous error is raised by the first of them
+        with contextlib.suppress(RuntimeError):
+            torch.accelerator.synchronize()
+    report_syncs("off")
+    report_races("raise")
+    poison_memory(True)
+    protect_memory(False)
+    return reports + take_reports()
+
+
+def mark_garbage(tensor: torch.Tensor, why: str) -> None:
+    """Make every task an error that reads this memory before it is overwritten as a whole.
+
+    For functions given to `enqueue`: it acts at once, not behind the tasks that are queued.
+    """
+    _ops().mark_garbage(tensor, why)
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor on the same memory, for functions given to `enqueue`."""
+    return _ops().host_view(tensor)
+
+
+def enqueue(
+    function: Callable[[], None],
+    reads: Sequence[torch.Tensor] = (),
+    writes: Sequence[torch.Tensor] = (),
+    name: str = "enqueue",
+) -> None:
+    """Run a function on the current stream's thread, behind what the stream was given so far.
+
+    Args:
+        function: what to run. An exception becomes the device's asynchronous error.
+        reads: tensors whose contents it uses.
+        writes: tensors that it overwrites.
+        name: for reports.
+    """
+    token = next(_tokens)
+    _functions[token] = function
+    _ops().enqueue(_call_address, token, list(reads), list(writes), name)
+
+
+def _ops() -> Any:
+    return torch.ops.fallow_fake
+
+
+def _hold(stream_id: int, on: bool) -> None:
+    (_held.add if on else _held.discard)(stream_id)
+    _ops().hold(stream_id, on)
+
+
+_tokens = itertools.count()
+_functions: dict[int, Callable[[], None]] = {}
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int64)
+def _call(token: int) -> None:
+    try:
+        _functions.pop(token)()
+    except BaseException as error:
+        _ops().fail(f"{type(error).__name__}: {error}")
+
+
+_call_address = ctypes.cast(_call, ctypes.c_void_p).value

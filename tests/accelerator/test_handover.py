@@ -1,0 +1,321 @@
+"""State on a device: handed over, put back after a rehearsal, and saved, without a hidden wait and without a race."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+import accelerator
+from accelerator.crew import Member, on_both, on_device
+from fallow.worker.checkpoint.parts import take
+from fallow.worker.checkpoint.restore import load
+from fallow.worker.checkpoint.writer import Writer
+from fallow.worker.handover import pieces, supply
+from fallow.worker.handover.align import align
+from fallow.worker.handover.snapshot import Snapshot
+from fallow.worker.handover.standing import HOLDS, Standing
+from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.prepared import extra_state, state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+
+DEADLINE_S = 180.0
+
+
+class Scaled(nn.Linear):
+    """Keeps scales as FP8 layers do: not in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.amax = torch.ones(2, device="fake")
+
+    def get_extra_state(self) -> Any:
+        return {"amax": self.amax}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.amax = state["amax"]
+
+
+class Script:
+    """What one worker prepared, on the device."""
+
+    def __init__(self, seed: int, *, scaler: bool = False) -> None:
+        torch.manual_seed(seed)
+        turned = nn.Linear(8, 2100)
+        turned.weight = nn.Parameter(torch.randn(8, 2100).t())  # does not lie row by row
+        body = [nn.Linear(8, 9000), nn.Tanh(), nn.Linear(9000, 8), nn.BatchNorm1d(8), Scaled(), turned]
+        self.model: Any = nn.Sequential(*body).to("fake")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.values: dict[str, Any] = {"seen": 0, "mean": torch.zeros(3, device="fake")}
+        self.scaler = torch.amp.GradScaler("fake", init_scale=8.0) if scaler else None
+        self.prepared = Prepared()
+        for thing in (self.model, self.optimizer, self.schedule, self.values, self.scaler):
+            if thing is not None:
+                self.prepared.add(thing)
+        self.standing = Standing()
+
+    def backward(self) -> None:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(self.values["seen"]))
+        loss = self.model(x.pin_memory().to("fake", non_blocking=True)).square().mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.values["seen"] += 1
+        self.values["mean"] += 1
+        self.model[4].amax += 1
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.step()
+
+    def tree(self) -> dict[str, Any]:
+        return {"state": export_state(self.prepared, {}), "extra": extra_state.read(self.prepared.modules)}
+
+    def seen(self) -> tuple[bytes, int]:
+        """Everything, to be compared."""
+        encoded = state.encode(self.tree(), "test")
+        return encoded.tree, state.fingerprint(encoded.tensors)
+
+
+def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any] | None:
+    receivers = [rank for rank in range(group.size) if rank not in donors]
+    roles = Roles(donors=donors, receivers=receivers, begun=True, whole=False, modes=True)
+    own = b""
+    if group.rank in donors:
+        own = state.fingerprint(script.prepared.weights()).to_bytes(8, "little")
+    fingerprint = int.from_bytes(group.gather(own)[donors[0]], "little")
+    if group.rank not in donors:
+        script.train(1)  # a rehearsal: the device is still busy with it when the state arrives
+    return transfer(group, script.prepared, script.standing, roles, lambda: {"step": 2}, fingerprint=fingerprint)
+
+
+@contextmanager
+def connected(member: Member, device: str = "cpu") -> Iterator[Group]:
+    """A group of both processes."""
+    group = build_group(2, member.rank, member.size, member.store, "127.0.0.1", DEADLINE_S, device=torch.device(device))
+    yield group
+    group.gather(b"")  # a group that is closed while the other one still receives may end the process
+    group.destroy()
+
+
+@on_both
+def test_a_newcomer_trains_on_bit_for_bit_and_nobody_waits_for_the_device_unasked(member: Member) -> None:
+    script = Script(member.rank)
+    if member.rank == 0:
+        script.train(2)
+        script.standing.value = HOLDS
+    with connected(member) as group:
+        accelerator.report_syncs("raise")
+        plain = hand_over(group, script, [0])
+        assert plain == (None if member.rank == 0 else {"step": 2})
+        script.backward()  # the late part is on its way
+        assert script.standing.settle()
+        script.step()
+        accelerator.report_syncs("off")
+        script.train(2)
+        seen = script.seen()
+        one, other = group.gather(repr(seen).encode())
+        assert one == other
+        if member.rank == 1:
+            latest = script.standing.latest
+            assert latest is not None
+            assert latest.bytes_behind > 3 * 2 * 9000 * 8 * 4, "weights and optimizer"
+            assert script.model[5].weight.stride() == script.optimizer.state[script.model[5].weight]["exp_avg"].stride()
+
+
+@on_both
+def test_with_a_scaler_its_state_is_all_that_waits(member: Member) -> None:
+    script = Script(member.rank, scaler=True)
+    if member.rank == 0:
+        script.train(3)
+        script.standing.value = HOLDS
+    else:
+        script.train(1)
+    with connected(member) as group:
+        accelerator.report_syncs("record")
+        hand_over(group, script, [0])
+        assert script.standing.settle()
+        accelerator.report_syncs("off")
+        reports = accelerator.take_reports()
+        assert all("_local_scalar_dense" in report for report in reports), reports
+        assert len(reports) <= 2, "the scale and the growth tracker"
+        one, other = group.gather(repr(script.seen()).encode())
+        assert one == other
+
+
+@on_both
+def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member) -> None:
+    """Its stream may wait for sums that the newcomer can join only when it has everything."""
+    script = Script(member.rank)
+    if member.rank == 0:
+        script.train(2)
+        script.standing.value = HOLDS
+    with connected(member) as group:
+        gate = threading.Event()
+        if member.rank == 0:
+            plain = pieces.send_piece
+
+            def send(line: Any, memory: Any, number: int, count: int) -> int:
+                if memory is not supply_of(script)[supply.EARLY]:
+                    assert gate.wait(DEADLINE_S)
+                return plain(line, memory, number, count)
+
+            supply.send_piece = send
+        try:
+            hand_over(group, script, [0])
+            if member.rank == 0:
+                with accelerator.held(torch.accelerator.current_stream()):
+                    script.backward()
+                    with devices.beside(torch.device("fake:0")):
+                        torch.zeros(1, device="fake").add_(1)
+                    gate.set()
+                    assert script.standing.settle()
+            else:
+                assert script.standing.settle()
+        finally:
+            supply.send_piece = pieces.send_piece
+        torch.accelerator.synchronize()
+        assert len(set(group.gather(state.fingerprint(script.model.parameters()).to_bytes(8, "little")))) == 1
+
+
+def supply_of(script: Script) -> list[Any]:
+    while script.standing.supply is None:
+        pass
+    return script.standing.supply._memory
+
+
+@on_device
+def test_each_donor_copies_its_own_piece_only() -> None:
+    scripts = [Script(0), Script(0), Script(1)]
+    for script in scripts[:2]:
+        script.train(2)
+        script.standing.value = HOLDS
+    store = HashStore()
+    staged: dict[str, int] = {}
+    plain = pieces._views
+
+    def views(buffer: torch.Tensor, chunk: Any) -> list[torch.Tensor]:
+        name = threading.current_thread().name.split("-")[0] + str(threading.get_ident())
+        staged[name] = staged.get(name, 0) + sum(part.numel() for part in chunk)
+        return plain(buffer, chunk)
+
+    pieces._views = views
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            groups = list(
+                pool.map(
+                    lambda rank: build_group(2, rank, 3, PrefixStore("2", store), "127.0.0.1", DEADLINE_S), range(3)
+                )
+            )
+            list(pool.map(hand_over, groups, scripts, [[0, 1]] * 3))
+            assert all(pool.map(lambda script: script.standing.settle(), scripts))
+    finally:
+        pieces._views = plain
+        for group in groups:
+            group.destroy()
+    assert scripts[0].seen() == scripts[2].seen()
+    whole = sum(spec.nbytes for spec in state.encode(scripts[0].prepared.export(), "test").specs)
+    sent = [size for name, size in staged.items() if name.startswith("stream")]
+    assert len(sent) == 2
+    for size in sent:
+        assert abs(size - whole / 2) < 0.05 * whole
+
+
+@on_device
+def test_the_fingerprint_is_taken_on_the_device() -> None:
+    host = [torch.randn(5000), torch.randn(3, 700).t(), torch.tensor(2), torch.randn(2000).bfloat16(), torch.empty(0)]
+    device = [tensor.to("fake") for tensor in host]
+    accelerator.report_syncs("raise")
+    assert state.fingerprint(device) == state.fingerprint(host)
+    device[0][4999] += 1
+    assert state.fingerprint(device) != state.fingerprint(host)
+
+
+@on_device
+def test_a_rehearsal_leaves_nothing_behind() -> None:
+    one, other = Script(1), Script(1)
+    accelerator.report_syncs("raise")
+    snapshot = Snapshot(one.prepared)
+    one.train(2)
+    snapshot.restore()
+    one.optimizer.zero_grad()
+    accelerator.report_syncs("off")
+    assert one.seen() == other.seen()
+    assert one.values["mean"].device.type == one.model[4].amax.device.type == "fake"
+    for script in (one, other):
+        script.train(2)
+    assert one.seen() == other.seen()
+
+
+@on_device
+def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tmp_path: Path) -> None:
+    script, again = Script(1), Script(2)
+    script.train(2)
+    script.backward()
+    wanted = script.seen()
+    reports: list[Any] = []
+    prepared = script.prepared
+    accelerator.report_syncs("raise")
+    with accelerator.held(torch.accelerator.current_stream()):
+        snapshot = take(
+            export_state(prepared, {"step": 2}),
+            0,
+            1,
+            names=prepared.names(),
+            extra=extra_state.read(prepared.modules),
+            generation=1,
+            step=2,
+            epoch=0,
+            modes=[],
+            asked=False,
+            taken_at=0.0,
+        )
+        writer = Writer("w0", tmp_path, reports.append)
+        writer.begin(snapshot)
+        script.step()
+        assert not writer.drain(0.1), "nothing is copied yet"
+    assert writer.drain(DEADLINE_S)
+    accelerator.report_syncs("off")
+    assert load_state(again.prepared, load(Path(reports[0].path))) == {"step": 2}
+    assert again.values["mean"].device.type == "fake"
+    again.model[4].amax = again.model[4].amax.to("fake")
+    assert again.seen() == wanted
+
+
+@on_both
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_members_that_came_apart_are_brought_together(member: Member, device: str) -> None:
+    script = Script(1)
+    script.train(2)
+    for parameter in script.model.parameters():
+        parameter.data += 1e-7 * member.rank
+    wanted = script.seen()
+    with connected(member, device) as group:
+        align(group, script.prepared, 0)
+        one, other = group.gather(repr(script.seen()).encode())
+        assert one == other
+        if member.rank == 0:
+            assert script.seen() == wanted
+        script.train(1)
+        one, other = group.gather(repr(script.seen()).encode())
+        assert one == other

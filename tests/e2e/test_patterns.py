@@ -1,0 +1,34 @@
+"""Gradients that come in unusual patterns: the same result as plain torch in one process, whoever computes what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).with_name("pattern_worlds.py")
+PATTERNS = ["TwoBackwards", "BySteps", "ByShards", "Skipped", "Frozen", "Refrozen", "Scaled", "Usual", "Gan"]
+CLOSE = 2e-7
+"""Of float32 sums in another order, after 36 steps."""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), pattern], capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    worlds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(world["size"], world["reproducible"]) for world in worlds] == [
+        (size, reproducible) for reproducible in (False, True) for size in (1, 2, 3)
+    ]
+    assert not [world for world in worlds if world["refused"]]
+    for world in worlds:
+        assert len(world["digests"]) == 1, "ranks of one world end with other weights"
+        assert world["untouched"], "other parameters have no gradient than in plain torch"
+        assert world["scale"]
+        assert world["difference"] < CLOSE
+    assert len({world["digests"][0] for world in worlds if world["reproducible"]}) == 1

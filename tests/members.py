@@ -1,0 +1,67 @@
+"""A world of members in threads of one process, over gloo, for tests of what they sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import HashStore
+
+from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+
+T = TypeVar("T")
+
+
+def build_world(size: int) -> list[Group]:
+    """Build the groups of members 0..size-1."""
+    if size == 1:
+        return [Group(1, 0, 1)]
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: build_group(1, rank, size, store, "127.0.0.1", 60), range(size)))
+
+
+_worlds: dict[int, list[Group]] = {}
+
+
+def world(size: int) -> list[Group]:
+    """The same, for tests that break no group."""
+    if size not in _worlds or any(group.broken is not None for group in _worlds[size]):
+        _worlds[size] = build_world(size)
+    return _worlds[size]
+
+
+def together(work: Callable[[Group], T], groups: list[Group]) -> list[T]:
+    """Let all members do that, each in a thread of its own; returns what each got, or raises what one has raised."""
+    errors: list[BaseException] = []
+
+    def do(group: Group) -> T | None:
+        try:
+            return work(group)
+        except BaseException as error:
+            errors.append(error)
+            for other in groups:
+                other.interrupt("another member has failed")
+            return None
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        found = list(pool.map(do, groups))
+    if errors:
+        raise errors[0]
+    return found  # type: ignore[return-value]
+
+
+def telling(group: Group) -> Callable[[Sums], Sums]:
+    """What `Reduction.finish` needs to tell a member's part to the others."""
+
+    def tell(mine: Sums) -> Sums:
+        parts = group.gather(msgspec.msgpack.encode(mine))
+        return Sums.joined([msgspec.msgpack.decode(part, type=Sums) for part in parts])
+
+    return tell

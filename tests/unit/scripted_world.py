@@ -1,0 +1,267 @@
+"""A run of members in threads, whose memberships follow each other as a test says; see `scripted_group`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from scripted_group import HOST, Board, Generation, Killed, ProcessGroup, ScriptedGroup
+
+from fallow.core.audit import audit
+from fallow.core.failures import Stranger
+from fallow.model import Checkpointed, Dismiss, Finished, OthersFinished, Peer, Prepare, SampleReport, Welcome
+from fallow.worker.api.run import Run
+from fallow.worker.data.ledger import read_ledger
+from fallow.worker.loop.generations import Released
+from fallow.worker.session.progress import Progress
+from fallow.worker.session.session import Dismissed, OthersEnded
+from fallow.worker.transport.communicators import Communicator
+from fallow.worker.transport.group import Connections, Group
+from fallow.worker.transport.stream import Streams
+from fallow.worker.transport.upcoming import Built, Upcoming
+
+DEADLINE_S = 60.0
+
+
+class ScriptedSession:
+    """A member's conversation with a head that does what the test says."""
+
+    def __init__(self, worker: str, world: World) -> None:
+        self.worker, self._world = worker, world
+        self.progress = Progress()
+        self.sent: list[Any] = []
+        self.generation = 0
+        self.group: Group | None = None
+        self.run: Run | None = None
+        self.is_main = False
+        self.joins = not world.is_first(worker)
+        self.members_reached = 0, 0
+        self.deadline_in_s: float | None = None
+        self.checkpoint_wanted = False
+        self.checkpoint_due_at: float | None = None
+        self.checkpoint_given_up = 0, 0
+        self.held: list[int] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def deliver(self, message: Any, timeout_s: float) -> None:
+        self.sent.append(message)
+        if isinstance(message, Finished):
+            self._world.finished(message)
+
+    def announce(self, message: Any, device: torch.device) -> None:
+        self.sent.append(message)
+
+    def announce_checkpoint(self, message: Checkpointed) -> None:
+        self._world.written(message)
+
+    def checkpoint_done(self) -> None:
+        self.checkpoint_wanted = False
+
+    def beat(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def reap_retired(self) -> None: ...
+
+    def leaves_alone(self, margin_s: float) -> bool:
+        return False
+
+    def hold(self, generation: int, reason: str) -> None:
+        self.held.append(generation)
+
+    @property
+    def switch_offered(self) -> int:
+        return self._world.offered(self)
+
+    def await_commit(self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool]) -> Upcoming:
+        meanwhile()
+        return self._world.next_generation(self)
+
+    def told(self, kind: type) -> list[Any]:
+        """Messages of a kind that the head was sent."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class World:
+    """A run whose history is known beforehand.
+
+    Args:
+        folder: of the run.
+        generations: one after the other, numbered from 1.
+        max_workers: as the head tells them.
+    """
+
+    def __init__(self, folder: Path, *generations: Generation, max_workers: int = 4) -> None:
+        self._folder, self._plans, self._max_workers = folder, generations, max_workers
+        self._changed = threading.Condition()
+        self._arrived: dict[int, dict[str, ScriptedSession]] = {}
+        self._groups: dict[int, dict[str, ScriptedGroup]] = {}
+        self._failed = False
+        self._finished: Finished | None = None
+        self.checkpoints: list[Checkpointed] = []
+        self.sessions: dict[str, ScriptedSession] = {}
+
+    # ----------------------------------------------------------------------------------------- as a head does
+
+    def is_first(self, worker: str) -> bool:
+        """It is in the first generation."""
+        return worker in self._plans[0].members
+
+    def offered(self, session: ScriptedSession) -> int:
+        """A planned generation that this member may change over to."""
+        number = session.generation + 1
+        plan = self._plans[number - 1] if number <= len(self._plans) else None
+        assert session.run is not None
+        return number if plan is not None and plan.at_step is not None and session.run.step + 1 >= plan.at_step else 0
+
+    def written(self, message: Checkpointed) -> None:
+        """A checkpoint is complete."""
+        with self._changed:
+            self.checkpoints.append(message)
+            self._changed.notify_all()
+
+    def finished(self, message: Finished) -> None:
+        """A script has ended."""
+        with self._changed:
+            self._finished = message
+            self._changed.notify_all()
+
+    def next_generation(self, session: ScriptedSession) -> Upcoming:
+        """Wait until all members of the next generation wait for it, and give this one its group."""
+        number = self._number_for(session)
+        plan = self._plans[number - 1]
+        with self._changed:
+            if plan.rollback:
+                assert self._changed.wait_for(lambda: self.checkpoints, DEADLINE_S), "there is no checkpoint"
+        prepare = Prepare(
+            term=1,
+            generation=number,
+            replaces=number - 1,
+            members=[Peer(worker=name, address="127.0.0.1") for name in plan.members],
+            interrupt=plan.at_step is None,
+            timeout_s=DEADLINE_S,
+            checkpoints=[one.path for one in self.checkpoints][-1:],
+            rollback=plan.rollback,
+        )
+        if session.worker not in plan.members:
+            return Upcoming(prepare, None, Built(), committed=True)
+        with self._changed:
+            self._arrived.setdefault(number, {})[session.worker] = session
+            self._break_others(number - 1, session.worker)
+            if len(self._arrived[number]) == len(plan.members):
+                self._groups[number] = self._build(number, plan)
+            self._changed.notify_all()
+            there = self._changed.wait_for(
+                lambda: number in self._groups or self._failed or self._finished is not None, DEADLINE_S
+            )
+            if number not in self._groups:
+                if self._finished is not None:
+                    raise OthersEnded(
+                        OthersFinished(
+                            term=1,
+                            steps=self._finished.steps,
+                            agreed=self._finished.agreed,
+                            answer=self._finished.answer,
+                        )
+                    )
+                raise Dismissed(Dismiss(term=1, code=70, reason="another member failed" if there else "nobody came"))
+            session.generation = number
+            session.group = self._groups[number][session.worker]
+        return Upcoming(prepare, plan.members.index(session.worker), Built(session.group), committed=True)
+
+    def _number_for(self, session: ScriptedSession) -> int:
+        """A newcomer waits for the first generation that it is in."""
+        number = session.generation + 1
+        while not session.generation and session.worker not in self._plans[number - 1].members:
+            number += 1
+        if number > len(self._plans):
+            raise Dismissed(Dismiss(term=1, code=70, reason=f"{session.worker} is in no later generation"))
+        return number
+
+    def _break_others(self, number: int, worker: str) -> None:
+        """A member has lost its group elsewhere than where the test breaks it: so do the others, wherever they are."""
+        groups, own = self._groups.get(number, {}), self._groups.get(number, {}).get(worker)
+        breaks = self._plans[number - 1].breaks
+        if own is not None and own.broken is not None and (breaks is None or own.waits_so_far < breaks.wait):
+            for group in groups.values():
+                group.interrupt("another member has lost it")
+
+    def _build(self, number: int, plan: Generation) -> dict[str, ScriptedGroup]:
+        size = len(plan.members)
+        control, transport = Board(size), Board(size)
+        streams = [Streams(number, "127.0.0.1") for _ in plan.members]
+        cards = [one.card(holds=True) for one in streams]
+        groups: dict[str, ScriptedGroup] = {}
+        for rank, name in enumerate(plan.members):
+            streams[rank].cards = cards
+            connections = Connections(
+                [ProcessGroup(control, rank)], Communicator(ProcessGroup(transport, rank), HOST), streams[rank]
+            )
+            groups[name] = ScriptedGroup(number, rank, plan, connections)
+        return groups
+
+    # ---------------------------------------------------------------------------------------- as an agent does
+
+    def train(self, script: Callable[[Run], Any], *, reproducible: bool = False) -> dict[str, Any]:
+        """Run a script on each worker that is in some generation.
+
+        Returns:
+            By name what it gave, or the exception that ended it.
+        """
+        names = sorted({name for plan in self._plans for name in plan.members})
+        found: dict[str, Any] = {}
+        threads = [threading.Thread(target=self._member, args=(name, script, found), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 2 * DEADLINE_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        assert not any(thread.is_alive() for thread in threads), "a member hangs"
+        return found
+
+    def _member(self, name: str, script: Callable[[Run], Any], found: dict[str, Any]) -> None:
+        session = self.sessions[name] = ScriptedSession(name, self)
+        welcome = Welcome(
+            term=1,
+            run="r",
+            seed=0,
+            max_workers=self._max_workers,
+            beat_s=1.0,
+            lease_s=9.0,
+            head_patience_s=DEADLINE_S,
+            folder=str(self._folder),
+            joins=session.joins,
+        )
+        try:
+            run = session.run = Run(session, welcome, None)  # type: ignore[arg-type]
+            found[name] = script(run)
+            run._finished()
+        except (Killed, Released, Stranger) as end:
+            found[name] = end
+        except BaseException as error:
+            found[name] = error
+            self._fail()
+        finally:
+            if session.group is not None and isinstance(found[name], Killed | Stranger):
+                session.group.end_transfers()
+
+    def _fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+        for groups in list(self._groups.values()):
+            for group in groups.values():
+                group.interrupt("another member failed")
+
+    # ------------------------------------------------------------------------------------------------ what came out
+
+    def samples(self, steps: int, per_step: int) -> SampleReport:
+        """What the ledgers say of the first steps."""
+        records = [record for file in (self._folder / "ledger").glob("*") for record in read_ledger(file)]
+        return audit(records, {}, steps, per_step)

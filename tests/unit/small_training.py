@@ -1,0 +1,155 @@
+"""Small trainings for tests of the loop, and the same ones in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from fallow.worker.api.run import Run
+from fallow.worker.loop.outcome import Part
+from fallow.worker.loop.update import Update
+from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.transport.group import Group
+
+torch.set_num_threads(1)
+
+SAMPLES, GLOBAL_BATCH = 32, 16
+
+
+def alone() -> Run:
+    """A run in a world of one."""
+    return Run(None, None, Group(0, 0, 1, None))
+
+
+def points(size: int = SAMPLES) -> TensorDataset:
+    """Samples of five features, with labels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 5, generator=generator)
+    return TensorDataset(x, (x.sum(1, keepdim=True) > 0).float())
+
+
+def net() -> nn.Module:
+    """A model whose weights are the same each time, on every thread."""
+    return filled(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+
+def filled(model: nn.Module, seed: int = 3) -> nn.Module:
+    """The same model with weights that are no function of torch's own generator."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Mean over the batch."""
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1, act: Callable[[], Any] = lambda: None
+) -> None:
+    """Train on whole global batches; `act` is called in front of each optimizer step."""
+    for _ in range(epochs):
+        for batch in DataLoader(points(), GLOBAL_BATCH):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            act()
+            optimizer.step()
+
+
+def assert_close(one: nn.Module, other: nn.Module, atol: float = 1e-6) -> None:
+    """Their weights are equal up to the order of float32 sums."""
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+
+
+class Script:
+    """A model, an optimizer and a loader: four shards of a step, two steps of an epoch."""
+
+    def __init__(self, run: Run | None = None, model: nn.Module | None = None, batch_size: int = 4) -> None:
+        self.run = run or alone()
+        self.model: Any = model or net()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.loader: Any = DataLoader(points(), batch_size)
+
+    def prepare(self, *others: Any, optimizer: bool = True, reproducible: bool = False) -> Script:
+        """Prepare the script's objects and further ones."""
+        things = [self.model, *([self.optimizer] if optimizer else []), *others, self.loader]
+        found = self.run.prepare(*things, global_batch=GLOBAL_BATCH, reproducible=reproducible)
+        self.loader = found[-1]
+        return self
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Of one shard."""
+        return loss_of(self.model, batch)
+
+    def inner(self, update: Update, phase: str = "") -> None:
+        """The usual inner loop."""
+        for batch in update.phase(phase):
+            loss = self.loss(batch)
+            loss.backward()
+            update.note(loss=loss)
+
+    def act(self) -> None:
+        """The usual end of a step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(
+        self,
+        body: Callable[[Any], Any] | None = None,
+        behind: Callable[[Update], Any] | None = None,
+        front: Callable[[Update], Any] = lambda _: None,
+        **how: Any,
+    ) -> None:
+        """Train with another body of the inner loop, or with something else behind or in front of it."""
+        for update in self.run.updates(self.loader, **how):
+            front(update)
+            if body is None:
+                self.inner(update)
+            else:
+                for batch in update:
+                    body(batch)
+            if behind is None:
+                self.act()
+            else:
+                behind(update)
+
+
+SUMS = Sums(late=b"", touched=b"\x01", extents=[], order=None, buffers=b"")
+
+
+def part(**fields: Any) -> Part:
+    """Of one member; the same but for `fields`."""
+    usual = {
+        "op": 4,
+        "place": 9,
+        "round": 0,
+        "samples": 4,
+        "crc": 7,
+        "switch": 0,
+        "checkpoint": 0.0,
+        "pace": 0.0,
+        "piece": 5,
+        "agreement": 6,
+        "acts": 1,
+        "sums": SUMS,
+        "notes": {},
+    }
+    return Part(**{**usual, **fields})
+
+
+@pytest.fixture(autouse=True)
+def no_watchers() -> Iterator[None]:
+    """Each run looks at the steps of all optimizers of the process: none of them outlives its test."""
+    yield
+    torch_optimizer._global_optimizer_pre_hooks.clear()

@@ -1,0 +1,180 @@
+"""Between two updates: checkpoints, drift, and the division of shards. Members in threads, by forced histories."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted_group import Break, Generation, Killed
+from scripted_world import World
+from small_training import Script, no_watchers
+
+from fallow.core.failures import Apart
+from fallow.model import Aligned, FallowError
+from fallow.worker.api.run import Run
+from fallow.worker.checkpoint.saver import Saver
+from fallow.worker.data import ledger, record_file
+
+__all__ = ["no_watchers"]
+
+STEPS = 12
+
+
+def trained(
+    world: World,
+    behind: Callable[[Run, Script, int], None],
+    *,
+    reproducible: bool = False,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Let all members train; `behind(run, script, step)` is called behind each inner loop."""
+
+    def train(run: Run) -> Script:
+        script = Script(run, batch_size=2).prepare(reproducible=reproducible)
+        for update in run.updates(script.loader, epochs=steps, max_steps=steps):
+            script.inner(update)
+            script.act()
+            behind(run, script, update.step)
+        return script
+
+    return world.train(train)
+
+
+def checked(found: dict[str, Any]) -> list[Script]:
+    """Those who came to the end."""
+    ended = [one for one in found.values() if not isinstance(one, Killed)]
+    for one in ended:
+        assert isinstance(one, Script), one
+    return ended
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_one_members_wish_makes_a_checkpoint_of_all_behind_the_next_step(tmp_path: Path) -> None:
+    world = World(tmp_path, Generation("ab"))
+
+    def behind(run: Run, _: Script, step: int) -> None:
+        if step == 3 and run.rank == 1:
+            run.checkpoint()
+
+    checked(trained(world, behind))
+    assert {(one.generation, one.step) for one in world.checkpoints} == {(1, 5)}
+
+
+def test_who_adopts_an_outcome_leaves_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do it in the generation that is over."""
+    saves: list[tuple[str, int, int]] = []
+    save = Saver.save
+
+    def seen(saver: Saver, group: Any, prepared: Any, plain: Any, step: int, epoch: int) -> None:
+        saves.append((saver._session.worker, group.generation, step))
+        save(saver, group, prepared, plain, step, epoch)
+
+    monkeypatch.setattr(Saver, "save", seen)
+    waits = 1 + 4 * 5  # in step 4: b does not hear that all have the sums
+    world = World(tmp_path, Generation("abc", breaks=Break(waits, "a", "c")), Generation("ab"))
+
+    def behind(run: Run, _: Script, step: int) -> None:
+        if step == 3:
+            run.checkpoint()
+
+    first, second = checked(trained(world, behind))
+    assert saves[0] == ("a", 1, 5)
+    assert all(generation == 2 and step > 5 for _, generation, step in saves[1:])
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ----------------------------------------------------------------------------------------------------------- drift
+
+
+def shifted(run: Run, script: Script, step: int) -> None:
+    """One of three members' weights come apart, once."""
+    if step == 2 and run.rank == 1:
+        for parameter in script.model.parameters():
+            parameter.data.add_(1e-3)
+
+
+def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path, Generation("abc"))
+    first, *others = checked(trained(world, shifted))
+    for script in others:
+        for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    told = {name: session.told(Aligned) for name, session in world.sessions.items()}
+    assert [len(told[name]) for name in "abc"] == [0, 1, 0]
+    assert told["b"][0].step == 4
+    assert capfd.readouterr().err.count("this member's weights were not those of the others") == 1
+
+
+def test_weights_that_come_apart_end_a_run_in_which_bits_count(tmp_path: Path) -> None:
+    found = trained(World(tmp_path, Generation("abc")), shifted, reproducible=True)
+    assert any(isinstance(one, Apart) and "rank 1 of 3" in one.message for one in found.values()), found
+    assert all(isinstance(one, FallowError) for one in found.values())
+
+
+# ------------------------------------------------------------------------------------------------------- division
+
+
+def test_shards_go_to_members_by_their_pace_and_all_divide_alike(tmp_path: Path) -> None:
+    """A step has eight shards; one of two members takes three times as long for each of them."""
+    shares: dict[str, list[int]] = {"a": [], "b": []}
+
+    def train(run: Run) -> Script:
+        script = Script(run, batch_size=2).prepare()
+        mine = shares[run._member.session.worker]  # type: ignore[union-attr]
+        for update in run.updates(script.loader, epochs=STEPS, max_steps=20):
+            bodies = 0
+            for batch in update:
+                bodies += 1
+                script.loss(batch).backward()
+                run._member.pace._began -= 0.1 if run.rank == 0 else 0.3  # type: ignore[operator]
+            script.act()
+            mine.append(bodies)
+        return script
+
+    scripts = checked(World(tmp_path, Generation("ab")).train(train))
+    assert (shares["a"][0], shares["b"][0]) == (4, 4)
+    assert (shares["a"][-1], shares["b"][-1]) == (6, 2)
+    assert [a + b for a, b in zip(shares["a"], shares["b"], strict=True)] == [8] * 20
+    for a, b in zip(*[script.model.parameters() for script in scripts], strict=True):
+        assert torch.equal(a, b)
+
+
+# --------------------------------------------------------------------------------------------------------- ledger
+
+
+def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not in the file at once is there in the end, and the head is told meanwhile that it is not."""
+    answers = threading.Event()
+    hung = threading.Event()
+    append = record_file.RecordFile._append
+
+    def hangs(file: record_file.RecordFile, data: bytes) -> None:
+        if data and b'"step":2' in data:
+            hung.set()
+            assert answers.wait(60.0)
+        append(file, data)
+
+    monkeypatch.setattr(record_file.RecordFile, "_append", hangs)
+    monkeypatch.setattr(ledger, "network_filesystem", lambda _: "nfs")
+    world, unrecorded = World(tmp_path, Generation("ab")), []
+
+    def behind(run: Run, _: Script, step: int) -> None:
+        unrecorded.append(run._member.session.progress.unrecorded)  # type: ignore[union-attr]
+        if step == 8:
+            assert hung.is_set()
+            answers.set()
+
+    checked(trained(world, behind))
+    assert 1 in unrecorded, "from the end of step 1 on"
+    assert world.sessions["a"].progress.unrecorded is None
+    report = world.samples(STEPS, 16)
+    assert (report.consumed, report.lost, report.duplicated, report.unknown) == (16 * STEPS, 0, 0, 0)

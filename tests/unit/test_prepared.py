@@ -1,0 +1,186 @@
+"""What `run.prepare` takes over, and its state from one member to another."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from fallow.model import FallowError
+from fallow.worker.prepared import state
+from fallow.worker.prepared.objects import Prepared, signature_of
+
+torch.set_num_threads(1)
+
+
+def prepared(*things: Any) -> Prepared:
+    made = Prepared()
+    for thing in things:
+        made.add(thing)
+    return made
+
+
+def hand_over(old: Prepared, new: Prepared) -> None:
+    """As a transfer does: plain values are packed, tensors are others."""
+    encoded = state.encode(old.export(), "test")
+    new.load(state.decode(encoded.tree, [tensor.detach().clone() for tensor in encoded.tensors]))
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict])
+def test_a_dict_gets_the_members_values_in_place(make: Any) -> None:
+    old = make(
+        seen=7, best=None, name="x", ok=True, mean=torch.ones(3), nested={"a": [1, (2.5, {"b": torch.zeros(1)})]}
+    )
+    new = make(seen=0, stale="of a rehearsal", mean=torch.zeros(3))
+    hand_over(prepared(old), prepared(new))
+    assert list(new) == list(old)
+    assert (new["seen"], new["best"], new["name"], new["ok"]) == (7, None, "x", True)
+    assert torch.equal(new["mean"], torch.ones(3))
+    assert new["nested"]["a"][1][0] == 2.5
+    old["seen"] += 1
+    old["nested"]["a"].append(3)
+    assert (new["seen"], len(new["nested"]["a"])) == (7, 2)
+
+
+def test_what_a_dict_cannot_hold_is_refused_by_name_when_it_is_prepared_and_later() -> None:
+    with pytest.raises(FallowError, match=r"prepare: dict\.inner\.lock: its state holds a _thread\.lock"):
+        prepared({"inner": {"lock": threading.Lock()}})
+    values: dict[str, Any] = {}
+    made = prepared(values)
+    values["model"] = nn.Linear(1, 1)
+    with pytest.raises(FallowError, match="Linear, which cannot be handed to another member"):
+        state.encode(made.export(), "run")
+
+
+def test_an_object_that_is_given_twice_or_has_no_state_is_refused() -> None:
+    values: dict[str, Any] = {}
+    with pytest.raises(FallowError, match="dict was given twice"):
+        prepared(values, values)
+    prepared(values, {})  # an equal one is another one
+    with pytest.raises(FallowError, match="object has no state_dict and load_state_dict"):
+        prepared(object())
+
+
+class Everything:
+    """A script with most kinds of objects."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        body = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.model: Any = nn.Sequential(nn.Linear(3, 4), body, nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.model[3].weight
+        self.model.append(self.tied)
+        self.critic = torch.compile(nn.Linear(4, 1), backend="eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.other = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1.0, total_steps=50)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.other, patience=0)
+        self.scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.generator = torch.Generator()
+        self.things = [
+            self.model,
+            self.critic,
+            self.optimizer,
+            self.other,
+            self.schedule,
+            self.plateau,
+            *self.scalers,
+            self.average,
+            self.generator,
+        ]
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
+            out = self.model(x)
+            for loss, optimizer, scaler in zip(
+                (out.square().mean(), self.critic(out.detach()).mean()),
+                (self.optimizer, self.other),
+                self.scalers,
+                strict=True,
+            ):
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            self.schedule.step()
+            self.plateau.step(float(step))
+            self.average.update_parameters(self.model)
+
+    def seen(self) -> list[Any]:
+        rates = [group["lr"] for one in (self.optimizer, self.other) for group in one.param_groups]
+        return [*rates, *(scaler.get_scale() for scaler in self.scalers), *self.tensors()]
+
+    def tensors(self) -> list[Any]:
+        return [tensor.tolist() for tensor in state.encode(prepared(*self.things).export(), "test").tensors]
+
+
+def test_a_newcomer_trains_on_with_all_that_was_prepared() -> None:
+    old, new = Everything(1), Everything(2)
+    old.train(3)
+    hand_over(prepared(*old.things), prepared(*new.things))
+    assert new.tied.weight is new.model[3].weight
+    for script in (old, new):
+        script.train(3)
+    assert old.seen() == new.seen()
+
+
+def test_what_acts_once_per_step_is_listed() -> None:
+    script = Everything(1)
+    made = prepared(*script.things)
+    names = {type(thing).__name__: names for thing, names in made.acting()}
+    assert names == {
+        "AdamW": ["step"],
+        "SGD": ["step"],
+        "OneCycleLR": ["step"],
+        "ReduceLROnPlateau": ["step"],
+        "GradScaler": ["step", "update", "unscale_"],
+        "AveragedModel": ["update_parameters"],
+    }
+    assert len(made.acting()) == 7
+    assert made.scalers == script.scalers
+    assert made.schedulers == [script.schedule, script.plateau]
+    assert made.averages == [script.average]
+
+
+def test_parameters_that_are_frozen_later_keep_their_place() -> None:
+    script = Everything(1)
+    made = prepared(*script.things)
+    names = [name for name, _ in made.parameters()]
+    assert "model.0.0.weight" in names
+    assert len(names) == len(set(names))
+    assert not any("_orig_mod" in name for name in names), "a compiled module has the names of its own"
+    layout = made.layout()
+    script.model.requires_grad_(False)
+    assert [name for name, _ in made.parameters()] == names
+    assert signature_of(made.layout()) == signature_of(layout)
+
+
+def test_modes_are_told_by_name() -> None:
+    old, new = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    one, other = prepared(old), prepared(new)
+    assert one.modes.fingerprint() == other.modes.fingerprint()
+    old[0].weight.requires_grad_(False)
+    old[1].eval()
+    new.eval()
+    assert one.modes.export() == ["frozen model.0.0.weight", "resting model.0.1"]
+    assert one.modes.fingerprint() != other.modes.fingerprint()
+    other.modes.load(one.modes.export())
+    assert other.modes.export() == one.modes.export()
+    assert (new.training, new[0].training, new[1].training) == (True, True, False)
+
+
+def test_a_state_that_does_not_fit_is_refused_with_advice() -> None:
+    with pytest.raises(FallowError, match="does not fit what this script prepared"):
+        prepared(nn.Linear(2, 2)).load(prepared(nn.Linear(2, 3)).export())
+    with pytest.raises(FallowError, match="does not fit what this script prepared"):
+        prepared(nn.Linear(2, 2)).load(prepared(nn.Linear(2, 2, bias=False)).export())
+    with pytest.raises(FallowError, match="does not fit"):
+        prepared({}).load(prepared({}, {}).export())

@@ -1,0 +1,516 @@
+"""Gradients summed over shards and members, against those of plain PyTorch, whatever way a script takes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fallow.model import FallowError
+from fallow.worker.reduction import buckets
+from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.reduction.buffers import StepBuffers
+from fallow.worker.reduction.exact import Exact
+from fallow.worker.reduction.expectations import PATIENCE
+from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
+from members import build_world, telling, together, world
+
+torch.set_num_threads(1)
+
+BLOCKS = 4
+EVERY = tuple(range(BLOCKS))
+KINDS = [Floating, Exact]
+
+
+class Ways(nn.Module):
+    """Blocks that are gone through in any order, some of them not at all, or twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in EVERY)
+
+    def forward(self, x: torch.Tensor, way: Sequence[int]) -> torch.Tensor:
+        for number in way:
+            x = x + self.blocks[number](x).tanh()
+        return x.square().mean()
+
+
+NET = Ways()
+BATCHES = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(3))
+
+Body = Callable[[nn.Module, int], None]
+"""What a script does with a shard."""
+
+
+class Member:
+    """One member's part of a script.
+
+    Args:
+        group: of all members.
+        net: is copied.
+        arithmetic: of the sums.
+    """
+
+    def __init__(self, group: Group, net: nn.Module, arithmetic: Arithmetic | None = None) -> None:
+        self.group, self.net = group, copy.deepcopy(net)
+        self.buffers = StepBuffers(lambda: list(self.net.buffers()))
+        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Floating(), self.buffers)
+        self.reduction.attach(group)
+        self.rounds: list[int] = []
+        "of each finished sum"
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What the script finds."""
+        return [None if p.grad is None else p.grad.clone() for p in self.net.parameters()]
+
+    def step(self, body: Body, mine: Sequence[int], shards: int, phase: str = "") -> list[torch.Tensor | None]:
+        """One sum, in which this member computes some of the shards, all of which weigh the same."""
+        while True:
+            self.attempt(body, mine, shards, phase)
+            rounds = 0
+
+            def counted(sums: Sums) -> Sums:
+                nonlocal rounds
+                rounds += 1
+                return telling(self.group)(sums)
+
+            if self.reduction.give_out(self.reduction.finish(counted)):
+                self.rounds.append(rounds)
+                self.buffers.settle()
+                return self.gradients()
+            self.reduction.drop()
+            self.buffers.restore()
+
+    def attempt(self, body: Body, mine: Sequence[int], shards: int, phase: str = "") -> None:
+        """All but its end."""
+        self.buffers.begin()
+        self.reduction.begin(phase)
+        for turn, shard in enumerate(mine or [0]):
+            if turn:
+                self.buffers.restore()
+            weight = 1 / shards if mine else 0.0
+            self.reduction.begin_body(weight, final=turn == len(mine or [0]) - 1)
+            body(self.net, shard)
+            self.reduction.end_body()
+            if mine and shard == 0:
+                self.buffers.keep()
+
+
+def alone(net: nn.Module = NET, arithmetic: Arithmetic | None = None) -> Member:
+    """The only member of a world of one."""
+    return Member(Group(0, 0, 1), net, arithmetic)
+
+
+def plain(net: nn.Module, body: Body, shards: int) -> list[torch.Tensor | None]:
+    """Gradients by PyTorch, in float64."""
+    reference = copy.deepcopy(net).double()
+    for shard in range(shards):
+        body(reference, shard)
+    return [None if p.grad is None else p.grad / shards for p in reference.parameters()]
+
+
+def assert_close(
+    got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None], error: float = 4e-7
+) -> None:
+    """To a part of the largest gradient, and None where it should be."""
+    assert [grad is None for grad in got] == [grad is None for grad in wanted]
+    most = max([float(w.detach().abs().max()) for w in wanted if w is not None], default=0.0)
+    for one, other in zip(got, wanted, strict=True):
+        if one is not None and other is not None:
+            torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=error * most)
+
+
+def equal(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    """Bit for bit."""
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def scripted(ways: Sequence[Sequence[Sequence[int]]], frozen: frozenset[int] = frozenset()) -> Body:
+    """A script: by shard, the ways of its backwards; blocks that are frozen."""
+
+    def body(net: nn.Module, shard: int) -> None:
+        for number, block in enumerate(net.blocks):  # type: ignore[arg-type]
+            block.requires_grad_(number not in frozen)
+        dtype = next(net.parameters()).dtype
+        for way in ways[shard]:
+            loss = net(BATCHES[shard].to(dtype), way)
+            if loss.requires_grad:
+                loss.backward()
+
+    return body
+
+
+def divided(shards: int, cuts: Sequence[int]) -> list[list[int]]:
+    """Shards of each member, some of whom have none."""
+    return [list(range(a, b)) for a, b in itertools.pairwise([0, *sorted(min(cut, shards) for cut in cuts), shards])]
+
+
+WAY = st.one_of(st.just(EVERY), st.just(EVERY[::-1]), st.lists(st.sampled_from(EVERY), max_size=5).map(tuple))
+SCRIPT = st.tuples(
+    st.lists(st.lists(WAY, min_size=0, max_size=3), min_size=4, max_size=4),
+    st.frozensets(st.sampled_from(EVERY), max_size=3),
+)
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None)
+@given(steps=st.lists(SCRIPT, min_size=2, max_size=4), cuts=st.lists(st.integers(1, 4), max_size=2))
+def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
+    steps: list[tuple[list[list[tuple[int, ...]]], frozenset[int]]],
+    cuts: list[int],
+    kind: type[Arithmetic],
+    bucket_bytes: int,
+) -> None:
+    bodies = [scripted(*step) for step in steps]
+    shares = divided(4, cuts)
+    net = copy.deepcopy(NET).double()  # in float32 backward itself errs by more than the sum
+
+    def member(group: Group) -> tuple[list[list[torch.Tensor | None]], object]:
+        one = Member(group, net, kind())
+        return [one.step(body, shares[group.rank], 4) for body in bodies], one.reduction.export()
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_FIRST_BYTES", "BUCKET_BYTES", "_LAST_BYTES"):
+            patched.setattr(buckets, name, bucket_bytes)
+        found = together(member, world(len(shares)))
+        single = alone(net, kind())
+        by_one = [single.step(body, EVERY, 4) for body in bodies]
+    for results, state in found:
+        assert state == found[0][1]
+        for step, body in enumerate(bodies):
+            assert equal(results[step], found[0][0][step])
+            assert_close(results[step], plain(net, body, 4), error=1e-12)
+            assert kind is Floating or equal(results[step], by_one[step])
+
+
+# ------------------------------------------------------------------------------------------------- late gradients
+
+
+def test_buckets_leave_in_backward_once_it_is_known_what_a_body_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_FIRST_BYTES", "BUCKET_BYTES", "_LAST_BYTES"):
+        monkeypatch.setattr(buckets, name, 100)
+    member = alone()
+    sent: list[str] = []
+    monkeypatch.setattr(member.group, "sum", lambda tensor: sent.append("sum"))
+    for ways, in_time in (([EVERY], True), ([EVERY, EVERY], True), ([EVERY, EVERY], True), ([EVERY], False)):
+        member.attempt(scripted([ways]), [0], 1)
+        count = len(sent)
+        member.reduction.give_out(member.reduction.finish(lambda sums: sums))
+        assert (count == len(sent)) == in_time or len(ways) == 2
+        sent.clear()
+
+
+def test_a_second_backward_costs_a_second_round_once() -> None:
+    member = alone()
+    for ways in ([EVERY], [EVERY, EVERY], [EVERY, EVERY]):
+        assert_close(member.step(scripted([ways]), [0], 1), plain(NET, scripted([ways]), 1))
+    assert member.rounds == [1, 2, 1]
+
+
+def test_a_bucket_that_nobody_uses_is_not_reduced_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_FIRST_BYTES", 100)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 100)
+    member = alone()
+    member.step(scripted([[EVERY]]), [0], 1)
+    sums = []
+    monkeypatch.setattr(member.group, "sum", lambda tensor: sums.append(tensor.numel()))
+    for _ in range(PATIENCE + 1):
+        member.step(scripted([[(1, 2)]]), [0], 1)
+        sums.append(0)
+    counts = [len(list(group)) for zero, group in itertools.groupby(sums, lambda size: size == 0) if not zero]
+    assert counts[0] == counts[-2] > counts[-1]
+    assert_close(member.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
+    member.step(scripted([[EVERY]]), [0], 1)
+    assert member.rounds[-2:] == [2, 1]
+
+
+def test_the_order_of_rank_0_decides_the_layout_for_all() -> None:
+    def member(group: Group) -> Member:
+        one = Member(group, NET)
+        one.step(scripted([[EVERY[::-1]], [EVERY]]), [group.rank], 2)
+        return one
+
+    first, second = together(member, world(2))
+    order = first.reduction.order
+    assert order == second.reduction.order
+    assert order is not None
+    assert set(order[:4]) == {0, 1, 2, 3}, "block 0 is the last on this way"
+    assert sorted(order) == list(range(4 * BLOCKS))
+    newcomer = alone()
+    newcomer.reduction.load(first.reduction.export())
+    assert newcomer.reduction.export() == first.reduction.export()
+
+
+# ------------------------------------------------------------------------------------------------- what scripts do
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_when_the_run_begins_may_train_later_and_rest_again(kind: type[Arithmetic]) -> None:
+    net = copy.deepcopy(NET)
+    net.blocks[1].requires_grad_(False)
+    member = alone(net, kind())
+    assert not any(p.requires_grad for p in member.net.blocks[1].parameters())
+    for frozen in ({1}, set(), {0}, {0, 1}, set()):
+        body = scripted([[EVERY]] * 2, frozenset(frozen))
+        assert_close(member.step(body, [0, 1], 2), plain(NET, body, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_weights_and_create_graph(kind: type[Arithmetic]) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    net[2].weight = net[0].weight
+
+    def body(net: nn.Module, shard: int) -> None:
+        x = BATCHES[shard].to(net[0].weight.dtype)  # type: ignore[index]
+        grads = torch.autograd.grad(net(x).square().mean(), list(net.parameters()), create_graph=True)
+        (net(x).square().mean() + sum(g.square().sum() for g in grads)).backward(create_graph=True)
+
+    member = alone(net, kind())
+    for _ in range(2):
+        got = member.step(body, [0, 1], 2)
+        assert not any(grad.requires_grad for grad in got if grad is not None)
+        assert_close(got, plain(net, body, 2))
+
+
+def test_gradients_that_a_script_keeps_stay_as_they_are_and_others_memory_is_used_again() -> None:
+    member = alone()
+    kept, copies, places = [], [], []
+    for step in range(4):
+        member.step(scripted([[EVERY]] * 4), [step], 1)
+        grad = next(member.net.parameters()).grad
+        assert grad is not None
+        places.append(grad.untyped_storage().data_ptr())
+        if step == 1:
+            kept.append(grad.reshape(-1)[:3])
+            copies.append(kept[0].clone())
+        grad = None
+    assert torch.equal(kept[0], copies[0])
+    assert places[2] != places[1], "somebody holds it"
+    assert places[2] == places[3], "nobody does"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_used_again_among_several_members(kind: type[Arithmetic]) -> None:
+    def member(group: Group) -> list[int]:
+        one = Member(group, NET, kind())
+        places = []
+        for _ in range(4):
+            one.step(scripted([[EVERY]] * 2), [group.rank], 2)
+            places.append(next(p.grad for p in one.net.parameters() if p.grad is not None).data_ptr())
+        return places
+
+    for places in together(member, world(2)):
+        assert places[-1] == places[-2]
+
+
+def test_sparse_gradients_are_refused_at_the_end_of_the_body() -> None:
+    net = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    member = alone(net)
+    with pytest.raises(FallowError, match=r"0\.weight has a sparse gradient.*sparse=False"):
+        member.attempt(lambda net, _: net(torch.tensor([1])).sum().backward(), [0], 1)
+
+
+def test_complex_parameters_add_up_as_they_are_and_are_refused_where_integers_are_summed() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def body(net: nn.Module, shard: int) -> None:
+        ((net.weight * (shard + 1j)).abs().square().sum()).backward()  # type: ignore[operator]
+
+    net = Complex()
+
+    def member(group: Group) -> list[torch.Tensor | None]:
+        return Member(group, net).step(body, [group.rank], 2)
+
+    wanted = copy.deepcopy(net)
+    body(wanted, 0)
+    body(wanted, 1)
+    for (got,) in together(member, world(2)):
+        torch.testing.assert_close(got, wanted.weight.grad / 2)
+    with pytest.raises(FallowError, match="complex64"):
+        alone(net, Exact())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision(kind: type[Arithmetic], dtype: torch.dtype) -> None:
+    net = copy.deepcopy(NET).to(dtype)
+    body = scripted([[EVERY]] * 2)
+    got = alone(net, kind()).step(body, [0, 1], 2)
+    for one, other in zip(got, plain(net, body, 2), strict=True):
+        assert one is not None and other is not None and one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=0.05, atol=0.05 * float(other.abs().max()))
+
+
+def test_a_model_without_a_backward_gives_nothing() -> None:
+    member = alone()
+    assert member.step(lambda net, shard: None, [0], 1) == [None] * len(list(NET.parameters()))
+    assert member.reduction.nothing
+    member.step(scripted([[EVERY]]), [0], 1)
+    assert not member.reduction.nothing
+
+
+def test_gradients_that_were_made_outside_are_told_from_those_handed_out() -> None:
+    member = alone()
+    member.step(scripted([[EVERY]]), [0], 1)
+    assert not member.reduction.stray()
+    sum(p.square().sum() for p in member.net.parameters()).backward()  # a penalty, on top of what was handed out
+    assert not member.reduction.stray()
+    member.net.zero_grad()
+    assert not member.reduction.stray()
+    member.net(BATCHES[0], EVERY).backward()
+    assert member.reduction.stray()
+
+
+def test_a_rehearsal_leaves_gradients_as_autograd_makes_them() -> None:
+    member = alone()
+    member.reduction.begin("")
+    member.reduction.begin_body(0.0, final=True, live=False)
+    member.net(BATCHES[0], EVERY).backward()
+    member.reduction.end_body()
+    assert_close(member.gradients(), plain(NET, scripted([[EVERY]]), 1))
+
+
+def test_a_backward_that_raised_must_end_the_script() -> None:
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError
+
+    def body(net: nn.Module, shard: int) -> None:
+        first, *others = net.blocks  # type: ignore[misc]
+        x = Refuses.apply(first(BATCHES[shard]))
+        for block in others:
+            x = block(x)
+        with pytest.raises(ZeroDivisionError):
+            x.sum().backward()
+
+    member = alone()
+    with pytest.raises(FallowError, match="a backward raised and the body went on"):
+        member.attempt(body, [0], 1)
+    member.reduction.drop()
+    assert_close(member.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
+
+
+# ------------------------------------------------------------------------------------------------- checkpointing
+
+
+def checkpointed(times: int, *, reentrant: bool) -> Body:
+    """The same modules in several checkpoints."""
+
+    def body(net: nn.Module, shard: int) -> None:
+        x = BATCHES[shard].to(next(net.parameters()).dtype).requires_grad_()
+        for _ in range(times):
+            x = checkpoint(lambda x: x + sum(block(x).tanh() for block in net.blocks), x, use_reentrant=reentrant)  # type: ignore[union-attr]
+        x.square().mean().backward()
+
+    return body
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+def test_activation_checkpointing(times: int, reentrant: bool) -> None:
+    member = alone()
+    ends: list[int] = []
+    member.reduction.after_backward = lambda: ends.append(member.reduction.backwards)
+    body = checkpointed(times, reentrant=reentrant)
+    for _ in range(3):
+        assert_close(member.step(body, [0, 1], 2), plain(NET, body, 2))
+    if times == 1 or not reentrant:
+        assert ends == [1] * 6
+
+
+def test_a_gradient_that_comes_when_the_sums_were_handed_out_in_the_body_is_refused() -> None:
+    member = alone()
+
+    def complete() -> None:
+        if member.reduction.backwards == 1 and not member.reduction.held:
+            member.reduction.give_out(member.reduction.finish(lambda sums: sums))
+
+    member.reduction.after_backward = complete
+    with pytest.raises(
+        FallowError, match=r"twice in one backward.*call torch\.utils\.checkpoint with use_reentrant=False"
+    ):
+        member.attempt(checkpointed(2, reentrant=True), [0], 1)
+
+
+# ------------------------------------------------------------------------------------------------- lost groups
+
+
+def test_a_broken_group_ends_the_sum_and_its_memory_is_not_used_again() -> None:
+    member = Member(build_world(1)[0], NET)
+    member.step(scripted([[EVERY]]), [0], 1)
+    before = next(p.grad for p in member.net.parameters() if p.grad is not None).data_ptr()
+
+    def body(net: nn.Module, shard: int) -> None:
+        member.group.interrupt("lost")
+        scripted([[EVERY]])(net, shard)
+
+    member.group.interrupt("a peer was lost")
+    group = build_world(2)
+    groups = [member, Member(group[1], NET)]
+    member.group = group[0]
+    member.reduction.attach(group[0])
+    groups[1].reduction.load(member.reduction.export())
+    together(lambda g: groups[g.rank].attempt(scripted([[EVERY]] * 2), [g.rank], 2), group)
+    group[0].interrupt("a peer was lost")
+    group[1].interrupt("a peer was lost")
+    for one in groups:
+        with pytest.raises(Interrupted):
+            one.reduction.finish(telling(one.group))
+        assert not one.reduction.held
+        one.reduction.drop()
+        one.reduction.forget()
+        one.group = Group(3, 0, 1)
+        one.reduction.attach(one.group)
+        assert_close(one.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
+    after = next(p.grad for p in member.net.parameters() if p.grad is not None).data_ptr()
+    assert after != before
+
+
+def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcome() -> None:
+    outcome: list[Sums] = []
+
+    def member(group: Group) -> Member:
+        one = Member(group, NET)
+        one.attempt(scripted([[EVERY]] * 2), [group.rank], 2)
+
+        def tell(sums: Sums) -> Sums:
+            joined = telling(group)(sums)
+            if group.rank:
+                raise Interrupted("lost while it heard")
+            outcome.append(joined)
+            return joined
+
+        if group.rank:
+            with pytest.raises(Interrupted):
+                one.reduction.finish(tell)
+            assert one.reduction.held
+        else:
+            one.reduction.give_out(one.reduction.finish(tell))
+        return one
+
+    first, second = together(member, world(2))
+    second.reduction.attach(Group(2, 0, 1))
+    assert second.reduction.give_out(outcome[0])
+    assert equal(first.gradients(), second.gradients())
