@@ -141,15 +141,14 @@ class ScriptedGroup(Group):
         if at is None or self.waits_so_far != at.wait:
             super().finish(works, timeout_s)
             return
-        is_certain = self._name in at.certain
         try:
-            if is_certain:
-                super().finish(works, timeout_s)
+            # Also one who will not hear of it: else its break would reach others by their lines before they come here.
+            super().finish(works, timeout_s)
         except Interrupted:  # another member was lost before it came here
             if self._name != at.dies:
                 raise
         if self._name == at.dies:
             raise Killed
         self.interrupt("the test breaks it")
-        if not is_certain:
-            super().finish(works, timeout_s)
+        if self._name not in at.certain:
+            raise Interrupted(self.broken)

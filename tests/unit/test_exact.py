@@ -280,6 +280,31 @@ def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) 
     torch.testing.assert_close(exact.results(buckets[0])[0], parts * grad, rtol=1e-7, atol=0)
 
 
+def test_extents_do_not_depend_on_who_has_which_shard() -> None:
+    """One shard gives a large gradient, and another one several small ones."""
+    shards = [[0.9], [0.2, 0.2], [0.1] * 3]
+
+    def extents(mine: Sequence[int]) -> list[int]:
+        exact, buckets = Exact(), buckets_for([torch.zeros(3), torch.zeros(LARGE)])
+        exact.lay_out(buckets)
+        exact.begin("", [False] * len(buckets))
+        for shard in mine:
+            exact.begin_body()
+            for value in shards[shard]:
+                for bucket in buckets:
+                    exact.add(
+                        bucket,
+                        [(place, torch.full_like(p, value)) for place, p in enumerate(bucket.params)],
+                        0.25,
+                        late=False,
+                    )
+        exact.prepare_extents()
+        return exact.extents()
+
+    for first, second in (([0], [1, 2]), ([0, 1], [2]), ([], [2, 1, 0])):
+        assert list(map(max, extents(first), extents(second))) == extents([0, 1, 2]) == [0, 0]
+
+
 def test_an_exponent_bounds_the_sum_of_parts() -> None:
     for value in (0.5, 0.75, 1.0, 3.0):
         for parts in range(1, 20):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fallow.model import Exit, FallowError
-from fallow.worker.place import Place
-from fallow.worker.position import Position
+from fallow.worker.loop.place import Place
+from fallow.worker.loop.position import Position
 
 
 def in_call(number: int, *, in_sync: bool = True) -> Place:
-    """A script without run.epochs, in its run.steps call of that number."""
+    """A script without run.epochs, in its run.updates call of that number."""
     place = Place(in_sync=False)
     place.joined, place.in_sync = True, in_sync
     for _ in range(number + 1):

@@ -55,6 +55,8 @@ class Met(NamedTuple):
     "by rank"
     outcome: bytes | None = None
     "what the others have concluded, if this member is one operation behind: it has to go on by that"
+    generation: int | None = None
+    "in which they did, if not in this one: donors must hold the same position"
 
 
 class Meeting:
@@ -185,7 +187,7 @@ class Meeting:
                 if ranks.behind:
                     outcome = self._share_outcome(openings, ranks)
                     if outcome is not None:
-                        return Met(kind, openings, outcome)
+                        return Met(kind, openings, outcome, openings[ranks.newest[0]].concluded - 1)
                     continue  # the others open the next operation when they come to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
@@ -337,7 +339,7 @@ class Meeting:
             self.forget()
             return value
         if place.position.op == begun:
-            self._conclude(kind, _mean(met) if met.outcome is None else met.outcome)
+            self._conclude(kind, _mean(met) if met.outcome is None else met.outcome, met.generation)
         return self.answer
 
     @property
@@ -346,9 +348,9 @@ class Meeting:
         outcome = self._member.place.position.outcome
         return float(_ANSWER.unpack(outcome)[0]) if len(outcome) == _ANSWER.size else 0.0
 
-    def _conclude(self, kind: Kind, outcome: bytes) -> None:
+    def _conclude(self, kind: Kind, outcome: bytes, generation: int | None = None) -> None:
         position = self._member.place.position
-        position.finish_operation(outcome, self._member.group.generation)
+        position.finish_operation(outcome, self._member.group.generation if generation is None else generation)
         if kind is Kind.END:
             position.finish_call()
         self.forget()

@@ -54,13 +54,11 @@ class Exact(Arithmetic):
         "by bucket, the sums of this attempt to which late ones are added"
         self._launched: list[tuple[Bucket, Scattered]] = []
         "sums of this round"
-        self._peaks: list[tuple[list[int], torch.Tensor]] = []
-        "parameters' indices, and one or several largest magnitudes of each"
+        self._peaks: list[tuple[int, list[int], torch.Tensor]] = []
+        "body, parameters' indices, and one or several largest magnitudes of each"
         self._arriving: torch.Tensor | None = None
-        self._parts: dict[int, int] = {}
-        "gradients of this body by parameter's index"
-        self._most_parts: dict[int, int] = {}
-        "of a body in this attempt, as far as there are several"
+        self._parts: list[dict[int, int]] = []
+        "by body, the number of gradients by parameter's index"
 
     @property
     def repeated(self) -> int:
@@ -91,25 +89,22 @@ class Exact(Arithmetic):
         super().begin(phase, idle)
         self._scales.begin(phase)
         self._main, self._launched = {}, []
-        self._peaks, self._arriving, self._most_parts = [], None, {}
+        self._peaks, self._arriving, self._parts = [], None, []
 
     # ------------------------------------------------------------------------------------------------- adding
 
     def begin_body(self) -> None:
-        self._parts = {}
+        self._parts.append({})
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add trunc(weight x gradient x scale)."""
         total = self._sum(bucket, late=late)
-        small: dict[int, torch.Tensor] = {}
-        elements = 0
+        counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
         for place, grad in arrived:
             if not grad.numel():
                 continue
             index = bucket.members[place]
-            parts = self._parts[index] = self._parts.get(index, 0) + 1
-            if parts > 1:
-                self._most_parts[index] = max(self._most_parts.get(index, 1), parts)
+            counts[index] = counts.get(index, 0) + 1
             if grad.numel() >= self._converter.small:
                 self._add_large(bucket, total, place, grad, weight)
                 continue
@@ -128,13 +123,14 @@ class Exact(Arithmetic):
             _in_order(grad, view), weight, self._scales.shift(index), _in_order(view, view), first=first
         )
         total.filled[place] = True
-        self._peaks.append(([index] * len(peaks), peaks))
+        self._peaks.append((len(self._parts) - 1, [index] * len(peaks), peaks))
 
     def _add_small(self, bucket: Bucket, total: Sum, small: dict[int, torch.Tensor], weight: float) -> None:
         indices = [bucket.members[place] for place in small]
         shifts = [self._scales.shift(index) for index in indices]
         places = [total.views[place] for place in small]
-        self._peaks.append((indices, self._converter.add_small(list(small.values()), weight, shifts, places)))
+        peaks = self._converter.add_small(list(small.values()), weight, shifts, places)
+        self._peaks.append((len(self._parts) - 1, indices, peaks))
         for place in small:
             total.filled[place] = True
 
@@ -209,22 +205,21 @@ class Exact(Arithmetic):
 
     def prepare_extents(self) -> None:
         if self._peaks:
-            self._arriving = to_host(torch.cat([peaks.double() for _, peaks in self._peaks]))
+            self._arriving = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
 
     def extents(self) -> list[int]:
-        """By parameter's index, the exponent of this member's largest gradient."""
-        largest: dict[int, float] = {}
+        """By parameter's index, the exponent of what one of this member's shards gives at most."""
+        largest: dict[tuple[int, int], float] = {}
         values = iter(self._arriving.tolist() if self._arriving is not None else [])
-        for indices, _ in self._peaks:
+        for body, indices, _ in self._peaks:
             for index in indices:
-                value = abs(next(values))
-                known = largest.get(index, 0.0)
+                value, known = abs(next(values)), largest.get((body, index), 0.0)
                 # NaN compares as nothing does, and must stay.
-                largest[index] = value if value != value or value > known else known
-        return [
-            exponent(largest[index], self._most_parts.get(index, 1)) if index in largest else NOTHING
-            for index in range(self._count)
-        ]
+                largest[body, index] = value if value != value or value > known else known
+        found = [NOTHING] * self._count
+        for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
+            found[index] = max(found[index], exponent(value, self._parts[body][index]))
+        return found
 
     def judge(self, extents: Sequence[int]) -> bool:
         return self._scales.judge(extents)

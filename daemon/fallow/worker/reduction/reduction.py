@@ -221,7 +221,7 @@ class Reduction:
             late=bitmap(filling.late and not last for filling in self._fillings),
             touched=bitmap(touched),
             extents=self.arithmetic.extents(),
-            order=list(dict.fromkeys(self._came)) if first else None,
+            order=list(dict.fromkeys(self._came)) if first and self._came else None,
             buffers=self.buffers.changed(),
         )
         self.held = last or not (any(mine.late) or self.buffers.missing(mine.buffers))
@@ -253,7 +253,7 @@ class Reduction:
         self._idle.count(self._phase, used)
         self.buffers.count(sums.buffers)
         self.arithmetic.end()
-        if sums.order is not None and self.order is None and not self.nothing:
+        if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
         return True
