@@ -21,7 +21,7 @@ from fallow.head.main import set_up_logging
 from fallow.model import RunSpec, Snapshot
 from fallow.slurm.client import SlurmClient
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 class Serving:

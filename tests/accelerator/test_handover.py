@@ -29,7 +29,7 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class Scaled(nn.Linear):

@@ -24,7 +24,7 @@ from fallow.worker.transport.waits import Interrupted
 
 FAKE = "fake:0"
 "A `torch.device` where the device is loaded only, which is not where tests are collected."
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from fallow.store.client import Store, Write
 from fallow.store.server import RedisServer, find_server
 from store_servers import PROGRAMS
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from fallow.model import (  # noqa: E402
 from fallow.worker.session.session import Session  # noqa: E402
 from fallow.worker.torchrun.backend import Handler  # noqa: E402
 
-WITHIN_S = 20.0
+WITHIN_S = 90.0
 
 
 def until(condition: Callable[[], bool]) -> None:

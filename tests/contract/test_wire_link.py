@@ -18,7 +18,7 @@ from fallow.wire.keys import KeyPair, new_keypair
 from fallow.wire.link import QUEUE, Link
 from fallow.wire.router import Router
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 HEAD, PEER = new_keypair(), new_keypair()
 
 

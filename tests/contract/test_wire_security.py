@@ -33,7 +33,7 @@ from fallow.wire.keys import KEY_LENGTH, KeyPair, new_keypair, public_of
 from fallow.wire.probe import Outcome, probe
 from fallow.wire.router import Router, RouterDown, agent_of, key_of
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 Dial = Callable[..., "Peer"]
 HEAD, KNOWN, OTHER = new_keypair(), new_keypair(), new_keypair()
 

@@ -46,7 +46,7 @@ from fallow.model import (
 from fallow.worker.data.ledger import read_ledger
 
 SCRIPT = Path(__file__).with_name("group_worker.py")
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class FakeHead:

@@ -165,6 +165,15 @@ class Script:
             self.inner(update)
             self.act()
 
+    def unprepared_scaler(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        for update in self.updates():
+            for batch in update:
+                scaler.scale(self.loss(batch)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.optimizer.zero_grad()
+
     def short(self) -> None:
         for batch in self.run.steps(Calls(self.batch, 4), max_steps=STEPS):
             if self.case == "short, without a backward":
@@ -199,6 +208,7 @@ WHOLE: dict[str, Callable[[Script], None]] = {
     "no inner loop": Script.no_inner_loop,
     "list of an update": Script.list_of_an_update,
     "list of updates": Script.list_of_updates,
+    "unprepared scaler": Script.unprepared_scaler,
     "short": Script.short,
     "short, two backwards": Script.short,
     "short, without a backward": Script.short,

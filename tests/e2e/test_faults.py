@@ -37,8 +37,6 @@ REDONE_S = 6.0
 SOON_S = 0.5
 """What survivors finish by then needs nobody who hangs. Shorter than the deadlines by far, longer than a step."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

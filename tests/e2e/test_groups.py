@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 sys.path.insert(0, str(Path(__file__).parent))
 import group_member
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 class Member:

@@ -43,13 +43,11 @@ GPT = ["--steps", "90", "--global-batch", "32"]
 SAMPLES, BATCH = 250, 32
 """Data set and global batch of the tiny training: the last step of an epoch is a partial one."""
 
-RUN_S = 120.0
+RUN_S = 400.0
 PLAIN = {"PYTHONPATH": os.pathsep.join([str(HERE / "plain"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 """For scripts without a head: see there."""
 
 MARK = "FALLOW_TEST_MARK"
-
-pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass
@@ -207,7 +205,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for process in made.started:
-            process.communicate(timeout=20)
+            process.communicate(timeout=180)
 
 
 def expected_samples(steps: int) -> int:
@@ -394,7 +392,7 @@ def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, 
     box.until(lambda view: [m.worker for m in view.members if m.rank is not None] == ["w0", "w2"])
     for part in node:
         part.resume()
-    psutil.wait_procs(node, timeout=30)
+    psutil.wait_procs(node, timeout=180)
     assert not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in node)
     done = box.finish(process).trained(400, expected_samples(400))
     assert done.members == [["w0", "w1", "w2"], ["w0", "w2"]]
@@ -591,7 +589,7 @@ def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> No
     assert listening == {"127.0.0.1"}
 
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "logs are kept in" in stderr
     assert "Traceback" not in stderr
@@ -603,7 +601,7 @@ def test_ended_or_killed_it_leaves_no_process(number: signal.Signals, code: int,
     process = box.local(*box.tiny_words(steps=100_000), members=2)
     box.until(lambda view: view.step >= 5)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == code
     assert "Traceback" not in stderr
     wait(box.nothing_left, 15.0)

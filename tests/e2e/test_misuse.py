@@ -44,6 +44,7 @@ REFUSED = {
     "no inner loop": ["step 0: an update without its inner loop"],
     "list of an update": ["step 0: no shard made a backward inside the inner loop"],
     "list of updates": ["step 0: an update without its inner loop"],
+    "unprepared scaler": ["a GradScaler steps a prepared optimizer and was not prepared itself"],
     "short, two backwards": ["a second backward in the body of a run.steps loop", TWO_LEVELS],
     "short, without a backward": ["a body of a run.steps loop made no backward", TWO_LEVELS],
     "short, step in front": ["in front of a body's backward", TWO_LEVELS],
@@ -53,13 +54,11 @@ REFUSED = {
 
 SAME_AS_USUAL = ["zero_grad inside", "forgotten zero_grad", "short"]
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """Case -> what each of the two members says."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=220)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return dict(map(json.loads, done.stdout.splitlines()))
 

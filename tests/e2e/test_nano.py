@@ -26,8 +26,6 @@ HERE = Path(__file__).parent
 CLOSE = 3e-5
 """Of float32 weights after 40 steps of AdamW, where sums come in another order."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 class Trained(NamedTuple):
     """What came out."""

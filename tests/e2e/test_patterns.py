@@ -16,12 +16,10 @@ PATTERNS = ["TwoBackwards", "BySteps", "ByShards", "Skipped", "Frozen", "Refroze
 CLOSE = 2e-7
 """Of float32 sums in another order, after 36 steps."""
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_worlds_of_any_size_train_as_plain_torch_does(pattern: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), pattern], capture_output=True, text=True, timeout=220)
+    done = subprocess.run([sys.executable, str(SCRIPT), pattern], capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     worlds = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(world["size"], world["reproducible"]) for world in worlds] == [

@@ -43,7 +43,7 @@ def test_e1_a_plain_script_goes_on_from_what_it_saved_in_every_membership(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

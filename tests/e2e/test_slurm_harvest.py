@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import REACT_S, START_S, Rig, telling, wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")

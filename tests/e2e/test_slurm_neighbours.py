@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
 from slurm_rig import START_S, Rig, Training, telling, wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 POLL_S, IDLE_S, CYCLE_S = 5.0, 6.0, 1.0
 """Their start: never later than our poll, what we may take to leave, and one backfill cycle."""

@@ -26,7 +26,7 @@ from fallow.model import RunReport, RunStatus
 
 LEFT = ("release", "mixed")
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")

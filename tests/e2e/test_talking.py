@@ -21,8 +21,6 @@ __all__ = ["box"]
 SCRIPT = str(Path(__file__).parent / "talking_training.py")
 STEPS = 60
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def talk(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("TALK")]

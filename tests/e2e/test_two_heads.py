@@ -17,8 +17,6 @@ from fallow.control.client import call
 from fallow.files import Paths, read_struct
 from fallow.model import Exit, HeadFile, RunSpec, Snapshot
 
-pytestmark = pytest.mark.timeout(300)
-
 PATIENCE_S = 120.0
 
 HEAD = """

@@ -22,8 +22,6 @@ from fallow.worker.data.ledger import read_ledger
 TRAINING = str(Path(__file__).parent / "local_training.py")
 SHARDS, BATCH = 20, 3
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Trained:
     """A finished run."""

@@ -18,8 +18,6 @@ from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus
 from lacking import lacks
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:

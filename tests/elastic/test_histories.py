@@ -212,7 +212,6 @@ ALL: list[Event] = [
 """The same with nobody left, and back to what was saved."""
 
 
-@pytest.mark.timeout(300)
 @settings(
     max_examples=2,
     deadline=None,

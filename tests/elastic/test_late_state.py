@@ -15,8 +15,6 @@ from elastic_training import FROZEN, RESTS_NO_MORE
 
 from conftest import MakeRig, Undisturbed
 
-pytestmark = pytest.mark.timeout(240)
-
 SWITCH = 10
 """The step after which newcomers come in. There is no `run.mean` in the next one, which would hold donors back, too."""
 

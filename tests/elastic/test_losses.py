@@ -15,8 +15,6 @@ from elastic_rig import alive, judge, phase, send, until
 from conftest import MakeRig, Undisturbed
 from fallow.model import Exit, RunStatus, WorkerPhase
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
     make_rig: MakeRig, undisturbed: Undisturbed

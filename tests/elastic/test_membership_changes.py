@@ -12,8 +12,6 @@ from elastic_rig import expected_samples, judge, phase, ranked, send
 from conftest import MakeRig, Undisturbed
 from fallow.model import RunStatus, WorkerPhase
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def test_h1_h13_t2_d4_survivors_keep_their_order_when_the_first_members_leave(
     make_rig: MakeRig, undisturbed: Undisturbed

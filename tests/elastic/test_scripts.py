@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from elastic_rig import Elastic, judge, phase, until
 
 from conftest import MakeRig
-
-pytestmark = pytest.mark.timeout(240)
 
 
 async def test_s24_a_compiled_model_is_reproducible(make_rig: MakeRig) -> None:

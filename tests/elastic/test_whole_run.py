@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import signal
 
-import pytest
 from elastic_rig import Elastic, alive, judge, send, until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import Exit, RunStatus
-
-pytestmark = pytest.mark.timeout(240)
 
 
 async def test_s11_a_stream_goes_on_from_its_checkpoint_when_all_were_lost(

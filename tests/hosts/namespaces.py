@@ -22,7 +22,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 _CHECKOUT = _HERE.parents[1]
 _PR_SET_PDEATHSIG = 1
-_START_S = 30.0
+_START_S = 120.0
 _prctl = ctypes.CDLL(None).prctl
 
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from namespaces import FAST, MGMT, NoHostsError
 from site_rig import LOGIN, Head, Site, Training
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slurm
 
 ABSENT_S = 14.0
 """More than twice the lease, and than ZeroMQ keeps a silent connection."""

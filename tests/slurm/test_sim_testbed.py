@@ -50,7 +50,6 @@ class Seen(msgspec.Struct, frozen=True):
     state: str
 
 
-@pytest.mark.timeout(150)
 def test_starts_are_those_of_a_real_slurm(make_testbed: MakeTestbed) -> None:
     """Two at once: nearly all of the time is waiting."""
     loads = {

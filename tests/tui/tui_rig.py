@@ -25,7 +25,7 @@ from fallow.model import (
 )
 from fallow_tui.app import TopApp
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 START = 1_790_000_000.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
 
 _SUMS = "fallow.worker.reduction"
+
+_CALLERS = 6
+"""Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
 
 
 def check_prepared(prepared: Prepared, known: Sequence[nn.Parameter] | None) -> list[nn.Parameter]:
@@ -62,11 +66,19 @@ def steps_seen(prepared: Prepared, may_step: Callable[[], None]) -> RemovableHan
     """Have each step of an optimizer looked at; `may_step` is asked before one that trains prepared modules.
 
     Raises:
-        FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself.
+        FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself, or
+            a scaler that was not prepared makes the step.
     """
 
     def seen(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is known for known in prepared.optimizers):
+            scaler = _calling_scaler()
+            if scaler is not None and not any(scaler is known for known in prepared.scalers):
+                raise FallowError(
+                    "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
+                    "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
+                    Exit.DATA,
+                )
             may_step()
             return
         ours = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
@@ -78,6 +90,19 @@ def steps_seen(prepared: Prepared, may_step: Callable[[], None]) -> RemovableHan
             )
 
     return register_optimizer_step_pre_hook(seen)
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """The scaler that makes the step at work."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.amp.GradScaler):
+            return found
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -221,7 +221,11 @@ class Group(Waits):
         assert self._connections is not None
         taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         counts = [len(part)] * self.size
-        work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+        try:
+            work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+        except RuntimeError as error:
+            self.interrupt(gloo.reason(error))
+            raise Interrupted(self.broken) from None
         told = Told(self, taken, lengths, work)
         self._tellings.append(told)
         return told
