@@ -22,6 +22,7 @@ def main() -> None:
     """Train, and have the main member write what came out."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--newcomer-at-end", action="store_true", help="a loop ends when the newcomer is ready")
     parser.add_argument("--pace", type=float, default=0.03, help="seconds that a body takes at least")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -47,8 +48,11 @@ def main() -> None:
             model(inputs)  # it moves the statistics where they do not rest
             top.weight.mul_(0.9)
         for update in run.updates(loader):
+            held = args.newcomer_at_end and not run.rehearsing
             for batch, target in update:
                 time.sleep(args.pace)
+                while held and update.step == 15 and not run._generations.offered:
+                    time.sleep(args.pace)
                 F.mse_loss(model(batch), target).backward()
             optimizer.step()
             optimizer.zero_grad()

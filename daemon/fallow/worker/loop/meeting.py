@@ -216,8 +216,7 @@ class Meeting:
 
     def _find_place(self, met: Met) -> None:
         """The members trained without this one, which has their state now: its script may be elsewhere."""
-        if met.kind is not Kind.STEP:  # what they do together is done by now
-            self._conclude(met.kind, _mean(met))
+        self._follow(met)
         self._member.place.trained_without()
 
     def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:
@@ -311,9 +310,13 @@ class Meeting:
 
     def join(self) -> None:
         """A newcomer comes to where the members are."""
-        met = self.come_together(Kind.COMING)
-        if met.kind is not Kind.STEP:  # what they do together is done by now
+        self._follow(self.come_together(Kind.COMING))
+
+    def _follow(self, met: Met) -> None:
+        """What the members do together where this one comes to them is done by now."""
+        if met.kind is not Kind.STEP:
             self._conclude(met.kind, _mean(met))
+        self._member.place.came_at_end = met.kind is Kind.END
 
     def joint(self, kind: Kind, value: float = 0.0, *, amid: bool = False, ended: bool = False) -> float:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.

@@ -36,6 +36,8 @@ class Place:
         "`epochs` handed out another epoch than the members are in"
         self.went_back = False
         "the members were rolled back, or trained without this worker; this script has not yet looked where they are"
+        self.came_at_end = False
+        "its state is the members' of the moment in which a call of theirs ended, and they have not begun another one"
         self._goes_back = False
         "this script was in sync, and since then it comes to the members' place as a newcomer's does"
         self.epoch_entered: tuple[int, int] | None = None
@@ -192,7 +194,20 @@ class Place:
     def begin_call_with_members(self) -> None:
         """The script is in the call that the members are in."""
         self.in_sync = True
+        self.came_at_end = False
         self.position.behind = None
+
+    def ends_call_with_members(self, call: int | None) -> bool:
+        """The script has come to the end of that call: True if it is in sync there.
+
+        That is where a newcomer came while the members waited for each other there: what the script does from there on
+        to the next call, they have not done yet.
+        """
+        here = self.came_at_end and not self.wrong_epoch and self._where == self._members_where
+        if here and call == self.position.call - 1:
+            self.in_sync, self.came_at_end = True, False
+            return True
+        return False
 
     def begin_asking(self) -> bool:
         """Count one `run.mean` or `run.barrier` outside of a call.

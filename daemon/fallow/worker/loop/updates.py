@@ -90,7 +90,7 @@ class Loop:
                     if member.session is not None:
                         call = place.meet(call)
                 if place.behind(call):
-                    self._settle()
+                    self._settle(call)
                     return  # the members are past this call
                 place.begin_call_with_members()
                 self._catch_up.put_back()
@@ -130,7 +130,7 @@ class Loop:
         self.member.ledger.flush()
 
     def _go_elsewhere(self) -> None:
-        self._settle()
+        self._settle(self._call)
         self._call = None
 
     def check_place(self, *, amid: bool) -> None:
@@ -222,12 +222,14 @@ class Loop:
             prepared.device,
         )
 
-    def _settle(self) -> None:
-        """The members are elsewhere in the script: what is done on the way to them must not change the state."""
+    def _settle(self, call: int | None) -> None:
+        """The members are past this call: what is done on the way to them must not change the state."""
         self.generations.report_arrival()
         while not self.member.standing.settle():
             self.meeting.join()
-        if not self.member.place.in_sync:
+        if self.member.place.ends_call_with_members(call):
+            self._catch_up.put_back()
+        elif not self.member.place.in_sync:
             self._catch_up.keep(self.member.prepared)
 
     def _facts(self, source: Source, epochs: int, max_steps: int | None) -> Call:
@@ -337,4 +339,4 @@ class Loop:
     def _went_back(self) -> None:
         """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
         if self.member.place.elsewhere(None):
-            self._settle()
+            self._settle(None)

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from fallow.worker.api import process
 from fallow.worker.torchrun.backend import RESTART, create_handler
 
-_TIED = str(Path(__file__).with_name("tied.py"))
+_CHILD_PROCESS = str(Path(__file__).with_name("child_process.py"))
 
 
 def main(command: list[str]) -> None:
@@ -36,7 +36,7 @@ def main(command: list[str]) -> None:
         "--signals-to-handle=SIGINT",
         "--no-python",
     ]
-    torchrun.main([*options, sys.executable, "-S", _TIED, str(os.getpid()), *command])
+    torchrun.main([*options, sys.executable, "-S", _CHILD_PROCESS, str(os.getpid()), *command])
 
 
 if __name__ == "__main__":
