@@ -73,7 +73,7 @@ def steps_seen(prepared: Prepared, may_step: Callable[[], None]) -> RemovableHan
     def seen(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is known for known in prepared.optimizers):
             scaler = _calling_scaler()
-            if scaler is not None and not any(scaler is known for known in prepared.scalers):
+            if scaler is not None and not any(scaler is known for thing in prepared.others for known in _parts(thing)):
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
@@ -98,15 +98,20 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
     for _ in range(_CALLERS):
         found = frame.f_locals.get("self")
         if isinstance(found, torch.amp.GradScaler):
-            return found
+            return found if found.is_enabled() else None
         if frame.f_back is None:
             return None
         frame = frame.f_back
     return None
 
 
-def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
+def _parts(thing: Any) -> list[Any]:
+    """A prepared object, and what it has in its attributes."""
     inside = list(getattr(thing, "__dict__", {}).values())
     inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
-    return any(getattr(owner, "optimizer", None) is optimizer for owner in (thing, *inside))
+    return [thing, *inside]
+
+
+def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
+    return any(getattr(owner, "optimizer", None) is optimizer for owner in _parts(thing))
