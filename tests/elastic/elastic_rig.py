@@ -45,7 +45,7 @@ from fallow.model import (
 from fallow.store.client import Store
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
-WAIT_S = 120.0
+WAIT_S = 60.0
 LOOK_S = 0.05
 BATCH, SAMPLES = 32, 250
 """Global batch and data set of the training: the last step of an epoch is a partial one."""

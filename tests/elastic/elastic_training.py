@@ -83,8 +83,8 @@ class Noisy(Dataset[Any]):
 class Guest:
     """A prepared object without a state of its own."""
 
-    def __init__(self, gates: Path) -> None:
-        self.gates = gates
+    def __init__(self, gates: Path, run: Any) -> None:
+        self.gates, self.run = gates, run
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -92,7 +92,7 @@ class Guest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for action in (hold, fail):
             gate = self.gates / f"{action.__name__}-load-{WORKER}"
-            if gate.exists():
+            if gate.exists() and not self.run.rehearsing:
                 action(gate)
 
 
@@ -186,7 +186,7 @@ def main() -> None:
     source = source if args.loaders is None else Noisy(data)
     loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
     rich = (scaler, average, pull) if args.rich else ()
-    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates), loader)
+    objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
     training = Training(args, run, model, forward, optimizers, schedulers, scaler, average, pull)
     how = {"epochs": args.steps, "max_steps": args.steps}
