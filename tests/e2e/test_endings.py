@@ -105,6 +105,7 @@ def test_a_member_whose_script_ends_inside_of_the_loop_is_refused(box: Box) -> N
     assert "inside of the run.updates loop while the others go on" in done.report["message"]
 
 
+@pytest.mark.soak
 def test_a_member_that_deserts_is_refused_however_long_its_process_takes_to_end(box: Box) -> None:
     """Longer than the others wait for its vote on a group in place of the broken one."""
     words = [SCRIPT, "--folder", str(box.folder), "--harm", "linger"]

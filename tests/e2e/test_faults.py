@@ -100,6 +100,7 @@ def test_s23_exceptions_and_crashes_anywhere_cost_one_member_each(box: Box, undi
     assert done.report["steps_discarded"] <= len(harms), "at most one step for each"
 
 
+@pytest.mark.soak
 def test_s23_hangs_anywhere_hold_the_others_up_for_no_longer_than_the_deadline(
     box: Box, undisturbed: dict[str, Any]
 ) -> None:

@@ -280,6 +280,7 @@ def test_an_example_comes_out_the_same_whoever_computes_it(
     assert len(done.report["final_digest"]) == 64
 
 
+@pytest.mark.soak
 def test_an_example_under_torchrun(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
     words = ["gpt_stdlib.py", "--steps", "10", "--global-batch", "32"]
     alone = plain(*probe(words, "RESULT"))
@@ -290,6 +291,7 @@ def test_an_example_under_torchrun(box: Box, plain: Callable[..., dict[str, Any]
     assert done.result["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
+@pytest.mark.soak
 def test_members_that_do_not_act_alike_are_told_so(box: Box, plain: Callable[..., dict[str, Any]]) -> None:
     alone = plain(CASES_OF_MISUSE, "RESULT")
     done = box.fixed(2, CASES_OF_MISUSE, str(box.folder / "result.json"))

@@ -124,8 +124,15 @@ def test_slurm_gets_the_exit_code_of_the_batch_script(rig: Rig) -> None:
     rig.scancel(successor)
 
 
-@pytest.mark.parametrize("grace", [True, False])
-@pytest.mark.parametrize("requeue", [True, False])
+@pytest.mark.parametrize(
+    ("requeue", "grace"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.soak),
+        pytest.param(False, True, marks=pytest.mark.soak),
+    ],
+)
 def test_a_preempted_base_job_comes_back(with_grace: Rig, without_grace: Rig, grace: bool, requeue: bool) -> None:
     rig, nodes = (with_grace, 4) if grace else (without_grace, 2)
     with telling(rig):
@@ -192,6 +199,7 @@ def test_a_base_job_that_the_head_has_let_go_of_ends(rig: Rig) -> None:
     assert training.job not in training.lines_after()
 
 
+@pytest.mark.soak
 def test_fallow_cancel_ends_a_base_job_that_the_head_has_let_go_of(rig: Rig) -> None:
     training, _ = let_go_of_base(rig)
     rig.command("fallow", "cancel", training.run)

@@ -26,13 +26,10 @@ async def stand_still(run: Elastic, pid: int, seconds: float) -> None:
     assert run.steps_seen() > before + 3, "nobody trained meanwhile"
 
 
-@pytest.mark.parametrize("what", ["head", "store"])
+@pytest.mark.parametrize("what", ["head", pytest.param("store", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "seconds",
-    [
-        pytest.param(9.0),
-        pytest.param(55.0, marks=pytest.mark.soak),
-    ],
+    [9.0, pytest.param(55.0, marks=pytest.mark.soak)],
 )
 async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_step(
     make_rig: MakeRig, undisturbed: Undisturbed, what: str, seconds: float

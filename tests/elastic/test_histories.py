@@ -213,7 +213,7 @@ ALL: list[Event] = [
 
 
 @settings(
-    max_examples=2,
+    max_examples=1,
     deadline=None,
     print_blob=True,
     phases=[Phase.explicit, Phase.generate],

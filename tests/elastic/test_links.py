@@ -222,6 +222,7 @@ async def test_s13_a_slow_link_is_looked_at_and_nobody_goes(
     assert report.steps_discarded == 0
 
 
+@pytest.mark.soak
 async def test_s13_a_node_whose_link_holds_all_up_is_named_and_let_go(
     make_rig: MakeRig, undisturbed: Undisturbed, make_network: MakeNetwork
 ) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import signal
 import time
 
+import pytest
+
 from elastic_rig import LOOK_S, Elastic, Rig, alive, judge, send, until
 
 from conftest import MakeRig, Undisturbed
@@ -114,6 +116,7 @@ def complete_checkpoints(run: Elastic) -> set[str]:
     return {path.name for path in complete_ones(run.folder / "checkpoints")}
 
 
+@pytest.mark.soak
 async def test_o2_a_node_that_is_taken_while_no_head_is_there_is_left_behind_a_checkpoint(
     make_rig: MakeRig, undisturbed: Undisturbed
 ) -> None:

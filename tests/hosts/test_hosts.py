@@ -48,6 +48,7 @@ def test_a_run_spans_hosts_that_share_only_their_home(head: Head) -> None:
     assert (training.folder / "after").read_text().split() == [training.job]
 
 
+@pytest.mark.soak
 def test_the_data_goes_over_the_network_that_is_named_for_it(head: Head, site: Site) -> None:
     training = head.submit("--nodes=1:3", exports="GLOO_SOCKET_IFNAME=eth1")
     training.wait_members(3)
@@ -76,6 +77,7 @@ def test_a_head_whose_host_was_cut_off_ejects_nobody(head: Head, site: Site, sec
     check_nothing_happened(training, before)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seconds", [ABSENT_S, LONG_S])
 def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site, seconds: float) -> None:
     training = train_on_three_nodes(head, seconds)
@@ -86,6 +88,7 @@ def test_a_head_whose_state_folder_hangs_ejects_nobody(head: Head, site: Site, s
     check_nothing_happened(training, before)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_killed_whole_costs_one_step(head: Head, site: Site) -> None:
     training = head.submit("--nodes=1:3", steps=1500)
     nodes = training.wait_members(3)
