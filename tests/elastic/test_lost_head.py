@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-
 from elastic_rig import LOOK_S, Elastic, Rig, alive, judge, send, until
 
 from conftest import MakeRig, Undisturbed
