@@ -19,11 +19,12 @@ from accelerator.crew import Member, on_both, on_device
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writer
-from fallow.worker.handover import extra_state, pieces, state, supply
+from fallow.worker.handover import pieces, supply
 from fallow.worker.handover.align import align
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group

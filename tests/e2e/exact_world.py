@@ -26,9 +26,9 @@ from worlds import forked
 from fallow.core.shards import Duty
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.api.run import Run
-from fallow.worker.handover.state import digest
 from fallow.worker.handover.transfer import export_state
 from fallow.worker.loop.member import Member
+from fallow.worker.prepared.state import digest
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 

@@ -25,7 +25,7 @@ from fallow.worker.api.run import Run
 from fallow.worker.data import rng
 from fallow.worker.data.loader import ElasticLoader
 from fallow.worker.data.source import Key
-from fallow.worker.handover.state import digest
+from fallow.worker.prepared.state import digest
 from fallow.worker.reduction import buckets
 
 SAMPLES, BATCH, GLOBAL, STEPS = 203, 5, 20, 36

@@ -16,12 +16,12 @@ from fallow.core.failures import Stranger
 from fallow.model import Checkpointed, Dismiss, Finished, OthersFinished, Peer, Prepare, SampleReport, Welcome
 from fallow.worker.api.run import Run
 from fallow.worker.data.ledger import read_ledger
-from fallow.worker.handover.stream import Streams
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Dismissed, OthersEnded
 from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
+from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.upcoming import Built, Upcoming
 
 DEADLINE_S = 60.0

@@ -22,10 +22,10 @@ from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # no
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
 from fallow.worker.checkpoint.writer import Writer  # noqa: E402
-from fallow.worker.handover import extra_state  # noqa: E402
-from fallow.worker.handover.state import TensorSpec  # noqa: E402
 from fallow.worker.handover.transfer import export_state, load_state  # noqa: E402
+from fallow.worker.prepared import extra_state  # noqa: E402
 from fallow.worker.prepared.objects import Prepared  # noqa: E402
+from fallow.worker.prepared.state import TensorSpec  # noqa: E402
 
 Report = Checkpointed | CheckpointFailed
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fallow.model import FallowError
-from fallow.worker.handover import state
+from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared, signature_of
 
 torch.set_num_threads(1)

@@ -21,16 +21,18 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from fallow.model import FallowError
-from fallow.worker.handover import intake, pieces, state, stream, supply
+from fallow.worker.handover import intake, pieces, supply
 from fallow.worker.handover.align import align, source
 from fallow.worker.handover.pieces import cut, receive_piece, send_piece, word_sum
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS, TORN, Standing
-from fallow.worker.handover.stream import Card, Streams, sources
 from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
+from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import stream
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import Card, Streams, sources
 from fallow.worker.transport.waits import Interrupted
 
 DEADLINE_S = 20.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.model import FallowError
-from fallow.worker.handover.state import (
+from fallow.worker.prepared.state import (
     as_bytes,
     decode,
     digest,

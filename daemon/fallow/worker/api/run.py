@@ -18,13 +18,13 @@ from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.script_checks import steps_seen
-from fallow.worker.handover import state
 from fallow.worker.loop.generations import Released
 from fallow.worker.loop.meeting import EndedAlone
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import Kind
 from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
+from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.session.session import Session, connection

@@ -15,7 +15,7 @@ import torch
 
 from fallow.worker.checkpoint.manifest import EXTRA, Chunk, Extra, TensorInfo
 from fallow.worker.checkpoint.parts import Snapshot
-from fallow.worker.handover.state import dtype_named
+from fallow.worker.prepared.state import dtype_named
 
 
 def write_part(path: Path, snapshot: Snapshot) -> list[Chunk]:

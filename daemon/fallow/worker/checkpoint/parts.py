@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fallow.worker.checkpoint.manifest import TensorInfo
-from fallow.worker.handover.state import Path, TensorSpec, decode, encode, host_copies, spec_of, to_bytes
 from fallow.worker.prepared.objects import ModelNames
+from fallow.worker.prepared.state import Path, TensorSpec, decode, encode, host_copies, spec_of, to_bytes
 
 TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""

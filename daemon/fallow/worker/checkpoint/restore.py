@@ -15,7 +15,7 @@ from fallow.files import open_private
 from fallow.model import Exit, FallowError
 from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, FileInfo, Manifest, damaged, read_manifest
 from fallow.worker.checkpoint.parts import TREE
-from fallow.worker.handover.state import decode, dtype_named, from_bytes
+from fallow.worker.prepared.state import decode, dtype_named, from_bytes
 
 _BLOCK = 64 << 20
 

@@ -12,8 +12,8 @@ from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
-from fallow.worker.handover import extra_state
 from fallow.worker.handover.transfer import export_state
+from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fallow.model import Exit, FallowError
 from fallow.worker.guards.script_checks import check_prepared
-from fallow.worker.handover.state import as_bytes
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import as_bytes
 from fallow.worker.transport.device import to_host
 
 _its_version = attrgetter("_version")

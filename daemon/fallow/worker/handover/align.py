@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fallow.worker.handover import extra_state, state
+from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group

@@ -12,13 +12,13 @@ import msgspec
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover import state
 from fallow.worker.handover.pieces import receive_piece
-from fallow.worker.handover.stream import receive
 from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline, text_sum
+from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import receive
 from fallow.worker.transport.waits import Interrupted
 
 _CHANGED = (

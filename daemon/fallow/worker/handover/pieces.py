@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.state import device_of
-from fallow.worker.handover.stream import receive_into, send_all
+from fallow.worker.prepared.state import device_of
 from fallow.worker.transport import device
+from fallow.worker.transport.stream import receive_into, send_all
 
 CHUNK = 1 << 20
 """Bytes under one sum: small enough to be in the cache still when they are summed."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fallow.worker.handover import extra_state, state
 from fallow.worker.handover.transfer import export_state, load_state
+from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 

@@ -24,11 +24,11 @@ from functools import partial
 import msgspec
 
 from fallow.worker.handover.pieces import send_piece
-from fallow.worker.handover.state import Encoded, Path, TensorSpec, as_bytes, device_of
-from fallow.worker.handover.stream import receive
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import Encoded, Path, TensorSpec, as_bytes, device_of
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import receive
 from fallow.worker.transport.waits import Interrupted
 
 EARLY, MIDDLE, LATE = PARTS = range(3)

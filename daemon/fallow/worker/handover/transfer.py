@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from fallow.worker.handover import extra_state, state
 from fallow.worker.handover.intake import Changed, Intake
 from fallow.worker.handover.standing import HOLDS, TORN, Standing
-from fallow.worker.handover.stream import sources
 from fallow.worker.handover.supply import Supply
+from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport.group import Group
+from fallow.worker.transport.stream import sources
 
 
 @dataclass(frozen=True, slots=True)

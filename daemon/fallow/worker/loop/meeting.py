@@ -15,7 +15,6 @@ from typing import NamedTuple
 import msgspec
 
 from fallow.model import Exit, FallowError, Parts
-from fallow.worker.handover import state
 from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, load_state, transfer
 from fallow.worker.loop import agreement
@@ -25,6 +24,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
+from fallow.worker.prepared import state
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
 from fallow.worker.transport.waits import Interrupted

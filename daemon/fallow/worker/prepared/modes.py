@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from fallow.worker.handover.state import plain_name
+from fallow.worker.prepared.state import plain_name
 
 _FROZEN, _RESTING = "frozen ", "resting "
 

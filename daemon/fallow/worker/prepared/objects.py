@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.handover import extra_state
-from fallow.worker.handover.state import decode, device_of, encode, plain_name
+from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.modes import Modes
+from fallow.worker.prepared.state import decode, device_of, encode, plain_name
 from fallow.worker.reduction.arithmetic import Arithmetic, Floating
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport import device

@@ -10,12 +10,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.stream import Card, Streams, sources
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.staged import Staged
+from fallow.worker.transport.stream import Card, Streams, sources
 from fallow.worker.transport.waits import Interrupted
 
 _QUIET_S = 1.0

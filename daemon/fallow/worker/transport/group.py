@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.stream import Streams
 from fallow.worker.transport import device as devices
 from fallow.worker.transport import gloo
 from fallow.worker.transport.communicators import Communicator, Work
+from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
 
 _DRAIN_S = 5.0

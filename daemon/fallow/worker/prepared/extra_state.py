@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fallow.model import Exit, FallowError
-from fallow.worker.handover.state import plain_name
+from fallow.worker.prepared.state import plain_name
 
 _KEY = "_extra_state"
 """As in torch's `state_dict`."""
