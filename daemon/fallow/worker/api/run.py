@@ -259,8 +259,9 @@ class Run:
         self._loop.together(Kind.BARRIER, 0.0)
 
     def checkpoint(self) -> None:
-        """Ask for a durable checkpoint of this step, written in the background; one member that asks is enough.
+        """Ask for a durable checkpoint, written in the background; one member that asks is enough.
 
+        Asked for before the inner loop ends, it holds the step at work; behind the inner loop, the next step.
         While the one before is being written, the next step that can take it does. Without a head there is no folder
         of the run: nothing happens.
         """
