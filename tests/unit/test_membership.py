@@ -702,12 +702,14 @@ class World:
             w.alive = False
 
     def hold(self, w: SimWorker) -> None:
-        """A worker that stops says so, whoever told it to."""
+        """A worker that stops says so, whoever told it to, and again with each beat."""
         if not w.held:
             w.held = True
-            self.put(
-                ev.Said(at=self.at, message=Held(worker=w.name, generation=w.generation, reason="interrupted", step=0))
-            )
+            self.report_held(w)
+
+    def report_held(self, w: SimWorker) -> None:
+        held = Held(worker=w.name, generation=w.generation, reason="interrupted", step=0)
+        self.put(ev.Said(at=self.at, message=held))
 
     def switch(self) -> None:
         """A committed generation whose old and new members have all heard of it passes its boundary."""
@@ -812,6 +814,8 @@ class World:
                 stalled_s=stalled_s,
             )
             self.put(ev.Said(at=self.at, message=beat))
+            if w.held:
+                self.report_held(w)
 
     def settle(self) -> None:
         """No more faults but those that last: time passes, beats are sent, messages arrive."""
@@ -979,6 +983,8 @@ KEPT = [("receive", 2), ("release", 0), ("talk", 0), ("kill", 1), ("kill", 2)]
 @example([("release", 0), ("talk", 0), ("kill", 1)])
 @example([("receive", 2), ("save", 0), ("back", 0), ("talk", 0), ("kill", 1), ("talk", 0), ("switch", 0)])
 @example([("receive", 2), ("save", 0), ("back", 0), ("talk", 0), ("head", 0), ("back", 0), ("switch", 0), ("hold", 1)])
+@example([("talk", 0), ("switch", 0), ("hold", 0), ("head", 0)])
+@example([("talk", 0), ("switch", 0), ("hold", 1), ("head", 0)])
 def test_losses_one_after_the_other_leave_the_state_with_who_is_left(actions: list[tuple[str, int]]) -> None:
     """Those who leave and those who come among them, while groups are built and states are handed over."""
     world = World()
