@@ -45,7 +45,9 @@ class Ways(nn.Module):
         return x.square().mean()
 
 
-NET = Ways()
+with torch.random.fork_rng():
+    torch.manual_seed(0)  # the rounding, too, is the same in each run
+    NET = Ways()
 BATCHES = torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(3))
 
 Body = Callable[[nn.Module, int], None]
@@ -120,7 +122,7 @@ def plain(net: nn.Module, body: Body, shards: int) -> list[torch.Tensor | None]:
 
 
 def assert_close(
-    got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None], error: float = 4e-7
+    got: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | None], error: float = 1e-6
 ) -> None:
     """To a part of the largest gradient, and None where it should be."""
     assert [grad is None for grad in got] == [grad is None for grad in wanted]
@@ -460,7 +462,7 @@ def test_a_gradient_that_comes_when_the_sums_were_handed_out_in_the_body_is_refu
 def test_a_broken_group_ends_the_sum_and_its_memory_is_not_used_again() -> None:
     member = Member(build_world(1)[0], NET)
     member.step(scripted([[EVERY]]), [0], 1)
-    before = next(p.grad for p in member.net.parameters() if p.grad is not None).data_ptr()
+    before = next(p.grad for p in member.net.parameters() if p.grad is not None)  # kept: so nobody else gets the place
 
     def body(net: nn.Module, shard: int) -> None:
         member.group.interrupt("lost")
@@ -484,8 +486,8 @@ def test_a_broken_group_ends_the_sum_and_its_memory_is_not_used_again() -> None:
         one.group = Group(3, 0, 1)
         one.reduction.attach(one.group)
         assert_close(one.step(scripted([[EVERY]]), [0], 1), plain(NET, scripted([[EVERY]]), 1))
-    after = next(p.grad for p in member.net.parameters() if p.grad is not None).data_ptr()
-    assert after != before
+    after = next(p.grad for p in member.net.parameters() if p.grad is not None)
+    assert after.data_ptr() != before.data_ptr()
 
 
 def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcome() -> None:
