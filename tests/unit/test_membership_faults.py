@@ -338,6 +338,18 @@ def test_a_cut_link_drops_the_younger_of_the_two() -> None:
     assert (m.roster.change.members, m.roster.change.interrupt) == (["w0", "w1"], True)
 
 
+def test_a_member_that_is_not_heard_is_not_taken_for_one_that_waits() -> None:
+    """Its node stands still, in a moment in which it waited: the links to it would be found cut, and others blamed."""
+    m = started("w0", "w1")
+    beats(m, 1, w0=(WAITING, 0.0), w1=(WAITING, 0.0))
+    for at in range(2, 11):
+        out = beats(m, at, w1=(WAITING, at - 1.0))
+        assert not records(out, "probe"), at
+        assert m.roster.change is None
+    beats(m, 12, w1=(WAITING, 11.0))
+    assert m.roster.workers["w0"].phase is WorkerPhase.GONE
+
+
 def test_a_rebuild_waits_a_moment_for_the_votes_that_tell_who_is_cut_off() -> None:
     m = started("w0", "w1", "w2", "w3")
     m.handle(ev.WorkerGone(at=1, worker="w3", reason="killed", signal=9))

@@ -229,9 +229,9 @@ class Watch:
         return [worker for worker in workers if worker in self._beats and self._beats[worker][1].in_mean]
 
     def waited_s(self, worker: str, at: float) -> float:
-        """For how long the worker has waited for the other members: 0 if it does something else."""
+        """For how long the worker has waited for the other members: 0 if it does something else, or is not heard."""
         came, beat = self._beats.get(worker, (at, None))
-        if beat is None or beat.held or beat.doing is not Doing.WAITING:
+        if beat is None or beat.held or beat.doing is not Doing.WAITING or at - came > DEAF_S:
             return 0.0
         return min(self._since(beat, came, at), at - self._committed_at)
 

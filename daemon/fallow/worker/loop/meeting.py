@@ -217,7 +217,6 @@ class Meeting:
     def _find_place(self, met: Met) -> None:
         """The members trained without this one, which has their state now: its script may be elsewhere."""
         self._follow(met)
-        self._member.discarded = 0  # who trained on has told of it
         self._member.place.trained_without()
 
     def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:

@@ -288,8 +288,9 @@ class Shards(Iterator[Any]):
             concluded = decode_outcome(met.outcome)
             self._take(concluded, concluded.sums, adopted=True)
             return
+        # Those who trained on without this member have told of the step that they discarded.
+        member.discarded += self._dealt and not member.place.went_back
         self._loop.check_place(amid=bool(self._update.parts))
-        member.discarded += self._dealt
         member.ledger.drop_fed()
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
