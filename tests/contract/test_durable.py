@@ -125,7 +125,7 @@ async def test_a_store_that_is_killed_comes_back_though_nothing_is_to_be_written
         assert durable._redis.process is not None
         killed = store_pid(paths)
         os.kill(killed, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await durable._redis.process.wait()
             await durable.write(Turn(book, 0.0, 0.0))
         assert store_pid(paths) != killed
@@ -140,7 +140,7 @@ async def test_what_was_learned_is_written_down_when_the_head_ends(tmp_path: Pat
     for number in range(2):
         head = Head(paths, config, None)
         serving = asyncio.create_task(head.run())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not paths.head_file.exists() or not hasattr(head, "_control"):
                 await asyncio.wait([serving], timeout=0.02)
                 assert not serving.done(), serving.exception()

@@ -47,7 +47,7 @@ async def test_a_hung_slurmctld_makes_a_submit_unknown_and_the_job_is_found_late
     finally:
         os.kill(pid, signal.SIGCONT)
     client = CliClient(testbed.conf)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not (found := await client.find("fallow-u")):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
@@ -97,7 +97,7 @@ async def test_a_job_starts_from_the_captured_environment_folder_and_umask(
         options=["--time=5", "--output=out"],
     )
     await CliClient(testbed.conf).submit(request)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while not (tmp_path / "args").exists():
         assert time.monotonic() < deadline, testbed.slurm("squeue", "-t", "all")
         await asyncio.sleep(0.05)
@@ -138,7 +138,7 @@ async def test_gpus_in_use_planned_nodes_and_reservations_are_seen(testbed: Test
     await client.submit(request_of("fallow-all", options=whole))
     reservation = ["reservationname=maint", "starttime=now+2hour", "duration=60", "nodes=n[1-2]", "users=root"]
     testbed.slurm("scontrol", "create", "reservation", *reservation, "flags=maint,ignore_jobs")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         state = await client.poll("fallow-")
         jobs, nodes = {job.name: job for job in state.jobs}, {node.node: node for node in state.nodes}
@@ -162,7 +162,7 @@ async def test_a_cancelled_call_leaves_no_process(testbed: Testbed) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         call = asyncio.create_task(CliClient(testbed.conf).poll("fallow-"))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while not _children("squeue"):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
@@ -193,7 +193,7 @@ async def test_what_pending_jobs_ask_for_and_nodes_have_given_away(testbed: Test
     later = sbatch("--begin=now+1hour", "--gpus=3", "--nodes=1")
     behind = sbatch(f"--dependency=afterany:{later}", "--ntasks=2", "--cpus-per-task=2", "--nodes=1")
     client = CliClient(testbed.conf)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while True:
         state = await client.poll("")
         jobs = {job.job_id: job for job in state.jobs}
@@ -221,7 +221,7 @@ async def test_requests_wait_behind_others_jobs_whatever_the_sites_weights(testb
     testbed.conf.write_text(conf.replace("PriorityType=priority/basic", weights))
     pid = testbed.daemon_pid("slurmctld")
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while pid in testbed.processes():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -243,7 +243,7 @@ async def test_what_time_min_is_granted_is_learned(testbed: Testbed) -> None:
     client, experience = CliClient(testbed.conf), Experience()
     options = ("--nodes=1", "--exclusive", "--time=30", "--time-min=3", "--output=/dev/null")
     job_id = await client.submit(request_of("fallow-t", options=list(options)))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         (job,) = await client.find("fallow-t")
         if job.state == "RUNNING":

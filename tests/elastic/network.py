@@ -188,7 +188,7 @@ class Network:
     def _do(self, where: str, command: str) -> None:
         with self._inside(where):
             environ = {**os.environ, "PATH": _path()}
-            subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=30, env=environ)
+            subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=180, env=environ)
 
 
 def fast_address(node: int) -> str:

@@ -54,7 +54,7 @@ def _reap() -> None:
 
 
 def _run(*argv: str) -> None:
-    subprocess.run(argv, check=True, timeout=30)
+    subprocess.run(argv, check=True, timeout=180)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ class Namespaces:
 
     def _do(self, name: str, command: str) -> None:
         argv = ["nsenter", "-t", str(self._pids[name]), "-n", *command.split()]
-        subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=30, check=True)
+        subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=180, check=True)
 
     def inside(self, name: str, argv: Sequence[str], cwd: str = "/") -> list[str]:
         """The command line that runs a command on a host."""

@@ -145,7 +145,7 @@ class Site:
         for process in (self._file_client, self._file_server):
             if process is not None:
                 process.kill()
-                process.wait(timeout=30)
+                process.wait(timeout=180)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self) -> None:
@@ -343,7 +343,7 @@ class Head:
         """End the daemon and its store."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=180)
         for pid in self.site.hosts.processes(LOGIN):
             if pid not in self.site.spared:
                 with contextlib.suppress(ProcessLookupError):

@@ -219,7 +219,7 @@ def test_an_ordinary_user_has_a_testbed_of_their_own() -> None:
             cwd="/tmp",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
             **_as(nobody),
         )

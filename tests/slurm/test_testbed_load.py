@@ -78,7 +78,7 @@ def test_a_load_runs_and_is_cleared_away(make_testbed: Callable[..., Testbed], a
     assert {row[0] for row in rows.values()} == {as_user or Path.home().owner()}
     # some ran, and nothing goes on
     assert testbed.slurm("squeue", "-h", "-t", "all", "-o", "%N").strip()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while testbed.slurm("squeue", "-h", "-o", "%A").strip():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -90,7 +90,7 @@ def test_sigterm_ends_a_load_in_order(make_testbed: Callable[..., Testbed]) -> N
     code = "import sys, pathlib; from fallow.testbed import api; api.load(pathlib.Path(sys.argv[1]), seconds=600.0)"
     record = testbed.folder / "load.jsonl"
     with subprocess.Popen([sys.executable, "-c", code, str(testbed.folder)]) as player:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while not (record.exists() and '"begin"' in record.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

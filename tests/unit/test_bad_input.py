@@ -89,7 +89,7 @@ def head(prompt: Prompt) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=180)
 
 
 def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -201,7 +201,7 @@ def test_a_run_that_nobody_knows_and_a_second_head(prompt: Prompt, head: subproc
 
 def test_a_head_that_is_gone(prompt: Prompt) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait(timeout=20)
+    dead.wait(timeout=180)
     paths = prompt.paths.create()
     known = HeadFile(
         protocol=PROTOCOL,

@@ -383,7 +383,7 @@ def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path, how: str) -> None
         script = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, *script]
         if subprocess.run([*script[:4], "true"], capture_output=True).returncode:
             pytest.skip("no user namespaces here")
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "CheckpointFailed the checkpoint of step 8 was not written: " in done.stdout
     wanted = {

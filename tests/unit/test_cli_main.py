@@ -47,7 +47,7 @@ sys.meta_path.insert(0, PressedNow())
 sys.argv = ["fallow", "--version"]
 main()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (code, "")
 
 

@@ -141,7 +141,7 @@ def as_a_batch_script(argv: list[str], folder: Path, environ: dict[str, str]) ->
         returncode = process.wait(60)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGCONT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=180)
     return subprocess.CompletedProcess(argv, returncode, stdout, stderr)
 
 

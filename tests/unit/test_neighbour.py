@@ -760,7 +760,7 @@ def test_the_same_is_given_up_in_every_process() -> None:
             env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=True,
         ).stdout
         for hash_seed in range(1, 5)

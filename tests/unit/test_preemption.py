@@ -266,7 +266,7 @@ async def test_polls_do_not_wait_long_for_an_accounting_that_hangs(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("fallow.slurm.cli.ACCOUNTING_TIMEOUT_S", 0.2)
-    async with asyncio.timeout(25.0):
+    async with asyncio.timeout(120):
         assert (await CliClient().config()).qos_unknown
 
 

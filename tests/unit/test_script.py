@@ -95,7 +95,7 @@ def run_as_harvest_job(folder: Path, script: str, *args: str) -> subprocess.Comp
     job.write_text(harvest_script(script))
     job.chmod(0o700)
     environ = {**os.environ, "FALLOW_STATE_DIR": str(folder), "FALLOW_RUN": "r"}
-    return subprocess.run([job, *args], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([job, *args], env=environ, capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_a_harvest_job_runs_the_batch_script_as_it_is(tmp_path: Path) -> None:

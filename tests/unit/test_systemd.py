@@ -81,7 +81,7 @@ def test_systemd_understands_the_unit(unit: str, manager: str, tmp_path: Path) -
         ["systemd-analyze", "verify", manager, "--man=no", str(instance)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_COLOR": "0"},
     )

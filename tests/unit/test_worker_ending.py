@@ -54,6 +54,6 @@ def test_an_end_is_told_with_its_own_code(form: str, tmp_path: Path) -> None:
     script.write_text(f"{BEGIN}\n{form}\n")
     environ = {**os.environ, "FALLOW_WORKER": "w0"}
     done = subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], env=environ, capture_output=True, text=True, timeout=180, check=False
     )
     assert (done.returncode, done.stdout.split("\n")) == (code, [*told.split("/"), ""]), done.stderr

@@ -280,7 +280,7 @@ def test_loader_processes_end_with_the_script(tmp_path: Path, killed: bool) -> N
         else:
             process.stdin.close()
         assert process.wait(60) == (-9 if killed else 0)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while alive(loaders) and time.monotonic() < end:
             time.sleep(0.01)
         assert not alive(loaders)
