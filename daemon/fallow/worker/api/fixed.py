@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fallow.core.joining import other_bits
 from fallow.core.network import data_address
 from fallow.model import DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces
@@ -98,27 +96,6 @@ def build_world(world: World, device: torch.device = devices.HOST) -> Group:
     towards = _own_address(os.environ["MASTER_ADDR"])
     address = data_address(interfaces(), towards, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S, device=device)
-
-
-def check_arithmetic(group: Group, lines: Sequence[str]) -> None:
-    """Refuse a reproducible world whose ranks would not compute the same bits; all ranks are told the same.
-
-    Args:
-        group: of all ranks.
-        lines: this rank's arithmetic signature; empty if it does not want a reproducible training.
-
-    Raises:
-        FallowError: a rank differs from rank 0, in words.
-        Interrupted: a rank is gone.
-    """
-    texts = group.gather("\n".join(lines).encode())
-    if not any(texts):
-        return
-    first, *others = (text.decode().splitlines() for text in texts)
-    for rank, other in enumerate(others, start=1):
-        problem = other_bits(first, other)
-        if problem is not None:
-            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
 
 
 def _own_address(master: str) -> str:

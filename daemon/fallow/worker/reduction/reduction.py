@@ -42,8 +42,6 @@ class _Filling:
     "by place: a gradient was added"
     left: bool
     "its sum was launched, or nobody is expected to have use for it"
-    sent: bool = False
-    "its sum was launched"
     late: bool = False
     "gradients came when it had left"
     arrived: Arrived = field(default_factory=list)
@@ -134,7 +132,7 @@ class Reduction:
         idle = self._idle.items(phase)
         for filling, unused in zip(self._fillings, idle, strict=True):
             filling.touched = [False] * len(filling.touched)
-            filling.left, filling.sent, filling.late = unused, False, False
+            filling.left, filling.late = unused, False
         self.arithmetic.begin(phase, idle)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
@@ -367,7 +365,7 @@ class Reduction:
                 return
             self._add(filling)
             if not filling.left:
-                filling.left = filling.sent = True
+                filling.left = True
                 self.arithmetic.launch(self._group, filling.bucket, late=False)
             self._next += 1
 

@@ -108,11 +108,6 @@ class Group(Waits):
         self._aborting: threading.Thread | None = None
 
     @property
-    def pending(self) -> bool:
-        """Something was launched that nobody has waited for."""
-        return bool(self._launched or self._tellings)
-
-    @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
         return self.broken is not None and self._connections is not None
