@@ -30,6 +30,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,52 @@ class Pull:
         """Nothing."""
 
 
+class Device:
+    """The host: nothing is watched."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around an update, in which the host may not wait for the device without asking for it."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """At the end of the training.
+
+        Raises:
+            AssertionError: the device has found accesses that nothing orders, or garbage was used.
+        """
+
+
+class FakeDevice(Device):
+    """The asynchronous accelerator of the tests, from now on and for good."""
+
+    def __init__(self) -> None:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        import accelerator
+
+        self._accelerator = accelerator
+        accelerator.load()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self._accelerator.report_syncs("raise")
+        yield
+        self._accelerator.report_syncs("off")
+
+    def check(self) -> None:
+        reports = self._accelerator.reset()
+        assert not reports, reports
+
+
+def load_device(name: str) -> Device:
+    """What a training on that device looks at."""
+    return FakeDevice() if name == "fake" else Device()
+
+
+def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """As loaders and scripts for GPUs do it: the host goes on meanwhile."""
+    return tensor if name == "cpu" else tensor.pin_memory().to(name, non_blocking=True)
+
+
 def take_for_large(gates: Path) -> None:
     """Limits as small as the model: several buckets in each step, all parts in each hand-over."""
     vars(buckets).update(_FIRST_BYTES=128, BUCKET_BYTES=128)
@@ -159,8 +206,10 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--evaluate", action="store_true", help="by the main member, now and then, while others wait")
     parser.add_argument("--clip", type=float, help="each step begins by cutting off weights beyond that")
+    parser.add_argument("--device", default="cpu", help="`fake`: the asynchronous accelerator of the tests")
     parser.add_argument("--short", action="store_true", help="by run.steps, in which members do nothing else together")
     args = parser.parse_args()
+    device = load_device(args.device)
     take_for_large(args.gates)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32 if args.rich else torch.float64)  # autocast leaves float64 alone
@@ -168,7 +217,7 @@ def main() -> None:
     run = fallow.init()
     model = nn.Sequential(
         *(nn.Linear(8, args.wide), nn.BatchNorm1d(args.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(args.wide, 3))
-    )
+    ).to(args.device)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
     if args.rich:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
@@ -196,7 +245,9 @@ def main() -> None:
             training.act()
     else:
         for update in run.updates(loader, **how):
-            two_levels(training, update, inputs, targets)
+            with device.watched():
+                two_levels(training, update, inputs, targets)
+    device.check()
     assert len({id(filling) for filling, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
@@ -248,6 +299,7 @@ class Training:
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of a shard; behind the first one the tests have their way."""
         args, run = self.args, self.run
+        x, y = (to_device(part, args.device) for part in (x, y))
         with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
             loss = nn.functional.cross_entropy(self.forward(x).to(x.dtype), y)
         if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:

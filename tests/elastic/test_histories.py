@@ -14,6 +14,7 @@ from elastic_rig import NurseryClient, Rig, judge, phase
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from accelerator import build
 from conftest import Undisturbed
 from fallow.model import CheckpointState, RunReport, RunStatus, WorkerPhase
 
@@ -193,9 +194,9 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-PLAIN, RICH, THAW = (), ("--rich",), ("--thaw",)
+PLAIN, RICH, THAW, DEVICE = (), ("--rich",), ("--thaw",), ("--device", "fake")
 """Rich: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped; thaw: parts of the model
-are frozen or rest from some step on to another."""
+are frozen or rest from some step on to another; device: on the fake accelerator, which reports what GPUs would do."""
 
 OPTIONS = st.sampled_from((PLAIN, RICH, THAW))
 
@@ -230,6 +231,32 @@ def test_d3_any_short_history(
     loop: asyncio.Runner,
 ) -> None:
     loop.run(judged(history, nursery, undisturbed, *options))
+
+
+@pytest.fixture(scope="module")
+def device() -> None:
+    """The fake accelerator can be had here."""
+    build.require()
+
+
+@settings(max_examples=1, deadline=None, phases=[Phase.explicit], suppress_health_check=list(HealthCheck))
+@given(history=st.lists(EVENTS, min_size=3, max_size=9))
+@example(history=TOGETHER)
+@example(history=ALL)
+def test_p3_short_histories_on_an_asynchronous_device(
+    history: list[Event], device: None, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+) -> None:
+    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *DEVICE))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@settings(max_examples=34, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@given(history=st.lists(EVENTS, min_size=5, max_size=15))
+def test_p3_any_history_on_an_asynchronous_device(
+    history: list[Event], device: None, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+) -> None:
+    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *DEVICE))
 
 
 @pytest.mark.soak

@@ -67,6 +67,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event) synchronize(*(Event*)event);
   }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    TORCH_CHECK(queryEvent(from) && queryEvent(to), "fake: elapsed_time of events that are not complete");
+    Lock lock(mutex);
+    return *((Event*)to)->at - *((Event*)from)->at;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
 
  private:

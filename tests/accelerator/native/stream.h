@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -42,6 +43,7 @@ struct Stream {
   uint64_t launched = 0, finished = 0;  // numbers of tasks
   Clock clock;                          // what comes before the next task
   std::vector<BlockPtr> freed;          // since the last allocation on this stream
+  std::deque<std::pair<uint64_t, std::shared_ptr<double>>> marks;  // events to come: they get the time
   bool held = false, idle = false;
   std::condition_variable arrival;
 };
@@ -50,6 +52,7 @@ struct Event {
   int stream;
   uint64_t number;
   Clock clock;
+  std::shared_ptr<double> at;  // milliseconds, once it is complete
 };
 
 // A copy to pinned memory. It becomes visible when the host has waited for it, not before.
@@ -122,6 +125,10 @@ inline std::string run(Task& task) {
   return error;
 }
 
+inline double now_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 inline void serve(Stream& stream) {
   at::init_num_threads();  // as many as torch.set_num_threads says
   Lock lock(mutex);
@@ -138,6 +145,8 @@ inline void serve(Stream& stream) {
     lock.lock();
     if (!error.empty() && device_error.empty()) device_error = error;
     stream.finished = number;
+    for (; !stream.marks.empty() && stream.marks.front().first <= number; stream.marks.pop_front())
+      *stream.marks.front().second = now_ms();
     if (waiting_threads) progress.notify_all();
   }
 }
@@ -197,7 +206,9 @@ inline uint64_t launch(const std::string& name, const std::vector<Use>& uses, st
 
 inline Event record_locked(Stream& stream) {
   stream.clock.join(host);
-  return {stream.id, stream.launched, stream.clock};
+  auto at = std::make_shared<double>(now_ms());
+  if (stream.finished < stream.launched) stream.marks.emplace_back(stream.launched, at);
+  return {stream.id, stream.launched, stream.clock, at};
 }
 
 inline void wait_event_locked(Stream& stream, const Event& event) {

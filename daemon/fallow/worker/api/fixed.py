@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -13,7 +12,6 @@ from torch.distributed.rendezvous import rendezvous
 from fallow.core.network import data_address
 from fallow.model import DataNetwork, Exit, FallowError
 from fallow.wire.address import interfaces
-from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 
@@ -72,18 +70,17 @@ def check_own_group(world: World) -> None:
         )
 
 
-def build_world(world: World, device: torch.device = devices.HOST) -> Group:
-    """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT.
+def build_world(world: World) -> Group:
+    """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT. For tensors of the host.
 
     Args:
         world: as the environment says.
-        device: of the tensors that the group will sum.
 
     Raises:
         FallowError: the ranks did not meet.
     """
     if world.size == 1:
-        return Group(0, 0, 1, None, device)
+        return Group(0, 0, 1, None)
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
     try:
@@ -95,7 +92,7 @@ def build_world(world: World, device: torch.device = devices.HOST) -> Group:
         ) from None
     towards = _own_address(os.environ["MASTER_ADDR"])
     address = data_address(interfaces(), towards, DataNetwork(), os.environ)
-    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S, device=device)
+    return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 
 
 def _own_address(master: str) -> str:

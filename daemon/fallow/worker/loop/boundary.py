@@ -18,8 +18,12 @@ from fallow.worker.loop.opening import Kind
 from fallow.worker.loop.outcome import Outcome
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.signature import signature
+from fallow.worker.transport.build import take_to_device
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
+
+_MEETING_S = 300.0
+"""For so long the ranks of a fixed world wait for each other in front of the first step."""
 
 _DRIFTED = (
     "fallow: generation {generation}: this member's weights were not those of the others at step {step}; they were "
@@ -54,6 +58,7 @@ class Boundary:
         if member.session is None:
             prepared = member.prepared
             try:
+                take_to_device(member.group, prepared.device, _MEETING_S)
                 _check_arithmetic(member.group, signature(prepared.devices()) if prepared.reproducible else [])
             except Interrupted as error:
                 raise FallowError(

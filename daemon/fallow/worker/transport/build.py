@@ -86,23 +86,63 @@ def _connect(group: Group, store: Store, address: str, end: float, ports: range 
     connections, rank, size, device = group._connections, group.rank, group.size, group.device
     assert connections is not None
     connections.store = store
-    on_host = not devices.asynchronous(device)
-    direct = not on_host and communicators.exists(device)
-    names = ["control"] if direct else ["control", "sums"]
+    names = ["control"] if communicators.exists(device) else ["control", "sums"]
     for one in gloo.connect(store, names, rank, size, address, end - time.monotonic(), ports):
         connections.gloo_groups.append(one)
-    if direct:
-        left_s = max(0.0, end - time.monotonic())
-        connections.transport = communicators.connect(device, PrefixStore("device", store), rank, size, left_s)
-    elif on_host:
-        connections.transport = Communicator(connections.gloo_groups[1], device)
-    else:
-        warnings.warn(
-            f"torch has no communicator for devices of type {device.type}: gradients go through the host, slowly",
-            stacklevel=2,
-        )
-        connections.transport = Staged(connections.gloo_groups[1], device)
+    connections.transport = _transport(group, device, end)
     connections.streams = Streams(group.generation, address, ports)
+
+
+def _transport(group: Group, device: torch.device, end: float) -> Communicator:
+    connections = group._connections
+    assert connections is not None
+    if communicators.exists(device):
+        left_s = max(0.0, end - time.monotonic())
+        store = PrefixStore("device", connections.store)
+        return communicators.connect(device, store, group.rank, group.size, left_s)
+    if not devices.asynchronous(device):
+        return Communicator(connections.gloo_groups[1], device)
+    warnings.warn(
+        f"torch has no communicator for devices of type {device.type}: gradients go through the host, slowly",
+        stacklevel=2,
+    )
+    return Staged(connections.gloo_groups[1], device)
+
+
+def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None:
+    """Give a group that was built for tensors of the host the transport for another device; all ranks do so together.
+
+    A fixed world is built before the script tells which device it trains on.
+
+    Args:
+        group: with nothing pending.
+        device: of the tensors that will be summed.
+        timeout_s: seconds until the attempt fails.
+
+    Raises:
+        FallowError: the ranks train on devices of unlike types, or did not come.
+        Interrupted: a rank is gone.
+    """
+    kinds = [kind.decode() for kind in group.gather(device.type.encode())]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise FallowError(
+                f"rank {rank} trains on a device of type {kind}, rank 0 on {kinds[0]}: move the model to the same type "
+                "of device on all ranks before run.prepare",
+                Exit.DATA,
+            )
+    if not devices.asynchronous(device):
+        return
+    if group.size > 1:
+        assert group._connections is not None
+        try:
+            group._connections.transport = _transport(group, device, time.monotonic() + timeout_s)
+        except RuntimeError as error:
+            raise FallowError(
+                f"rank {group.rank} of {group.size}: {gloo.reason(error)}; see the other ranks' output",
+                Exit.UNAVAILABLE,
+            ) from None
+    group.device = device
 
 
 def _introduce(group: Group, timeout_s: float, *, holds: bool) -> None:

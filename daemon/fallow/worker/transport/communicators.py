@@ -83,8 +83,8 @@ class Communicator:
 
 
 def exists(device: torch.device) -> bool:
-    """True if torch has a communicator for an asynchronous device."""
-    return _maker(device) is not None
+    """True if torch has a communicator for this device, which is asynchronous."""
+    return devices.asynchronous(device) and _maker(device) is not None
 
 
 def connect(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Communicator:
