@@ -235,16 +235,16 @@ class _Channel:
         self._owner, self._name, self._stream = weakref.ref(owner), name, stream
         self._rank, self._size = rank, size
         self._launched = 0
-        self._gloo: ProcessGroupGloo | None = None
+        self._gloo: list[ProcessGroupGloo] = []
 
     def gloo(self) -> ProcessGroupGloo:
         """Connects at the first use: of all ranks when the communicator is made, of two on their stream's thread."""
-        if self._gloo is None:
+        if not self._gloo:
             owner = self._owner()
             store = dist.PrefixStore(f"{BACKEND}/{self._name}", owner._store)
-            self._gloo = ProcessGroupGloo(store, self._rank, self._size, owner._timeout)
-            weakref.finalize(owner, _destroy, [self._gloo]).atexit = False
-        return self._gloo
+            self._gloo.append(ProcessGroupGloo(store, self._rank, self._size, owner._timeout))
+            weakref.finalize(owner, _destroy, self._gloo).atexit = False
+        return self._gloo[0]
 
     def sum(self, outputs: list[torch.Tensor], given: list[torch.Tensor], op: Any) -> None:
         options = AllreduceOptions()
@@ -374,5 +374,6 @@ def _end_all() -> None:
     for communicator in communicators():
         communicator.abort()
         for channel in (communicator._world, *communicator._pairs.values()):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel._gloo))  # never destroyed: see `_destroy`
+            for gloo in channel._gloo:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))  # never destroyed: see `_destroy`
     accelerator.reset()

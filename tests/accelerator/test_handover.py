@@ -113,9 +113,11 @@ def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any]
 def connected(member: Member, device: str = "cpu") -> Iterator[Group]:
     """A group of both processes."""
     group = build_group(2, member.rank, member.size, member.store, "127.0.0.1", DEADLINE_S, device=torch.device(device))
-    yield group
-    group.gather(b"")  # a group that is closed while the other one still receives may end the process
-    group.destroy()
+    try:
+        yield group
+        group.gather(b"")  # a group that is closed while the other one still receives may end the process
+    finally:
+        group.destroy()
 
 
 @on_both

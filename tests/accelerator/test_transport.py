@@ -294,7 +294,7 @@ def test_copies_beside_the_stream() -> None:
         out = devices.to_host(source)
         target.copy_(pinned, non_blocking=True)
         copied = devices.event(fake())
-    devices.follow(copied, fake())
+    devices.wait(copied)
     more = devices.to_host(target + devices.to_device(host, fake()))
     devices.wait(devices.event(fake()))
     assert out.unique().tolist() == [2.0]

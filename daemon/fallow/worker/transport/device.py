@@ -55,12 +55,6 @@ def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
         time.sleep(min(_LONGEST_POLL_S, max(_POLL_S, _POLL_SHARE * (time.monotonic() - began))))
 
 
-def follow(event: torch.Event | None, device: torch.device) -> None:
-    """The device's current stream waits for an event (of a side stream); the host does not."""
-    if event is not None:
-        torch.accelerator.current_stream(device).wait_event(event)
-
-
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor's value now, on the host: readable once an event behind this call is complete."""
     if not asynchronous(tensor.device):
@@ -81,7 +75,7 @@ def beside(device: torch.device, behind: torch.Event | None = None) -> Iterator[
     """Inside, the current stream is a side stream, behind what the device's current stream was given.
 
     Allocate device memory outside: the allocator ties it to the stream that is current. To use inside's results on the
-    stream outside, take an `event` inside and `follow` it outside.
+    stream outside, `wait` outside for an `event` that was taken inside.
 
     Args:
         device: of the stream; on the host nothing happens.
