@@ -26,6 +26,7 @@ __all__ = [
     "report_races",
     "report_syncs",
     "reset",
+    "speculating",
     "take_reports",
 ]
 
@@ -113,6 +114,17 @@ def mark_garbage(tensor: torch.Tensor, why: str) -> None:
     For functions given to `enqueue`: it acts at once, not behind the tasks that are queued.
     """
     _ops().mark_garbage(tensor, why)
+
+
+@contextlib.contextmanager
+def speculating() -> Iterator[None]:
+    """What this thread launches inside may read garbage: it works on what is still to come, and ends in a collective of
+    the same communicator, which then ends with garbage, too."""
+    _ops().speculate(True)
+    try:
+        yield
+    finally:
+        _ops().speculate(False)
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:

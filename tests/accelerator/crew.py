@@ -122,9 +122,11 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     import torch
 
     import accelerator
+    from accelerator.engine import permit_speculation
 
     torch.set_num_threads(1)
     accelerator.load()
+    permit_speculation()
     (torch.ones(1, device="fake") + 1).item()  # torch loads what it needs for the first operator
     store = torch.distributed.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
     pipe.send("ready")

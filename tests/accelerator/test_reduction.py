@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -153,14 +154,17 @@ def test_slow_collectives_are_waited_for(member: Member, kind: str) -> None:
 
 
 @on_both
+@pytest.mark.parametrize("moment_s", [0.0, 0.3], ids=["at-once", "while-it-waits"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str) -> None:
+def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str, moment_s: float) -> None:
     with group_of(member) as group:
         script = Script(group, KINDS[kind]())
         script.step(0)
         script.buffers.restore()
+        for one in communicators():
+            one.delay_s = 1.0
         script.attempt(0)
-        script.group.interrupt("a peer was lost")
+        threading.Timer(moment_s, script.group.interrupt, ["a peer was lost"]).start()
         with pytest.raises(Interrupted):
             script.reduction.finish(script.tell)
         script.group.retire()

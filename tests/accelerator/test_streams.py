@@ -240,11 +240,13 @@ def test_a_queued_function_runs_on_its_stream_and_its_exception_is_a_device_erro
 
 
 @on_device
-def test_garbage_may_be_overwritten_and_copied_to_the_host_but_not_used() -> None:
+def test_garbage_may_be_overwritten_copied_to_the_host_and_read_on_speculation_but_not_used() -> None:
     tensor = torch.ones(4, device="fake")
     torch.accelerator.synchronize()
     accelerator.mark_garbage(tensor, "garbage of a test")
     pinned_copy(tensor)
+    with accelerator.speculating():
+        tensor.add(1)
     torch.accelerator.synchronize()
     tensor.add(1)
     with pytest.raises(RuntimeError, match=r"aten::add.* reads garbage of a test"):

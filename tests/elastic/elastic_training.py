@@ -137,9 +137,11 @@ class FakeDevice(Device):
     def __init__(self) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1]))
         import accelerator
+        from accelerator.engine import permit_speculation
 
         self._accelerator = accelerator
         accelerator.load()
+        permit_speculation()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -66,6 +66,7 @@ TORCH_LIBRARY(fallow_fake, m) {
   m.def("set_mode(str name, int value) -> ()", set_mode);
   m.def("hold(int stream, bool on) -> ()", hold);
   m.def("mark_garbage(Tensor tensor, str why) -> ()", mark_garbage);
+  m.def("speculate(bool on) -> ()", [](bool on) { speculative = on; });
   m.def("take_reports() -> str[]", take_reports);
   m.def("get_rng_state() -> Tensor", [] { return default_generator.get_state(); });
   m.def("set_rng_state(Tensor state) -> ()", [](const Tensor& state) { default_generator.set_state(state); });
