@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -123,6 +124,10 @@ class Device:
         """Around an update, in which the host may not wait for the device without asking for it."""
         return nullcontext()
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Around what the script itself wants to know of the device."""
+        return nullcontext()
+
     def check(self) -> None:
         """At the end of the training.
 
@@ -149,6 +154,12 @@ class FakeDevice(Device):
         yield
         self._accelerator.report_syncs("off")
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        self._accelerator.report_syncs("off")
+        yield
+        self._accelerator.report_syncs("raise")
+
     def check(self) -> None:
         reports = self._accelerator.reset()
         assert not reports, reports
@@ -161,7 +172,10 @@ def load_device(name: str) -> Device:
 
 def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """As loaders and scripts for GPUs do it: the host goes on meanwhile."""
-    return tensor if name == "cpu" else tensor.pin_memory().to(name, non_blocking=True)
+    if name == "cpu":
+        return tensor
+    assert tensor.is_pinned(), "by the loader"
+    return tensor.to(name, non_blocking=True)
 
 
 def take_for_large(gates: Path) -> None:
@@ -224,8 +238,10 @@ def main() -> None:
     if args.rich:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-        optimizers = [MATRICES(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20, enabled=args.rich)
+        fused = args.device != "cpu"  # the others look at the scaler's verdict: the host waits
+        first: Any = partial(torch.optim.AdamW, fused=True) if fused else MATRICES
+        optimizers = [first(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=fused)]
+    scaler = torch.amp.GradScaler(args.device, init_scale=2.0**16, growth_interval=20, enabled=args.rich)
     forward: Any = torch.compile(model, backend="aot_eager") if args.compiled else model
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     pull = Pull(model, average, scaler)
@@ -235,11 +251,14 @@ def main() -> None:
     data = TensorDataset(inputs, targets)
     source: Dataset[Any] = Stream(data) if args.stream else data
     source = source if args.loaders is None else Noisy(data)
-    loader = DataLoader(source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0)
+    pinned = args.device != "cpu"
+    loader = DataLoader(
+        source, batch_size=args.batch, shuffle=not args.stream, num_workers=args.loaders or 0, pin_memory=pinned
+    )
     rich = (scaler, average, pull) if args.rich else ()
     objects = (forward, *optimizers, *schedulers, *rich, Guest(args.gates, run), loader)
     *_, loader = run.prepare(*objects, global_batch=args.global_batch, reproducible=not args.floating)
-    training = Training(args, run, model, forward, optimizers, schedulers, scaler, average, pull)
+    training = Training(args, device, run, model, forward, optimizers, schedulers, scaler, average, pull)
     how = {"epochs": args.steps, "max_steps": args.steps}
     if args.short:
         for x, y in run.steps(loader, **how):
@@ -287,6 +306,7 @@ class Training:
     """What a step does, in whichever loop."""
 
     args: argparse.Namespace
+    device: Device
     run: Any
     model: nn.Sequential
     forward: Any
@@ -301,10 +321,11 @@ class Training:
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Of a shard; behind the first one the tests have their way."""
         args, run = self.args, self.run
+        broken = args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0
         x, y = (to_device(part, args.device) for part in (x, y))
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.rich):
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.rich):
             loss = nn.functional.cross_entropy(self.forward(x).to(x.dtype), y)
-        if args.rich and run.step % 30 == 17 and float(x[0, 0]) > 0:
+        if broken:
             loss = loss * torch.inf  # the scaler has everybody skip this step
         here = run.generation, run.step
         if not run.rehearsing and self.seen != here:
@@ -327,8 +348,9 @@ class Training:
             self.scaler.step(optimizer)
         self.scaler.update()
         if args.rich:
-            self.average.update_parameters(self.model)
-            self.pull.update()
+            with self.device.unwatched():
+                self.average.update_parameters(self.model)
+                self.pull.update()
         for scheduler in self.schedulers:
             scheduler.step()
         acted = self.model[4].weight.grad is not None  # in the last body of the short loop, always in the other

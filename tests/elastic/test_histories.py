@@ -194,9 +194,11 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-PLAIN, RICH, THAW, DEVICE = (), ("--rich",), ("--thaw",), ("--device", "fake")
+PLAIN, RICH, THAW = (), ("--rich",), ("--thaw",)
+DEVICE = "--device", "fake"
 """Rich: an optimizer more, state of a scaler and an average, bfloat16, steps that are skipped; thaw: parts of the model
-are frozen or rest from some step on to another; device: on the fake accelerator, which reports what GPUs would do."""
+are frozen or rest from some step on to another; device: on the fake accelerator, which finds what would be wrong on a
+GPU."""
 
 OPTIONS = st.sampled_from((PLAIN, RICH, THAW))
 
@@ -240,23 +242,33 @@ def device() -> None:
 
 
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit], suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=3, max_size=9))
-@example(history=TOGETHER)
-@example(history=ALL)
+@given(history=st.lists(EVENTS, min_size=3, max_size=9), options=OPTIONS)
+@example(history=TOGETHER, options=PLAIN)
+@example(history=ALL, options=("--rich", "--loaders", "1"))
 def test_p3_short_histories_on_an_asynchronous_device(
-    history: list[Event], device: None, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event],
+    options: tuple[str, ...],
+    device: None,
+    nursery: NurseryClient,
+    undisturbed: Undisturbed,
+    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *DEVICE))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *DEVICE, *options))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @settings(max_examples=34, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-@given(history=st.lists(EVENTS, min_size=5, max_size=15))
+@given(history=st.lists(EVENTS, min_size=5, max_size=15), options=OPTIONS)
 def test_p3_any_history_on_an_asynchronous_device(
-    history: list[Event], device: None, nursery: NurseryClient, undisturbed: Undisturbed, loop: asyncio.Runner
+    history: list[Event],
+    options: tuple[str, ...],
+    device: None,
+    nursery: NurseryClient,
+    undisturbed: Undisturbed,
+    loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *DEVICE))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 1200, *DEVICE, *options))
 
 
 @pytest.mark.soak
