@@ -36,9 +36,10 @@ class Figures:
 
     def send(self) -> None:
         """Those on a device start for the host, in one copy."""
-        self._away = [at for at, value in self._values.items() if isinstance(value, torch.Tensor)]
-        if self._away:
-            self._arriving = to_host(torch.stack([torch.as_tensor(self._values[at]) for at in self._away]))
+        away = {at: value for at, value in self._values.items() if isinstance(value, torch.Tensor)}
+        self._away = list(away)
+        if away:
+            self._arriving = to_host(torch.stack(list(away.values())))
 
     def told(self) -> dict[str, dict[int, float]]:
         """By figure and shard, behind an event behind `send`."""
