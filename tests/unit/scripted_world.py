@@ -242,7 +242,7 @@ class World:
             run = session.run = Run(session, welcome, None)  # type: ignore[arg-type]
             found[name] = script(run)
             run._finished()
-        except (Killed, Released, Stranger) as end:
+        except (Killed, Released, Stranger, OthersEnded) as end:
             found[name] = end
         except BaseException as error:
             found[name] = error
