@@ -114,6 +114,21 @@ def test_weights_that_drift_apart_are_brought_together_and_that_is_told(
     assert capfd.readouterr().err.count("this member's weights were not those of the others") == 1
 
 
+def test_a_newcomer_takes_part_in_the_next_alignment(tmp_path: Path) -> None:
+    world = World(tmp_path, Generation("ab"), Generation("abc", at_step=6))
+
+    def behind(run: Run, script: Script, step: int) -> None:
+        if step in (2, 8) and run.rank == 1:
+            for parameter in script.model.parameters():
+                parameter.data.add_(1e-3)
+
+    first, *others = checked(trained(world, behind, steps=16))
+    for script in others:
+        for a, b in zip(first.model.parameters(), script.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert [one.generation for one in world.sessions["b"].told(Aligned)] == [1, 2]
+
+
 def test_weights_that_come_apart_end_a_run_in_which_bits_count(tmp_path: Path) -> None:
     found = trained(World(tmp_path, Generation("abc")), shifted, reproducible=True)
     assert any(isinstance(one, Apart) and "rank 1 of 3" in one.message for one in found.values()), found

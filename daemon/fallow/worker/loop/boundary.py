@@ -46,8 +46,8 @@ class Boundary:
         self._meeting = meeting
         self._began = time.monotonic()
         self._speed = 0.0
-        self._align_from = 0
-        "no alignment before this step: the same on all members"
+        self._rests = -1, 0
+        "generation whose members were aligned, and the step before which they are not again: the same on all of them"
         self._aligned_in = -1
         "generation in which this member has told that it was aligned"
 
@@ -127,14 +127,15 @@ class Boundary:
         """Give all members one member's state, now and then; False: the group broke before it was done."""
         member = self._member
         group, step = member.group, member.place.position.step
-        if step < self._align_from or len(pieces) != group.size:
+        aligned_in, until = self._rests
+        if (group.generation == aligned_in and step < until) or len(pieces) != group.size:
             return True
         root = source(pieces)
         try:
             align(group, member.prepared, root)
         except Interrupted:
             return False
-        self._align_from = step + EVERY
+        self._rests = group.generation, step + EVERY
         if pieces[group.rank] != pieces[root] and self._aligned_in != group.generation:
             self._aligned_in = group.generation
             sys.stderr.write(_DRIFTED.format(generation=group.generation, step=step))
