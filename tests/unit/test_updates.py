@@ -172,7 +172,8 @@ def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
         script.act()
 
     script.train(behind=behind, epochs=2)
-    assert_close(script.model, reference, atol=1e-5)
+    # Some processors' kernels for convolutions round differently for batches of another size.
+    assert_close(script.model, reference, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
