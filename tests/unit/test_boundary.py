@@ -90,6 +90,32 @@ def test_who_adopts_an_outcome_leaves_what_it_asks_for(tmp_path: Path, monkeypat
         assert torch.equal(a, b)
 
 
+def test_who_has_gone_over_to_another_generation_leaves_what_a_step_of_the_last_one_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of its members have been in that step: a checkpoint of some would wait for the others' parts."""
+    saves: list[tuple[str, int, int]] = []
+    save = Saver.save
+
+    def seen(saver: Saver, group: Any, prepared: Any, plain: Any, step: int, epoch: int) -> None:
+        saves.append((saver._session.worker, group.generation, step))
+        save(saver, group, prepared, plain, step, epoch)
+
+    monkeypatch.setattr(Saver, "save", seen)
+    waits = 5 * 4  # in step 3: b does not hear that all have the sums, and a goes over in the mean behind it
+    world = World(tmp_path, Generation("abc", breaks=Break(waits, "a", "c")), Generation("ab"))
+
+    def behind(run: Run, script: Script, step: int) -> None:
+        if step == 2:
+            run.checkpoint()
+        run.mean(float(step))
+
+    checked(trained(world, behind))
+    assert saves
+    assert len({(generation, step) for _, generation, step in saves}) == 1
+    assert all(generation == 2 and step > 4 for _, generation, step in saves)
+
+
 # ----------------------------------------------------------------------------------------------------------- drift
 
 

@@ -95,7 +95,7 @@ class Boundary:
         """Behind a finished update: what its outcome asks for."""
         member, outcome = self._member, update.outcome
         assert outcome is not None
-        if update.adopted:  # what the others do behind it they do in the generation that is over
+        if update.generation != member.group.generation:  # not all of this one's members know of it
             return
         if outcome.checkpoint and member.saver is not None:
             at = member.place.position

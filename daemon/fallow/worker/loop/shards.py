@@ -266,7 +266,7 @@ class Shards(Iterator[Any]):
         at.acts = 0
         self._loop.meeting.forget()
         self.ended, self._queue = Ended.WHOLE, []
-        self._update.close(self, outcome, adopted=adopted)
+        self._update.close(self, outcome, generation=-1 if adopted else self._held - 1)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
@@ -291,7 +291,6 @@ class Shards(Iterator[Any]):
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._dealt and not member.place.went_back
         self._loop.check_place(amid=bool(self._update.parts))
-        member.ledger.drop_fed()
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._dealt = False

@@ -32,8 +32,8 @@ class Update:
         "phases that are whole"
         self.outcome: Outcome | None = None
         "of the last of them"
-        self.adopted = False
-        "this member has it from others, in a later generation"
+        self.generation = -1
+        "in which it concluded that with the others; -1: it has learned it from them, in a later one"
         self.cut: Cut | None = None
         "its shards"
         self.batches: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class Update:
         part: Shards | RehearsedShards,
         outcome: Outcome | None,
         *,
-        adopted: bool = False,
+        generation: int = -1,
         figures: dict[str, float] | None = None,
     ) -> None:
         """An inner loop is whole.
@@ -119,11 +119,11 @@ class Update:
         Args:
             part: it.
             outcome: what its members have concluded; None: a rehearsal.
-            adopted: this member learned that in a later generation.
+            generation: in which this member was among them.
             figures: of a rehearsal.
         """
         self.parts.append(part.phase)
         if outcome is not None:
             self._loop.member.recorded_step = self.step
-        self.open, self.outcome, self.adopted = None, outcome, adopted
+        self.open, self.outcome, self.generation = None, outcome, generation
         self.figures |= outcome.means if outcome is not None else figures or {}
