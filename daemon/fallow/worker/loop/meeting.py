@@ -24,7 +24,6 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
-from fallow.worker.prepared import state
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
 from fallow.worker.transport.waits import Interrupted
@@ -56,7 +55,7 @@ class Met(NamedTuple):
     outcome: bytes | None = None
     "what the others have concluded, if this member is one operation behind: it has to go on by that"
     generation: int | None = None
-    "in which they did, if not in this one: donors must hold the same position"
+    "in which they did, if not in this one: it becomes `Position.concluded`, which donors must have alike"
 
 
 class Meeting:
@@ -118,7 +117,7 @@ class Meeting:
             concluded=place.position.concluded,
             whole=standing.whole,
             since=place.since,
-            fingerprint=state.fingerprint(prepared.weights()) if fresh and standing.holds else 0,
+            fingerprint=self._generations.fingerprint() if fresh and standing.holds else 0,
             modes=prepared.modes.fingerprint() if fresh else 0,
             pace=member.pace.value,
             value=value,

@@ -36,7 +36,7 @@ _HUGE = 1 << 21
 """Blocks from this size on ask the kernel for huge pages."""
 
 _ROW = 4096
-_CHUNK_HOST, _CHUNK_DEVICE = 1 << 17, 1 << 22
+_CHUNK_HOST, _CHUNK_DEVICE = 1 << 15, 1 << 22
 """64-bit words that `fingerprint` mixes at a time: on the host as many as stay in the processor's cache."""
 
 _SMALL = range(-(2**63), 2**64)
