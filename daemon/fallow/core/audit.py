@@ -20,7 +20,7 @@ class Start(Message, frozen=True):
 
 
 class Fed(Message, frozen=True):
-    """A shard's gradients were handed to the reduction of `step`. Written before the reduction is launched."""
+    """A shard's gradients went into the sums of `step`. Written before its member tells its part."""
 
     generation: int
     epoch: int

@@ -1,4 +1,4 @@
-"""The state from before a rehearsal."""
+"""The state from before a rehearsal, or before a newcomer's way to the members' place."""
 
 from __future__ import annotations
 

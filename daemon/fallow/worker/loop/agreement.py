@@ -1,4 +1,4 @@
-"""What members must do alike, and what is said where they do not. Pure: values in, an error or nothing out."""
+"""What members must do alike, and what is said where they do not. Pure: no waiting, no state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What an asynchronous device needs: events, copies that do not wait, a side stream.
 
 The host runs ahead of such a device. A copy to the host is readable once an event behind the copy is complete; a device
-tensor is usable at once by whatever the same stream is given later. No other module knows of streams and events, and
-none waits for a device but through `wait`. On the host, and on the `meta` device, there is nothing to wait for.
+tensor is usable at once by whatever the same stream is given later. No other module knows of streams, and none
+waits for a device but through `wait`. On the host, and on the `meta` device, there is nothing to wait for.
 """
 
 from __future__ import annotations
