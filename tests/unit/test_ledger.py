@@ -50,7 +50,6 @@ def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, threaded: b
         ledger.add(Start(generation=1, first_step=0))
         for step in range(steps):
             ledger.add(fed(step))
-            ledger.begin_flush()
             ledger.flush()
     return told
 
@@ -182,7 +181,6 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
     def step() -> None:
         wanted.append(fed(len(wanted)))
         ledger.add(wanted[-1])
-        ledger.begin_flush()
         ledger.flush()
 
     while not told and len(wanted) < 4096:

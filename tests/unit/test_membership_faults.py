@@ -705,33 +705,6 @@ def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str) 
     assert m.roster.message == f"the exit code of the main member w0 (node n-w0) is not known: {why}"
 
 
-@pytest.mark.parametrize("inside", [["w0"], ["w0", "w1"]])
-def test_members_that_wait_for_each_other_in_different_places_of_a_body_are_refused(inside: list[str]) -> None:
-    m = started("w0", "w1")
-    for at in range(1, 45):
-        if m.roster.change is not None and m.roster.change.probe:
-            finish_change(m, at=at)
-        for worker in ("w0", "w1"):
-            said = Beat(
-                worker=worker,
-                generation=1,
-                prepared=m.roster.high,
-                step=3,
-                held=False,
-                doing=WAITING,
-                stalled_s=float(at),
-                in_mean=worker in inside,
-            )
-            m.handle(ev.Said(at=at, message=said))
-        m.handle(ev.Ticked(at=at))
-    if inside == ["w0"]:
-        assert m.roster.status is RunStatus.FAILED
-        assert m.roster.message.startswith("step 3: the members have waited for each other for 41 s in different")
-        assert "w0 (n-w0) in run.mean or run.barrier, the others not" in m.roster.message
-    else:
-        assert not m.roster.status.ended, "all in the same: it is rebuilt, they may get on"
-
-
 def test_a_script_whose_init_process_group_finds_no_fixed_world_is_told_what_to_write() -> None:
     """Before its fallow.init, where nothing of ours is in the process to say so."""
     m = Membership(Roster(run="r", min_members=1, max_members=8, limit=8), term=1, timing=TIMING, at=0.0)

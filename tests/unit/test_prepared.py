@@ -145,9 +145,6 @@ def test_what_acts_once_per_step_is_listed() -> None:
         "AveragedModel": ["update_parameters"],
     }
     assert len(made.acting()) == 7
-    assert made.scalers == script.scalers
-    assert made.schedulers == [script.schedule, script.plateau]
-    assert made.averages == [script.average]
 
 
 def test_parameters_that_are_frozen_later_keep_their_place() -> None:

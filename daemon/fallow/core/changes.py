@@ -35,12 +35,6 @@ from fallow.model import (
 )
 from fallow.text import counted
 
-_APART = (
-    "step {step}: the members have waited for each other for {s:.0f} s in different places of the script: {inside} in "
-    "run.mean or run.barrier, the others not; in a body every member has to make the same run.mean and run.barrier "
-    "calls: no `if run.is_main` around them, nor one on a member's own loss or samples"
-)
-
 _STUCK = (
     "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
     "the last, and no step was finished: {last}. They reach each other over the network, so either it does not carry "
@@ -181,10 +175,7 @@ class Changes:
         waited = {w: self._watch.waited_s(w, at) for w in alive}
         self._busy = min(waited, key=waited.__getitem__, default=None)
         stuck = min(waited.values(), default=0.0)
-        inside = self._watch.in_mean(alive)
-        if stuck > self._timing.progress_s and 0 < len(inside) < len(alive):
-            self.end(RunStatus.FAILED, _APART.format(s=stuck, inside=named(r, inside), step=r.front))
-        elif stuck > self._timing.progress_s:
+        if stuck > self._timing.progress_s:
             self._begin_again(at, stuck)
         elif stuck > self._probe_s and len(r.members) > 1:
             reason = f"all members wait for each other, for {stuck:.1f} s now"

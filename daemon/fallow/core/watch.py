@@ -12,7 +12,6 @@ Silence alone proves nothing: the network between the head and a node may be dow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fallow.core.lease_clock import DEAF_S, RECONNECT_S, Hearing
@@ -224,16 +223,10 @@ class Watch:
         patience_s = self._timing.held_grace_s if beat.held else self._timing.probe_s
         return beat.stalled_s + at - came > patience_s
 
-    def in_mean(self, workers: Iterable[str]) -> list[str]:
-        """Those whose script is in a `run.mean` or `run.barrier` of a body, as they last said."""
-        return [worker for worker in workers if worker in self._beats and self._beats[worker][1].in_mean]
-
     def waited_s(self, worker: str, at: float) -> float:
         """For how long the worker has waited for the other members: 0 if it does something else, or is not heard."""
-        came, beat = self._beats.get(worker, (at, None))
-        if beat is None or beat.held or beat.doing is not Doing.WAITING or at - came > DEAF_S:
-            return 0.0
-        return min(self._since(beat, came, at), at - self._committed_at)
+        waits_s = self._waits_s(worker, at)
+        return 0.0 if waits_s == math.inf else min(waits_s, at - self._committed_at)
 
     def suspect(self, at: float, generation: int, reason: str) -> None:
         """A group seems to be broken. It is rebuilt in a while, unless the news of a death comes first.

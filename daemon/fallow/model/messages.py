@@ -114,8 +114,6 @@ class Beat(Message, frozen=True, kw_only=True):
     doing: Doing = Doing.WORKING
     stalled_s: Finite = 0.0
     "seconds since its training thread last got on: began a body or a wait, or ended one"
-    in_mean: bool = False
-    "its script is in a `run.mean` or `run.barrier` of a body"
     unrecorded: Count | None = None
     "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
     busy_links: Fractions = {}

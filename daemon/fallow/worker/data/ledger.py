@@ -121,22 +121,14 @@ class Ledger:
             sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
             self._tell(None)
 
-    def begin_flush(self) -> None:
-        """Have the disk's thread, if there is one, begin with what the next `flush` would wait for."""
-        if self._file is None or not self._new or not self._file.threaded:
-            return
-        if self._take_new(self._file):
-            self._file.append(self._backlog.content())
-
-    def _take_new(self, file: RecordFile) -> bool:
-        """Move new records to the backlog; return True if no append is under way."""
+    def _take_new(self, file: RecordFile) -> None:
+        """Move new records to the backlog."""
         outcome = file.outcome(0.0)
         if outcome is not None:
             self._settle(outcome)  # before more comes: a disk that has caught up with the backlog does not hang
         for record in self._new:
             self._backlog.add(record)
         self._new.clear()
-        return outcome is not None
 
     def _settle(self, outcome: Outcome) -> None:
         self._backlog.remove(outcome.size)

@@ -28,7 +28,7 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, *, threaded: bool) -> None:
-        self.threaded = threaded
+        self._threaded = threaded
         self._path = path
         self._descriptor: int | None = None
         self._thread: threading.Thread | None = None
@@ -36,7 +36,7 @@ class RecordFile:
 
     def append(self, data: bytes) -> None:
         """Begin to append. Call it only when `outcome` has told of the append before."""
-        if self.threaded:
+        if self._threaded:
             self._thread = threading.Thread(target=self._append, args=(data,), name="fallow-ledger", daemon=True)
             self._thread.start()
         else:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.lr_scheduler import LRScheduler
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
@@ -102,21 +101,6 @@ class Prepared:
         things = [*self.optimizers, *self.others]
         found = ((thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things)
         return [(thing, names) for thing, names in found if names]
-
-    @property
-    def scalers(self) -> list[torch.amp.GradScaler]:
-        """All GradScalers."""
-        return [thing for thing in self.others if isinstance(thing, torch.amp.GradScaler)]
-
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        """All learning rate schedulers."""
-        return [thing for thing in self.others if isinstance(thing, LRScheduler)]
-
-    @property
-    def averages(self) -> list[torch.optim.swa_utils.AveragedModel]:
-        """All averages of models."""
-        return [thing for thing in self.others if isinstance(thing, torch.optim.swa_utils.AveragedModel)]
 
     def strangers(self) -> str:
         """What to say of prepared optimizers that train what was not prepared; empty: there is nothing."""

@@ -26,13 +26,12 @@ class Progress:
     scalars: dict[str, float] = field(default_factory=dict)
     unrecorded: int | None = None
     busy_links: dict[str, float] = field(default_factory=dict)
-    in_mean: bool = False
     in_loop: bool = False
     moved_at: float = field(default_factory=time.monotonic)
     "when the training thread last began or ended a body"
 
     def move(self, *, in_loop: bool | None = None) -> None:
-        """The training thread gets on, in `run.steps` or outside of it; None: where it was."""
+        """The training thread gets on, in `run.updates` or outside of it; None: where it was."""
         self.in_loop = self.in_loop if in_loop is None else in_loop
         self.moved_at = time.monotonic()
 
@@ -69,7 +68,6 @@ class Progress:
             scalars=self.scalars,
             doing=doing,
             stalled_s=stalled_s,
-            in_mean=self.in_mean,
             unrecorded=self.unrecorded,
             busy_links=self.busy_links,
         )
