@@ -24,7 +24,7 @@ from fallow.worker.handover.align import align
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
-from fallow.worker.prepared import extra_state, state
+from fallow.worker.prepared import checksum, extra_state, state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
@@ -94,7 +94,7 @@ class Script:
     def seen(self) -> tuple[bytes, int]:
         """Everything, to be compared."""
         encoded = state.encode(self.tree(), "test")
-        return encoded.tree, state.fingerprint(encoded.tensors)
+        return encoded.tree, checksum.fingerprint(encoded.tensors)
 
 
 def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any] | None:
@@ -102,7 +102,7 @@ def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any]
     roles = Roles(donors=donors, receivers=receivers, begun=True, whole=False, modes=True)
     own = b""
     if group.rank in donors:
-        own = state.fingerprint(script.prepared.weights()).to_bytes(8, "little")
+        own = checksum.fingerprint(script.prepared.weights()).to_bytes(8, "little")
     fingerprint = int.from_bytes(group.gather(own)[donors[0]], "little")
     if group.rank not in donors:
         script.train(1)  # a rehearsal: the device is still busy with it when the state arrives
@@ -197,7 +197,7 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
         finally:
             supply.send_piece = pieces.send_piece
         torch.accelerator.synchronize()
-        assert len(set(group.gather(state.fingerprint(script.model.parameters()).to_bytes(8, "little")))) == 1
+        assert len(set(group.gather(checksum.fingerprint(script.model.parameters()).to_bytes(8, "little")))) == 1
 
 
 def supply_of(script: Script) -> list[Any]:
@@ -248,9 +248,15 @@ def test_the_fingerprint_is_taken_on_the_device() -> None:
     host = [torch.randn(5000), torch.randn(3, 700).t(), torch.tensor(2), torch.randn(2000).bfloat16(), torch.empty(0)]
     device = [tensor.to("fake") for tensor in host]
     accelerator.report_syncs("raise")
-    assert state.fingerprint(device) == state.fingerprint(host)
+    there = checksum.mixed(state.as_bytes(device[0]))
+    assert there.device.type == "fake"
+    copied = devices.to_host(there)
+    devices.wait(devices.event(there.device))
+    assert torch.equal(copied, checksum.mixed(state.as_bytes(host[0])))
+    before = checksum.fingerprint(device)
+    assert before == checksum.fingerprint([tensor.clone() for tensor in device])
     device[0][4999] += 1
-    assert state.fingerprint(device) != state.fingerprint(host)
+    assert before != checksum.fingerprint(device)
 
 
 @on_device

@@ -6,16 +6,14 @@ from collections import Counter, OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fallow.model import FallowError
+from fallow.worker.prepared.checksum import fingerprint
 from fallow.worker.prepared.state import (
     as_bytes,
     decode,
     digest,
     encode,
-    fingerprint,
     from_bytes,
     room,
     spec_of,
@@ -79,88 +77,6 @@ def test_views_and_transposes_are_taken_by_value() -> None:
 def test_an_unknown_type_is_refused_by_name(value) -> None:
     with pytest.raises(FallowError, match=r"EMA\.inner: its state holds a "):
         encode({"inner": value}, "EMA")
-
-
-def test_the_fingerprint_depends_on_order_and_on_where_one_tensor_ends() -> None:
-    one = [torch.arange(9.0), torch.zeros(3)]
-    assert fingerprint(one) == fingerprint([t.clone() for t in one])
-    assert fingerprint([one[1], one[0]]) != fingerprint(one)
-    assert fingerprint([torch.arange(8.0), torch.tensor([8.0, 0, 0, 0])]) != fingerprint(one)
-    transposed = torch.arange(6.0).reshape(2, 3).t()
-    assert fingerprint([transposed]) == fingerprint([transposed.contiguous()])
-
-
-@given(st.integers(0, 5000 * 4 - 1), st.integers(0, 7), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-def test_the_fingerprint_sees_a_single_bit_anywhere(at: int, bit: int, dtype: torch.dtype) -> None:
-    raw = torch.arange(5000 * 4 // 8, dtype=torch.int64).view(torch.uint8)
-    tensors = [torch.zeros(3), raw.clone().view(dtype), torch.zeros((), dtype=torch.bool)]
-    before = fingerprint(tensors)
-    tensors[1].view(torch.uint8)[at] ^= 1 << bit
-    assert fingerprint(tensors) != before
-
-
-def test_negated_weights_change_the_fingerprint() -> None:
-    weights = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    assert fingerprint([weights]) != fingerprint([-weights])
-
-
-WORDS = st.integers(0, 1023)
-"""64-bit words in two rows of 4 KiB, whose sums are taken one by one."""
-
-
-def words(seed: int) -> torch.Tensor:
-    return torch.randn(2048, generator=torch.Generator().manual_seed(seed)).view(torch.int64)
-
-
-def seen(changed: torch.Tensor, before: torch.Tensor) -> bool:
-    return bool((changed == before).all()) or fingerprint([changed]) != fingerprint([before])
-
-
-@given(st.integers(0, 99), WORDS, WORDS)
-def test_the_fingerprint_sees_words_that_are_exchanged(seed: int, one: int, other: int) -> None:
-    before = words(seed)
-    changed = before.clone()
-    changed[one], changed[other] = before[other], before[one]
-    assert seen(changed, before)
-
-
-@given(st.integers(0, 99), st.permutations(range(8)), st.integers(0, 127))
-def test_the_fingerprint_sees_a_permutation(seed: int, order: list[int], first: int) -> None:
-    before = words(seed)
-    changed = before.clone()
-    changed[first * 8 : first * 8 + 8] = before[first * 8 : first * 8 + 8][list(order)]
-    assert seen(changed, before)
-
-
-@given(st.integers(0, 99), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), st.integers(0, 62))
-def test_the_fingerprint_sees_changes_of_opposite_sign(seed: int, pairs: list[tuple[int, int]], bit: int) -> None:
-    before = words(seed)
-    changed = before.clone()
-    for more, less in pairs:
-        changed[more] += 1 << bit
-        changed[less] -= 1 << bit
-    assert seen(changed, before)
-
-
-@given(st.integers(0, 99), st.sets(st.integers(0, 2047), min_size=1, max_size=64))
-def test_the_fingerprint_sees_weights_that_are_negated(seed: int, places: set[int]) -> None:
-    """The sign of every second float32 is the highest bit of a word: two of them make 2^64, which is nothing."""
-    before = words(seed)
-    changed = before.clone()
-    floats = changed.view(torch.float32)
-    floats[sorted(places)] *= -1
-    assert seen(changed, before)
-
-
-def test_the_fingerprint_does_not_depend_on_where_a_tensor_begins() -> None:
-    block = torch.randn(4097, generator=torch.Generator().manual_seed(0))
-    assert fingerprint([block[1:]]) == fingerprint([block[1:].clone()])
-
-
-def test_tensors_of_equal_sum_are_not_mistaken_for_each_other() -> None:
-    one, other = torch.zeros(2048), torch.zeros(2048)
-    one[3], other[1900] = 1.0, 1.0
-    assert fingerprint([one, other]) != fingerprint([other, one])
 
 
 def test_large_room_is_one_block_of_zeros() -> None:

@@ -13,8 +13,9 @@ import torch
 
 from fallow.model import Exit, FallowError
 from fallow.worker.handover.pieces import receive_piece
-from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline, text_sum
+from fallow.worker.handover.supply import AGAIN, ASK, DONE, EARLY, HEAD, LATE, MIDDLE, PARTS, Outline
 from fallow.worker.prepared import state
+from fallow.worker.prepared.checksum import checksum, fingerprint
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
@@ -205,13 +206,13 @@ class Intake:
             self._received[EARLY] += len(text)
             self._changed.notify_all()
 
-    def check(self, fingerprint: int) -> None:
+    def check(self, theirs: int) -> None:
         """The tree was loaded: compare the weights with those that the donors had at the switch.
 
         Raises:
             Changed: they differ. The group is broken, and nothing comes any more.
         """
-        if self._memory[MIDDLE] and state.fingerprint(self._prepared.weights()) != fingerprint:
+        if self._memory[MIDDLE] and fingerprint(self._prepared.weights()) != theirs:
             self.give_up(_CHANGED)
             raise Changed(_CHANGED)
 
@@ -279,6 +280,6 @@ class Intake:
 
 def _texts(line: socket.socket, length: int, fingerprint: int, more: int, fingerprint_of_more: int) -> list[bytes]:
     texts = [receive(line, length), receive(line, more)]
-    if [text_sum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
+    if [checksum(text) for text in texts] != [fingerprint, fingerprint_of_more]:
         raise FallowError("the outline arrived damaged", Exit.TEMPFAIL)
     return texts

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fallow.model import Exit, FallowError
+from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.state import device_of
 from fallow.worker.transport import device
 from fallow.worker.transport.stream import receive_into, send_all
@@ -46,7 +47,7 @@ def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int,
     total = 0
     for chunk in _on_host(cut(memory, number, pieces), device_of(memory)):
         total += sum(part.size for part in chunk)
-        send_all(line, [*(part.data for part in chunk), memoryview(word_sum(chunk).to_bytes(8, "little"))])
+        send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
     return total
 
 
@@ -94,7 +95,7 @@ def receive_piece(
             total += sum(place.size for place in places)
             expected = bytearray(8)
             receive_into(line, [*(place.data for place in places), memoryview(expected)], moved)
-            damaged = damaged or int.from_bytes(expected, "little") != word_sum(places)
+            damaged = damaged or int.from_bytes(expected, "little") != checksum(*places)
             if buffers:
                 for view, part in zip(views, chunk, strict=True):
                     part.copy_(view, non_blocking=True)
@@ -138,13 +139,3 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
         at += -(-flat.numel() // step) * step
     if chunk:
         yield chunk
-
-
-def word_sum(chunk: Sequence[Bytes]) -> int:
-    """Sum of 64-bit words, per array in order: sees every single changed bit; fast, not secure."""
-    total = 0
-    for array in chunk:
-        even = array.size & ~7
-        part = int(array[:even].view(np.int64).sum()) + int(array[even:].sum())
-        total = (total * 1_000_003 + part) & (2**64 - 1)
-    return total

@@ -14,7 +14,6 @@ the middle part early; see `Standing.whole`.
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import struct
 import threading
@@ -24,6 +23,7 @@ from functools import partial
 import msgspec
 
 from fallow.worker.handover.pieces import send_piece
+from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import Encoded, Path, TensorSpec, as_bytes, device_of
 from fallow.worker.transport import device
@@ -85,7 +85,7 @@ class Supply:
         outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
         text = msgspec.msgpack.encode(outline)
         self._text = text + extra
-        self._head = HEAD.pack(len(text), text_sum(text), len(extra), text_sum(extra))
+        self._head = HEAD.pack(len(text), checksum(text), len(extra), checksum(extra))
         self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in outline.split()]
         self._device = device_of(encoded.tensors)
         self._ready = device.event(self._device)
@@ -134,11 +134,6 @@ class Supply:
             self._changed.wait_for(lambda: not self._open[part] or self._group.broken is not None)
             if self._open[part]:
                 raise Interrupted(self._group.broken)
-
-
-def text_sum(text: bytes) -> int:
-    """62 bits by which texts are compared."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 def _is_late(path: Path, plain: Set[int]) -> bool:

@@ -15,10 +15,8 @@ from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
 from fallow.worker.handover.intake import Intake
 from fallow.worker.loop.member import Member
-from fallow.worker.prepared import state
 from fallow.worker.session.session import Dismissed, exit_code
 from fallow.worker.session.voice import Voice
-from fallow.worker.transport.device import asynchronous
 from fallow.worker.transport.upcoming import Upcoming
 
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
@@ -68,8 +66,6 @@ class Generations:
         "this worker has left the run, or was told to"
         self._arrival: Arrival | None = None
         self._parts = Parts()
-        self._weights: int | None = None
-        "their fingerprint, if it was taken while this member waited for the generation"
 
     @property
     def offered(self) -> int:
@@ -103,7 +99,7 @@ class Generations:
             session.hold(group.generation, group.broken)
             if member.saver is not None:
                 member.saver.lost()
-        self.due, self._weights = 0, None
+        self.due = 0
         try:
             upcoming = session.await_commit(self._wait, self._answers)
         except Dismissed as dismissed:
@@ -124,18 +120,7 @@ class Generations:
         saver = member.saver if member.place.joined else None
         if saver is not None and saver.has_nothing_to_lose(member.group, member.place.position.step):
             self.depart()
-        if member.follow():
-            return True
-        # A device's stream may still wait for sums that are lost.
-        if self._weights is None and member.standing.holds and not asynchronous(member.group.device):
-            self._weights = state.fingerprint(member.prepared.weights())
-            return True
-        return False
-
-    def fingerprint(self) -> int:
-        """Of this member's weights, which have not changed since it entered."""
-        known, self._weights = self._weights, None
-        return state.fingerprint(self._member.prepared.weights()) if known is None else known
+        return member.follow()
 
     def _answers(self, prepare: Prepare) -> bool:
         """This member waits in a joint call for what a member had heard that has failed since.
@@ -150,8 +135,8 @@ class Generations:
 
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
-        saved: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._unusable, self._member.move)
-        return saved
+        state: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._unusable, self._member.move)
+        return state
 
     def _unusable(self, path: str, reason: str) -> None:
         session = self._member.session

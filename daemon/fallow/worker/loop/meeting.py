@@ -24,6 +24,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
+from fallow.worker.prepared.checksum import fingerprint
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
 from fallow.worker.transport.waits import Interrupted
@@ -117,7 +118,7 @@ class Meeting:
             concluded=place.position.concluded,
             whole=standing.whole,
             since=place.since,
-            fingerprint=self._generations.fingerprint() if fresh and standing.holds else 0,
+            fingerprint=fingerprint(prepared.weights()) if fresh and standing.holds else 0,
             modes=prepared.modes.fingerprint() if fresh else 0,
             pace=member.pace.value,
             value=value,

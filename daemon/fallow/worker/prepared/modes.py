@@ -7,11 +7,11 @@ where all who have the state agree.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
+from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.state import plain_name
 
 _FROZEN, _RESTING = "frozen ", "resting "
@@ -43,8 +43,7 @@ class Modes:
 
     def fingerprint(self) -> int:
         """62 bits of what `export` gives."""
-        digest = hashlib.blake2b("\n".join(self.export()).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2
+        return checksum("\n".join(self.export()).encode())
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for number, module in enumerate(self._modules()):

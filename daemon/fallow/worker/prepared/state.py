@@ -9,7 +9,6 @@ tensors is the order in which members send them, save them and put them back.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import mmap
@@ -34,10 +33,6 @@ _ALIGN = 64
 
 _HUGE = 1 << 21
 """Blocks from this size on ask the kernel for huge pages."""
-
-_ROW = 4096
-_CHUNK_HOST, _CHUNK_DEVICE = 1 << 15, 1 << 22
-"""64-bit words that `fingerprint` mixes at a time: on the host as many as stay in the processor's cache."""
 
 _SMALL = range(-(2**63), 2**64)
 
@@ -292,61 +287,6 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], to
 
 
 # --------------------------------------------------------------------------------------------------------- digests
-
-
-def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """A 62-bit hash over tensors' bits: one pass at the speed of memory, on the tensors' own device.
-
-    Each 64-bit word of a tensor's whole rows of 4 KiB is multiplied by an odd number that belongs to the word's place
-    in the row, and its upper half is folded into its lower half. The sums over rows and what is left of each tensor are
-    copied to the host at once and hashed in order. So a changed bit changes the hash, and neither exchanged words nor
-    changes of opposite sign cancel. Not secure against an adversary.
-    """
-    parts: list[torch.Tensor] = []
-    lengths = []
-    for tensor in tensors:
-        raw = as_bytes(tensor.detach().contiguous())
-        even = raw.numel() // _ROW * _ROW
-        if even and raw.storage_offset() % 8:
-            raw = raw.clone()  # the hash must not depend on where in memory a tensor begins
-        parts += [as_bytes(part) for part in _row_sums(raw[:even].view(torch.int64))] if even else []
-        parts.append(raw[even:])
-        lengths.append(raw.numel())
-    total = hashlib.blake2b(msgspec.msgpack.encode(lengths), digest_size=8)
-    flats = {device: torch.cat([part for part in parts if part.device == device]) for device in _devices(parts)}
-    copies, copied = host_copies(list(flats.values()))
-    devices.wait(copied)
-    for copy in copies:
-        total.update(copy.numpy().data)
-    return int.from_bytes(total.digest(), "little") >> 2
-
-
-def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    return list(dict.fromkeys(tensor.device for tensor in tensors))
-
-
-def _row_sums(words: torch.Tensor) -> list[torch.Tensor]:
-    """For each row the sum of its mixed words, in several tensors."""
-    chunk = min(words.numel(), _CHUNK_DEVICE if devices.asynchronous(words.device) else _CHUNK_HOST)
-    row = _ROW // 8
-    factors = _factors(words.device).repeat(chunk // row)
-    mixed, folded = torch.empty_like(factors), torch.empty_like(factors)
-    sums = []
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        size = part.numel()
-        torch.mul(part, factors[:size], out=mixed[:size])
-        torch.bitwise_right_shift(mixed[:size], 32, out=folded[:size])
-        folded[:size].bitwise_xor_(mixed[:size])
-        sums.append(folded[:size].view(-1, row).sum(1))
-    return sums
-
-
-@functools.cache
-def _factors(device: torch.device) -> torch.Tensor:
-    """One odd number for each word of a row, the same in every process."""
-    seed = hashlib.shake_128(b"fallow fingerprint").digest(_ROW)
-    return devices.to_device(torch.frombuffer(bytearray(seed), dtype=torch.int64) | 1, device)
 
 
 def plain_name(name: str) -> str:
