@@ -42,7 +42,7 @@ def everywhere(patch: Patch, name: str, value: Any) -> None:
 
 
 def no_stream_waits_for_sums(patch: Patch) -> None:
-    patch.setattr(Group, "behind", lambda self: self._launched.clear())
+    patch.setattr(Group, "stream_waits", lambda self: self._launched.clear())
 
 
 def sums_leave_on_a_stream_of_their_own(patch: Patch) -> None:

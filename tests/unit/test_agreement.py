@@ -97,8 +97,8 @@ def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(othe
 def test_how_far_members_are() -> None:
     at = [
         opening(op=4, concluded=8),
-        opening(op=3, held=8),
-        opening(op=3, held=7),
+        opening(op=3, sums_of=8),
+        opening(op=3, sums_of=7),
         opening(op=3, kind=Kind.MEAN),
         opening(op=3, kind=Kind.MEAN, standing=TORN),
         opening(op=1, kind=Kind.MEAN),

@@ -21,13 +21,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from fallow.model import FallowError
 from fallow.worker.handover import intake, pieces, supply
-from fallow.worker.handover.align import align, source
+from fallow.worker.handover.align import align
 from fallow.worker.handover.pieces import cut, receive_piece, send_piece
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS, TORN, Standing
 from fallow.worker.handover.transfer import Roles, export_state, load_state, transfer
 from fallow.worker.prepared import state
 from fallow.worker.prepared.checksum import fingerprint as state_sum
+from fallow.worker.prepared.checksum import sides
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import stream
 from fallow.worker.transport.build import build_group
@@ -453,7 +454,7 @@ def test_members_that_came_apart_are_brought_together() -> None:
 
 
 def test_whose_weights_count() -> None:
-    assert [source(pieces) for pieces in ([5, 7], [7, 5, 5], [1, 2, 3], [9, 4, 9, 4, 4])] == [0, 1, 0, 1]
+    assert [sides(pieces)[0][0] for pieces in ([5, 7], [7, 5, 5], [1, 2, 3], [9, 4, 9, 4, 4])] == [0, 1, 0, 1]
 
 
 def test_donors_with_different_optimizer_state_are_found_out() -> None:

@@ -39,7 +39,7 @@ class Script:
             if self._members is not None:
                 place.position = msgspec.structs.replace(self._members.position)
                 # What the members wait in is over as the newcomer comes: somebody was lost, for whom they did.
-                place.position.op += place.position.behind is not None
+                place.position.op += place.position.outside_since is not None
             place.joined = True
             call = place.meet(call)
         if place.behind(call):

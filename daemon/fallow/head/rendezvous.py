@@ -27,7 +27,8 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._values: dict[int, dict[str, bytes]] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[tuple[int, str], list[_Waiting]] = {}
+        "(generation, key) -> requests of which it is the first key that is not there"
 
     def handle(self, worker: str, request: KvRequest, at: float) -> list[tuple[str, KvReply]]:
         """Apply one request; returns the replies it makes possible, each with the worker it is for."""
@@ -36,8 +37,7 @@ class Rendezvous:
         replies: list[tuple[str, KvReply]] = []
         key = request.keys[0] if request.keys else ""
         if request.op is KvOp.GET:
-            self._waiting.append(_Waiting(worker, request, at + request.timeout_s))
-            return self._answer_waiting(at)
+            return self._answer([_Waiting(worker, request, at + request.timeout_s)], at)
         if request.op is KvOp.CHECK:
             ok = all(k in values for k in request.keys)
             return [(worker, KvReply(id=request.id, ok=True, number=int(ok)))]
@@ -57,25 +57,27 @@ class Rendezvous:
             if held == request.expected:
                 values[key] = held = request.value
             replies.append((worker, KvReply(id=request.id, ok=True, values=[held])))
-        return replies + self._answer_waiting(at)
+        return replies + self._answer(self._waiting.pop((request.generation, key), []), at)
 
     def tick(self, at: float) -> list[tuple[str, KvReply]]:
         """Refuse what has waited past its deadline."""
-        return self._answer_waiting(at)
+        waiting, self._waiting = self._waiting, {}
+        return self._answer([one for several in waiting.values() for one in several], at)
 
-    def _answer_waiting(self, at: float) -> list[tuple[str, KvReply]]:
+    def _answer(self, waiting: list[_Waiting], at: float) -> list[tuple[str, KvReply]]:
+        """Of those requests, the ones that have come to their end; the others wait."""
         replies: list[tuple[str, KvReply]] = []
-        still: list[_Waiting] = []
-        for item in self._waiting:
-            values = self._values.get(item.request.generation, {})
-            if all(key in values for key in item.request.keys):
-                found = [values[key] for key in item.request.keys]
-                replies.append((item.worker, KvReply(id=item.request.id, ok=True, values=found)))
-            elif at >= item.deadline_at:
-                replies.append((item.worker, KvReply(id=item.request.id, ok=False)))
+        for one in waiting:
+            generation, keys = one.request.generation, one.request.keys
+            values = self._values.get(generation, {})
+            missing = next((key for key in keys if key not in values), None)
+            if missing is None:
+                found = [values[key] for key in keys]
+                replies.append((one.worker, KvReply(id=one.request.id, ok=True, values=found)))
+            elif at >= one.deadline_at:
+                replies.append((one.worker, KvReply(id=one.request.id, ok=False)))
             else:
-                still.append(item)
-        self._waiting = still
+                self._waiting.setdefault((generation, missing), []).append(one)
         return replies
 
     def _forget_old(self) -> None:

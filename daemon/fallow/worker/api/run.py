@@ -400,8 +400,6 @@ def init() -> Run:
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
     secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
     address, ports = process.listens_on(secret)
     session = Session(worker, address, connection(secret), ports=ports)
     process.leave_sigterm_to_the_head(session.warn)

@@ -13,7 +13,7 @@ import msgspec
 from fallow.core.audit import Done, Fed, Gap, Record, Start
 from fallow.files import network_filesystem
 from fallow.model import Exit, FallowError
-from fallow.worker.data.record_file import Outcome, RecordFile
+from fallow.worker.data.record_file import Appended, RecordFile
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Records that are kept while the file cannot be written. What comes after them is lost, and the file says so later."""
@@ -130,7 +130,7 @@ class Ledger:
             self._backlog.add(record)
         self._new.clear()
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: Appended) -> None:
         self._backlog.remove(outcome.size)
         if outcome.error is not None or not self._backlog:
             self._hangs = False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Outcome(NamedTuple):
+class Appended(NamedTuple):
     """What became of an append: bytes that are in the file, and why not all of them."""
 
     size: int
@@ -32,7 +32,7 @@ class RecordFile:
         self._path = path
         self._descriptor: int | None = None
         self._thread: threading.Thread | None = None
-        self._outcome = Outcome(0, None)
+        self._outcome = Appended(0, None)
 
     def append(self, data: bytes) -> None:
         """Begin to append. Call it only when `outcome` has told of the append before."""
@@ -42,7 +42,7 @@ class RecordFile:
         else:
             self._append(data)
 
-    def outcome(self, end: float) -> Outcome | None:
+    def outcome(self, end: float) -> Appended | None:
         """Wait for the append under way until `end` on the monotonic clock; None: it is under way still.
 
         Each outcome is told once. Without an append it is that of nothing.
@@ -52,7 +52,7 @@ class RecordFile:
             if self._thread.is_alive():
                 return None
             self._thread = None
-        outcome, self._outcome = self._outcome, Outcome(0, None)
+        outcome, self._outcome = self._outcome, Appended(0, None)
         return outcome
 
     def _append(self, data: bytes) -> None:
@@ -66,4 +66,4 @@ class RecordFile:
                 written += os.write(self._descriptor, data[written:])
         except OSError as caught:
             error = caught
-        self._outcome = Outcome(written, error)
+        self._outcome = Appended(written, error)

@@ -6,9 +6,6 @@ Each member's optimizer acts for itself, and kernels of unlike processors may di
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 import msgspec
 
 from fallow.worker.prepared import extra_state, state
@@ -23,12 +20,6 @@ EVERY = 100
 class _Outline(msgspec.Struct, frozen=True):
     tree: bytes
     tensors: list[state.TensorSpec]
-
-
-def source(pieces: Sequence[int]) -> int:
-    """Whose state counts, given a checksum of each rank: the first rank's of those that most agree with."""
-    ((usual, _),) = Counter(pieces).most_common(1)
-    return pieces.index(usual)
 
 
 def align(group: Group, prepared: Prepared, root: int) -> None:

@@ -159,7 +159,7 @@ def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
         if not one.since or one.op >= op:
             continue
         joint = one.op == op - 1 and one.kind in JOINT
-        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.held == concluded)):
+        if one.standing == HOLDS and (joint or (one.op == op - 1 and one.sums_of == concluded)):
             found.behind.append(rank)
         elif joint:
             found.late.append(rank)

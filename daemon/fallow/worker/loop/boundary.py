@@ -6,17 +6,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fallow.core.failures import Apart
 from fallow.core.joining import other_bits
 from fallow.model import Aligned, Exit, FallowError
 from fallow.worker.data.ledger import Done
-from fallow.worker.handover.align import EVERY, align, source
+from fallow.worker.handover.align import EVERY, align
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.meeting import Meeting
 from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import Kind
 from fallow.worker.loop.outcome import Outcome
 from fallow.worker.loop.update import Update
+from fallow.worker.prepared.checksum import sides
 from fallow.worker.prepared.signature import signature
 from fallow.worker.transport.build import take_to_device
 from fallow.worker.transport.group import Group
@@ -111,11 +111,8 @@ class Boundary:
     def _even_out(self, outcome: Outcome) -> None:
         """Bring weights together that have drifted apart, and divide the shards anew if paces make it worth while."""
         member = self._member
-        if outcome.drifted:
-            if member.prepared.reproducible:
-                raise Apart("the members' weights differ")
-            if not self._align(outcome.pieces):
-                return
+        if outcome.drifted and not self._align(outcome.pieces):
+            return
         assert member.source is not None
         if len(outcome.paces) == member.group.size:
             old = member.division
@@ -130,7 +127,7 @@ class Boundary:
         aligned_in, until = self._rests
         if (group.generation == aligned_in and step < until) or len(pieces) != group.size:
             return True
-        root = source(pieces)
+        root = sides(pieces)[0][0]
         try:
             align(group, member.prepared, root)
         except Interrupted:

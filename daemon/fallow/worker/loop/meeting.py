@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
-from fallow.worker.prepared.checksum import fingerprint
+from fallow.worker.prepared.checksum import fingerprint, sides
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
 from fallow.worker.transport.waits import Interrupted
@@ -76,10 +75,12 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------------------ an opening
 
-    def open(self, kind: Kind, *, value: float = 0.0, held: int = 0, amid: bool = False, ended: bool = False) -> None:
+    def open(
+        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, amid: bool = False, ended: bool = False
+    ) -> None:
         """Tell where this member is, once for each operation in a generation. Raises Interrupted."""
         if self._told is None:
-            mine = self._opening(kind, value, held=held, amid=amid, ended=ended)
+            mine = self._opening(kind, value, sums_of=sums_of, amid=amid, ended=ended)
             self._told = self._member.group.tell(encode(mine))
 
     def hear(self) -> list[Opening]:
@@ -102,7 +103,7 @@ class Meeting:
         """The operation is over, or the generation is."""
         self._told = self._heard = None
 
-    def _opening(self, kind: Kind, value: float, *, held: int, amid: bool, ended: bool) -> Opening:
+    def _opening(self, kind: Kind, value: float, *, sums_of: int, amid: bool, ended: bool) -> Opening:
         member = self._member
         standing, place, prepared = member.standing, member.place, member.prepared
         fresh = self._generations.fresh
@@ -114,7 +115,7 @@ class Meeting:
             amid=amid,
             ended=ended,
             standing=standing.value,
-            held=held,
+            sums_of=sums_of,
             concluded=place.position.concluded,
             whole=standing.whole,
             since=place.since,
@@ -153,7 +154,7 @@ class Meeting:
         kind: Kind,
         *,
         value: float = 0.0,
-        held: int = 0,
+        sums_of: int = 0,
         amid: bool = False,
         ended: bool = False,
         rewind: Callable[[], None] = lambda: None,
@@ -163,7 +164,7 @@ class Meeting:
         Args:
             kind: of the operation.
             value: this member's part of a joint call.
-            held: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
             amid: inside of an update, behind the place where newcomers begin it.
             ended: its script is over.
             rewind: called before state is handed over: puts it back to the operation's beginning.
@@ -179,7 +180,7 @@ class Meeting:
                     self.forget()
                     generations.enter()
                 began = time.monotonic()
-                self.open(kind, value=value, held=held, amid=amid, ended=ended)
+                self.open(kind, value=value, sums_of=sums_of, amid=amid, ended=ended)
                 openings = self.hear()
                 if not generations.fresh:
                     return Met(kind, openings)
@@ -283,18 +284,15 @@ class Meeting:
                 )
             rollback = self._generations.prepare.rollback
             return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
-        (usual, count), *_ = Counter(openings[rank].fingerprint for rank in there).most_common(1)
-        if 2 * count <= len(there) and self._member.prepared.reproducible:
+        most, others = sides([openings[rank].fingerprint for rank in there])
+        if len(most) <= len(others) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in there)
             raise FallowError(
                 f"generation {self._member.group.generation}: members that are equally far hold different weights "
                 f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
                 "the nodes compute differently (processor, torch version)"
             )
-        return (
-            [rank for rank in there if openings[rank].fingerprint == usual],
-            [rank for rank in there if openings[rank].fingerprint != usual],
-        )
+        return [there[n] for n in most], [there[n] for n in others]
 
     # ------------------------------------------------------------------------------------------- plain values of it
 

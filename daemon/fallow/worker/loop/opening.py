@@ -40,7 +40,7 @@ class Opening(NamedTuple):
     "1: its script is over"
     standing: int
     "what its state is worth, see `Standing`"
-    held: int
+    sums_of: int
     "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
     concluded: int
     "generation + 1 in which the last operation was concluded; 0: there was none"

@@ -7,12 +7,12 @@ act; who is interrupted before still holds them, and needs nothing but the outco
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import msgspec
 
+from fallow.worker.prepared.checksum import sides
 from fallow.worker.reduction.step_sums import Sums
 
 
@@ -90,8 +90,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 def strangers(pieces: Sequence[int]) -> list[int]:
     """Ranks whose weights are not those of most members; empty where no side is the majority."""
-    ((usual, count),) = Counter(pieces).most_common(1)
-    return [rank for rank, piece in enumerate(pieces) if piece != usual] if 2 * count > len(pieces) else []
+    most, others = sides(pieces)
+    return others if len(most) > len(others) else []
 
 
 def exact_sum(values: Sequence[float]) -> float:

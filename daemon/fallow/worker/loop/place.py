@@ -195,7 +195,7 @@ class Place:
         """The script is in the call that the members are in."""
         self.in_sync = True
         self.came_at_end = False
-        self.position.behind = None
+        self.position.outside_since = None
 
     def ends_call_with_members(self, call: int | None) -> bool:
         """The script has come to the end of that call: True if it is in sync there.
@@ -219,16 +219,16 @@ class Place:
             True if this is where that newcomer came to the members.
         """
         self.asked += 1
-        behind = self.position.behind
-        if not self.joined or self.in_sync or self.astray or behind is None:
+        since = self.position.outside_since
+        if not self.joined or self.in_sync or self.astray or since is None:
             return False
-        self.in_sync = 0 <= self.position.op - behind <= self.asked  # below 0: counted by processes before a suspension
+        self.in_sync = 0 <= self.position.op - since <= self.asked  # below 0: counted by processes before a suspension
         return self.in_sync
 
     @property
     def answered(self) -> bool:
         """The members have the answer to what the script asks for as it comes to them."""
-        return self.position.behind is not None and self.asked == self.position.op - self.position.behind
+        return self.position.outside_since is not None and self.asked == self.position.op - self.position.outside_since
 
     def elsewhere(self, call: int | None) -> bool:
         """After a rollback, inside the call of that number: True if the members are in another place than here.

@@ -28,7 +28,7 @@ class Position(msgspec.Struct, kw_only=True):
     "generation + 1 in which it did"
     acts: int = 0
     "steps of prepared optimizers since the last inner loop"
-    behind: int | None = None
+    outside_since: int | None = None
     "`op` when the call before ended, or this epoch began; None: in a call"
     passes: int = 0
     "finished passes in this call"
@@ -63,7 +63,7 @@ class Position(msgspec.Struct, kw_only=True):
 
     def finish_call(self) -> None:
         """Count one finished run.updates call; a pass that `max_steps` cut short is not taken up again."""
-        self.behind = self.op
+        self.outside_since = self.op
         if self.index:
             self.index = 0
             self.data_epoch += 1
@@ -72,14 +72,14 @@ class Position(msgspec.Struct, kw_only=True):
 
     def begin_epoch(self, epoch: int) -> None:
         """Enter an epoch of the current run.epochs loop."""
-        self.behind = self.op
+        self.outside_since = self.op
         self.inside = True
         self.loop_epoch = epoch
         self.loop_call = self.call
 
     def finish_loop(self) -> None:
         """Count one finished run.epochs loop."""
-        self.behind = self.op
+        self.outside_since = self.op
         self.loop += 1
         self.inside = False
         self.loop_epoch = 0

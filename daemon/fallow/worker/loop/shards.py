@@ -60,7 +60,7 @@ class Shards(Iterator[Any]):
         "in the generation at work"
         self._handed = False
         "one of them was handed out"
-        self._held = 0
+        self._sums_of = 0
         "generation + 1 in which this member got their sums"
         self._shard, self._weight, self._samples, self._crc = 0, 0.0, 0, 0
         self._figures = Figures()
@@ -142,7 +142,7 @@ class Shards(Iterator[Any]):
         self._handed = False
         self._figures = Figures()
         self._piece, self._steering = self._loop.watch.start_piece(at.step), self._loop.watch.steering()
-        if not self._update.parts:
+        if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
         member.reduction.begin(self.phase)
@@ -219,7 +219,7 @@ class Shards(Iterator[Any]):
         rounds = itertools.count()
 
         def tell(sums: Sums) -> Sums:
-            self._held = member.group.generation + 1
+            self._sums_of = member.group.generation + 1
             # Nobody acts before it has heard this member, whose state and records are complete by then.
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
@@ -236,7 +236,7 @@ class Shards(Iterator[Any]):
         member, at = self._member, self._member.place.position
         return Part(
             op=at.op,
-            place=zlib.crc32(f"{at.step} {len(self._update.parts)} {self.phase}".encode()),
+            place=zlib.crc32(f"{at.step} {len(self._update.phases_done)} {self.phase}".encode()),
             round=number,
             samples=self._samples,
             crc=self._crc,
@@ -262,11 +262,11 @@ class Shards(Iterator[Any]):
             return
         member.buffers.settle()
         member.standing.settle()  # others told that they have what they took from here
-        at.finish_operation(encode(outcome), self._held - 1)
+        at.finish_operation(encode(outcome), self._sums_of - 1)
         at.acts = 0
         self._loop.meeting.forget()
         self.ended, self._queue = Ended.WHOLE, []
-        self._update.close(self, outcome, generation=-1 if adopted else self._held - 1)
+        self._update.close(self, outcome, generation=-1 if adopted else self._sums_of - 1)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
@@ -282,15 +282,16 @@ class Shards(Iterator[Any]):
             member.reduction.forget()
 
         if not self._dealt or not member.reduction.held:
-            self._held = 0
-        met = self._loop.meeting.come_together(Kind.STEP, held=self._held, amid=bool(self._update.parts), rewind=rewind)
+            self._sums_of = 0
+        amid = bool(self._update.phases_done)
+        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, amid=amid, rewind=rewind)
         if met.outcome is not None:
             concluded = decode_outcome(met.outcome)
             self._take(concluded, concluded.sums, adopted=True)
             return
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._dealt and not member.place.went_back
-        self._loop.check_place(amid=bool(self._update.parts))
+        self._loop.check_place(amid=amid)
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._dealt = False

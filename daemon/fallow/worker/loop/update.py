@@ -28,7 +28,7 @@ class Update:
         self._rehearsal = rehearsal
         self.open: Shards | RehearsedShards | None = None
         "the inner loop at work"
-        self.parts: list[str] = []
+        self.phases_done: list[str] = []
         "phases that are whole"
         self.outcome: Outcome | None = None
         "of the last of them"
@@ -68,7 +68,7 @@ class Update:
             if self.open.begun:
                 raise FallowError(self.open.leave(), Exit.DATA)
             raise FallowError(f"step {self.step}: an inner loop inside an inner loop", Exit.DATA)
-        if name in self.parts:
+        if name in self.phases_done:
             what = f"phase {name!r}" if name else "the inner loop"
             raise FallowError(
                 f"step {self.step}: {what} runs a second time: for a part with a sum of its own give each a name, "
@@ -122,7 +122,7 @@ class Update:
             generation: in which this member was among them.
             figures: of a rehearsal.
         """
-        self.parts.append(part.phase)
+        self.phases_done.append(part.phase)
         if outcome is not None:
             self._loop.member.recorded_step = self.step
         self.open, self.outcome, self.generation = None, outcome, generation

@@ -149,10 +149,10 @@ class Loop:
 
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
-        member, at = self.member, self.member.place.position
+        member = self.member
         if update.open is not None:
             raise FallowError(update.open.leave(), Exit.DATA)
-        if not update.parts:
+        if not update.phases_done:
             raise FallowError(
                 f"step {update.step}: an update without its inner loop: `for batch in update: ...backward()` in front "
                 "of the optimizer's step; neither make a list of run.updates nor of an update",
@@ -162,11 +162,10 @@ class Loop:
         assert member.source is not None
         member.move()
         self._update = None
-        assert at.step > 0
 
     def _close_left(self) -> None:
         update = self._update
-        if update is not None and update.open is None and update.parts and not self.rehearsing:
+        if update is not None and update.open is None and update.phases_done and not self.rehearsing:
             self._close(update)
 
     @property
@@ -191,7 +190,7 @@ class Loop:
                 yield update
         finally:
             self.rehearsing, self._update = False, None
-        if not update.parts:
+        if not update.phases_done:
             raise FallowError(
                 "an update without its inner loop: `for batch in update: ...backward()` in front of the step", Exit.DATA
             )
@@ -296,7 +295,7 @@ class Loop:
                 "are whole when the inner loop has ended; write it behind that",
                 Exit.DATA,
             )
-        if not update.parts:
+        if not update.phases_done:
             raise FallowError(
                 f"step {update.step}: an optimizer's step in front of the inner loop: there are no gradients yet",
                 Exit.DATA,

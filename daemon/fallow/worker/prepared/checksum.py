@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ def mixed(flat: torch.Tensor) -> torch.Tensor:
         product ^= product >> 32
         parts.append(as_bytes(product.view(-1, row).sum(1)))
     return torch.cat([*parts, flat[even:]])
+
+
+def sides(sums: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Places of the sum that most have, and of all others; where several are as frequent, the first of them counts."""
+    ((usual, _),) = Counter(sums).most_common(1)
+    return [n for n, one in enumerate(sums) if one == usual], [n for n, one in enumerate(sums) if one != usual]
 
 
 @functools.cache

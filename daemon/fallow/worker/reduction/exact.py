@@ -152,7 +152,7 @@ class Exact(Arithmetic):
         if not self._launched:
             return
         if asynchronous(group.device):
-            group.behind()
+            group.stream_waits()
         else:
             group.certain()
         launched, self._launched = self._launched, []

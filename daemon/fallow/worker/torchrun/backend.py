@@ -281,7 +281,9 @@ class Handler(RendezvousHandler):
             return
         if self._ended and session.switch_committed:
             taken = self._await_generation()
-            HeadStore(taken.prepare.generation, session.ask, _TELL_S).set(f"at/{taken.rank}", _DONE)
+            HeadStore(taken.prepare.generation, len(taken.prepare.members), session.ask, _TELL_S).set(
+                f"at/{taken.rank}", _DONE
+            )
         raise DistStoreError("this generation is over")
 
 

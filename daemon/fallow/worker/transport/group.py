@@ -150,7 +150,7 @@ class Group(Waits):
         Raises:
             FallowError: aborted collectives do not end, so nothing on this device would ever end behind them.
         """
-        self.behind()
+        self.stream_waits()
         if self.broken is None or self.size == 1 or not devices.asynchronous(self.device):
             return
         end = time.monotonic() + _DRAIN_S
@@ -237,7 +237,7 @@ class Group(Waits):
         """Launch a sum over the ranks, in place.
 
         This and the other collectives of the transport are complete after `certain`; on a device, what the current
-        stream is given after `behind` comes behind them. All ranks launch them in the same order.
+        stream is given after `stream_waits` comes behind them. All ranks launch them in the same order.
 
         Raises:
             Interrupted: the group is broken.
@@ -286,7 +286,7 @@ class Group(Waits):
                 self.interrupt(failure)
         raise Interrupted(self.broken)
 
-    def behind(self) -> None:
+    def stream_waits(self) -> None:
         """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
         if devices.asynchronous(self.device):
             launched, self._launched = self._launched, []
@@ -306,11 +306,11 @@ class Group(Waits):
             self._launched.clear()
             return
         own = devices.event(self.device)
-        self.behind()
+        self.stream_waits()
         end = devices.event(self.device)
         # As long as this device itself has something to do, others wait for this member, and it for nobody.
         devices.wait(own, self._failure)
-        with self.counted():
+        with self.waits():
             devices.wait(end, self._failure)
         # After the event: an abort completes events, too, with garbage before them.
         failure = self._failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,26 +14,42 @@ Ask = Callable[[int, KvOp, list[str], bytes, float], KvReply]
 """(generation, operation, keys, value, timeout in seconds) -> the head's answer; raises TimeoutError."""
 
 
+_OF_RANK = re.compile(r"(?:control|sums)/\d+/(?=\d+$)")
+"""Beginning of the key under which gloo keeps the address of a rank (`gloo/context.cc`, `connectFullMesh`)."""
+
+
 class HeadStore(Store):
-    """Key-value store of `generation` in the head's memory; gloo exchanges its addresses through it.
+    """Key-value store of `generation` in the head's memory, through which its members meet. No key is written twice.
+
+    gloo asks for the address of each rank by itself, twice, though it needs them all. Here the first question brings
+    them all: so the head has as many questions as members, and not as many as pairs of them.
 
     A lost head shows as an error of the operation, which fails the vote and nothing else.
+
+    Args:
+        generation: its number.
+        size: members.
+        ask: puts a question to the head.
+        timeout_s: upper end of a wait.
     """
 
-    def __init__(self, generation: int, ask: Ask, timeout_s: float) -> None:
+    def __init__(self, generation: int, size: int, ask: Ask, timeout_s: float) -> None:
         super().__init__()
         self._generation = generation
+        self._size = size
         self._ask = ask
         self._timeout_s = timeout_s
+        self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._do(KvOp.SET, [key], data)
+        self._do(KvOp.SET, [key], data, self._timeout_s)
 
     def get(self, key: str) -> bytes:
         """The value; waits until it exists or the store's timeout has passed."""
-        return self._do(KvOp.GET, [key]).values[0]
+        self._learn([key], self._timeout_s)
+        return self._known[key]
 
     def read(self, keys: list[str], timeout_s: float) -> list[bytes] | None:
         """All values; None if they were not all there in time."""
@@ -41,7 +58,7 @@ class HeadStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist."""
-        self._do(KvOp.GET, keys, timeout_s=timeout.total_seconds() if timeout else None)
+        self._learn(keys, timeout.total_seconds() if timeout else self._timeout_s)
 
     def check(self, keys: list[str]) -> bool:
         """True if all keys exist now."""
@@ -51,8 +68,17 @@ class HeadStore(Store):
         """Upper end of every later wait."""
         self._timeout_s = timeout.total_seconds()
 
-    def _do(self, op: KvOp, keys: list[str], value: bytes = b"", timeout_s: float | None = None) -> KvReply:
-        reply = self._ask(self._generation, op, keys, value, timeout_s or self._timeout_s)
+    def _learn(self, keys: list[str], timeout_s: float) -> None:
+        wanted = [one for key in keys if key not in self._known for one in self._with(key)]
+        if wanted:
+            self._known |= zip(wanted, self._do(KvOp.GET, wanted, b"", timeout_s).values, strict=True)
+
+    def _with(self, key: str) -> list[str]:
+        of_rank = _OF_RANK.match(key)
+        return [f"{of_rank[0]}{rank}" for rank in range(self._size)] if of_rank else [key]
+
+    def _do(self, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
+        reply = self._ask(self._generation, op, keys, value, timeout_s)
         if not reply.ok:
             raise RuntimeError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
         return reply

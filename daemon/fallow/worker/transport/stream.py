@@ -27,7 +27,6 @@ PATIENCE_S = 600.0
 
 _HELLO = struct.Struct("<16sQ")
 _CARD = struct.Struct("<BH16s45s")
-CARD_BYTES = _CARD.size
 
 
 class Card(NamedTuple):
@@ -39,7 +38,7 @@ class Card(NamedTuple):
     address: str
 
     def encode(self) -> bytes:
-        """`CARD_BYTES` bytes."""
+        """Equally many bytes for each."""
         return _CARD.pack(self.holds, self.port, self.token, self.address.encode())
 
     @classmethod

@@ -86,7 +86,7 @@ class Upcoming:
         # The head must have the votes, which say whom it is better to do without, before its own patience ends.
         patience_s = 0.8 * prepare.timeout_s
         end = time.monotonic() + patience_s
-        store = HeadStore(prepare.generation, ask, patience_s)
+        store = HeadStore(prepare.generation, size, ask, patience_s)
         try:
             lost = unreachable(store, self.rank, size, address, 0.8 * patience_s, ports)
             built.cut_off = [prepare.members[rank].worker for rank in lost]

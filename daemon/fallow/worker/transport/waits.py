@@ -27,8 +27,6 @@ class Waits:
         "the training thread waits for other members"
         self.turned_at = 0.0
         "time.monotonic at which the last wait began or ended, or a part of the state came in"
-        self.waited_s = 0.0
-        "seconds of all waits for collectives together"
         self._guard = threading.Lock()
         self._waiter: _Waiter | None = None
         self._wakes: list[Callable[[], None]] = []
@@ -56,14 +54,6 @@ class Waits:
         finally:
             self.waiting, self.turned_at = False, time.monotonic()
 
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """As `waits`, and it counts in `waited_s`."""
-        with self.waits():
-            began = time.monotonic()
-            yield
-        self.waited_s += self.turned_at - began
-
     def moved(self) -> None:
         """A part of the state has come in: those who wait for the rest of it get on."""
         self.turned_at = time.monotonic()
@@ -76,7 +66,7 @@ class Waits:
         """
         if self.broken is None and works:
             futures = [work.get_future() for work in works]
-            with self.counted():
+            with self.waits():
                 try:
                     self._complete(futures[0] if len(futures) == 1 else torch.futures.collect_all(futures), timeout_s)
                 except RuntimeError as error:
