@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -49,19 +49,24 @@ def filled(model: nn.Module, seed: int = 3) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Mean over the batch."""
     return F.mse_loss(model(batch[0]), batch[1])
 
 
 def plain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1, act: Callable[[], Any] = lambda: None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    epochs: int = 1,
+    act: Callable[[], Any] = lambda: None,
+    batch_size: int = GLOBAL_BATCH,
 ) -> None:
-    """Train on whole global batches; `act` is called in front of each optimizer step."""
+    """Train on global batches, `batch_size` samples at a time; `act` is called in front of each optimizer step."""
     for _ in range(epochs):
-        for batch in DataLoader(points(), GLOBAL_BATCH):
+        for x, y in DataLoader(points(), GLOBAL_BATCH):
             optimizer.zero_grad()
-            loss_of(model, batch).backward()
+            for batch in zip(x.split(batch_size), y.split(batch_size), strict=True):
+                (loss_of(model, batch) * (len(batch[0]) / GLOBAL_BATCH)).backward()
             act()
             optimizer.step()
 

@@ -164,7 +164,8 @@ class Laid(nn.Module):
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
     script, reference = Script(model=filled(Laid())).prepare(reproducible=reproducible), filled(Laid())
-    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), 2)
+    # In the same shards: some processors' kernels for convolutions round differently for batches of another size.
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), 2, batch_size=4)
 
     def behind(_: Any) -> None:
         for parameter in (script.model.conv.weight, script.model.turned):
@@ -172,8 +173,7 @@ def test_parameters_may_lie_in_memory_in_any_order(reproducible: bool) -> None:
         script.act()
 
     script.train(behind=behind, epochs=2)
-    # Some processors' kernels for convolutions round differently for batches of another size.
-    assert_close(script.model, reference, atol=1e-4)
+    assert_close(script.model, reference, atol=2e-6)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
