@@ -97,12 +97,12 @@ def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wai
     mine = float(member.rank + 1)
     with grouped(member) as group:
         accelerator.report_syncs("raise")
-        summed, copied, whole = filled(mine), filled(mine), torch.empty(2, device=FAKE)
+        summed, copied, whole = filled(mine), filled(mine), filled(mine)[:2]
         taken = torch.empty(3 if member.rank else 1, device=FAKE)
         given = torch.arange(2.0, device=FAKE)
         group.sum(summed)
         group.copy(copied, 1)
-        group.collect(filled(mine)[:1], whole)
+        group.collect(whole)
         # rank 0 has one element for itself and one for rank 1; rank 1 has none and two
         group.exchange(given, [0, 2] if member.rank else [1, 1], taken, [1, 2] if member.rank else [1, 0])
         group.stream_waits()
@@ -237,9 +237,9 @@ def test_a_device_without_a_communicator_goes_through_the_host(member: Member) -
         with contextlib.ExitStack() as stack:
             with pytest.warns(UserWarning, match="no communicator for devices of type fake"):
                 group = stack.enter_context(grouped(member))
-            summed, whole = filled(float(member.rank + 1)), torch.empty(2000, device=FAKE)
+            summed, whole = filled(float(member.rank + 1)), filled(float(member.rank)).repeat(2)
             group.sum(summed)
-            group.collect(filled(float(member.rank)), whole)
+            group.collect(whole)
             group.stream_waits()
             value = devices.to_host(summed), devices.to_host(whole)
             group.certain()

@@ -157,8 +157,7 @@ class Exact(Arithmetic):
             group.certain()
         launched, self._launched = self._launched, []
         for bucket, scattered in launched:
-            whole = self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered))
-            group.collect(whole[group.rank * len(whole) // group.size :][: len(whole) // group.size], whole)
+            group.collect(self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered)))
 
     def _turn(self, bucket: Bucket, scattered: Scattered, main: Scattered) -> torch.Tensor:
         """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
