@@ -216,6 +216,8 @@ class World:
         """
         names = sorted({name for plan in self._plans for name in plan.members})
         found: dict[str, Any] = {}
+        for name in names:  # before anybody steps: each run adds to what the process does at every optimizer's step
+            self._begin(name)
         threads = [threading.Thread(target=self._member, args=(name, script, found), daemon=True) for name in names]
         for thread in threads:
             thread.start()
@@ -225,7 +227,7 @@ class World:
         assert not any(thread.is_alive() for thread in threads), "a member hangs"
         return found
 
-    def _member(self, name: str, script: Callable[[Run], Any], found: dict[str, Any]) -> None:
+    def _begin(self, name: str) -> None:
         session = self.sessions[name] = ScriptedSession(name, self)
         welcome = Welcome(
             term=1,
@@ -238,8 +240,13 @@ class World:
             folder=str(self._folder),
             joins=session.joins,
         )
+        session.run = Run(session, welcome, None)  # type: ignore[arg-type]
+
+    def _member(self, name: str, script: Callable[[Run], Any], found: dict[str, Any]) -> None:
+        session = self.sessions[name]
+        run = session.run
+        assert run is not None
         try:
-            run = session.run = Run(session, welcome, None)  # type: ignore[arg-type]
             found[name] = script(run)
             run._finished()
         except (Killed, Released, Stranger, OthersEnded) as end:

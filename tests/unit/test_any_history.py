@@ -20,6 +20,7 @@ from scripted_group import Break, Generation, Killed
 from scripted_world import World
 from small_training import GLOBAL_BATCH, Script, no_watchers
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from fallow.worker.api.run import Run
 from fallow.worker.loop.generations import Released
@@ -98,6 +99,7 @@ def play(history: list[Generation]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), *history)
         found = world.train(train)
+        torch_optimizer._global_optimizer_pre_hooks.clear()  # of thousands of runs
         whole = [one for one in found.values() if isinstance(one, Script)]
         for name, one in found.items():
             assert isinstance(one, Script | Killed | Released | OthersEnded), f"{name}: {one!r}"

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,19 @@ def buckets_for(like: Sequence[torch.Tensor]) -> list[Bucket]:
 
 
 def attempt(
-    exact: Exact, group: Group, buckets: Sequence[Bucket], mine: Sequence[Shard], phase: str = ""
+    exact: Exact,
+    group: Group,
+    buckets: Sequence[Bucket],
+    mine: Sequence[Shard],
+    phase: str = "",
+    lone: Sequence[float] = (),
 ) -> tuple[bool, list[torch.Tensor]]:
     """One attempt at a sum by one member.
 
     Returns:
         Whether the sum is good; then its gradients.
     """
-    exact.begin(phase, [False] * len(buckets))
+    exact.begin(phase, [False] * len(buckets), lone)
     for weight, grads in mine:
         exact.begin_body()
         for bucket in buckets if weight else ():
@@ -82,13 +88,17 @@ def step(
     """
     known = (state or Exact()).export()
     like = [grad.to(dtype) for grad in shards[0][1]]
+    # Gradients travel as they are where each member has one shard: the bits must be those of integers that travel.
+    alone = all(len(mine) == 1 and shards[mine[0]][0] for mine in members)
+    lone = [shards[mine[0]][0] for mine in members] if alone else []
 
     def member(group: Group) -> tuple[list[torch.Tensor], Exact, int]:
         exact, buckets = Exact(), buckets_for(like)
         exact.load(known)
         exact.lay_out(buckets)
         for number in range(1, 10):
-            good, grads = attempt(exact, group, buckets, [shards[shard] for shard in members[group.rank]])
+            mine = [shards[shard] for shard in members[group.rank]]
+            good, grads = attempt(exact, group, buckets, mine, lone=lone)
             if good:
                 return grads, exact, number
         raise AssertionError
@@ -194,7 +204,7 @@ def test_a_jump_voids_the_step_once_and_the_next_ones_pass(numel: int) -> None:
 
 def test_references_rise_at_once_and_fall_slowly() -> None:
     def reference(state: Exact) -> int:
-        return int(state.export()["references"][""][0][1])
+        return int(state.export()["scales"]["references"][""][0][1])
 
     _, state, _ = step([(1.0, [torch.tensor([0.6])])], [[0]])
     assert reference(state) == 0
@@ -221,7 +231,7 @@ def test_what_is_not_finite_becomes_nan_everywhere_and_moves_no_reference(bad: f
         assert bool(got[0].isnan().all())
         assert torch.equal(got[1], fine * 500.5)
     assert after.export() == other.export()
-    references = dict(after.export()["references"][""])
+    references = dict(after.export()["scales"]["references"][""])
     assert references == {0: 1, 1: 10}
 
 
@@ -280,6 +290,41 @@ def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) 
     torch.testing.assert_close(exact.results(buckets[0])[0], parts * grad, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_then_on(late: bool) -> None:
+    """Also if it comes when its bucket has left."""
+    grad = torch.full((LARGE,), 0.3)
+
+    def member(group: Group) -> tuple[list[bool], list[torch.Tensor], dict[str, Any]]:
+        exact, (bucket,) = Exact(), buckets_for([grad])
+        exact.lay_out([bucket])
+        good = []
+        while not any(good):
+            exact.begin("g", [False], [0.5, 0.5])
+            exact.begin_body()
+            exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
+            again = late and group.rank == 1
+            if group.rank == 1 and not late:
+                exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
+            exact.launch(group, bucket, late=False)
+            exact.conclude(group)
+            if late:
+                if again:
+                    exact.add(bucket, [(0, grad.clone())], 0.5, late=True)
+                exact.launch(group, bucket, late=True)
+                exact.conclude(group)
+            exact.prepare_extents()
+            group.certain()
+            told = [text.decode().split() for text in group.gather(" ".join(map(str, exact.extents())).encode())]
+            good.append(exact.judge([max(map(int, column)) for column in zip(*told, strict=True)]))
+        return good, exact.results(bucket), exact.export()
+
+    for good, (result,), state in together(member, world(2)):
+        assert good[0] is False
+        torch.testing.assert_close(result, 1.5 * grad, rtol=1e-7, atol=0)
+        assert state["in_parts"] == ["g"]
+
+
 def test_extents_do_not_depend_on_who_has_which_shard() -> None:
     """One shard gives a large gradient, and another one several small ones."""
     shards = [[0.9], [0.2, 0.2], [0.1] * 3]
@@ -302,7 +347,7 @@ def test_extents_do_not_depend_on_who_has_which_shard() -> None:
         return exact.extents()
 
     for first, second in (([0], [1, 2]), ([0, 1], [2]), ([], [2, 1, 0])):
-        assert list(map(max, extents(first), extents(second))) == extents([0, 1, 2]) == [0, 0]
+        assert list(map(max, extents(first), extents(second))) == extents([0, 1, 2]) == [0, 0, 0]
 
 
 def test_an_exponent_bounds_the_sum_of_parts() -> None:

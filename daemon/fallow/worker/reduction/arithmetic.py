@@ -51,14 +51,20 @@ class Arithmetic:
         """Use new memory: a late peer may still write into the old one."""
         self._sums = [None] * len(self._buckets)
 
-    def begin(self, phase: str, idle: Sequence[bool]) -> None:
-        """Begin an attempt at the sum of a phase; buckets that are `idle` by number get no memory."""
+    def begin(self, phase: str, idle: Sequence[bool], lone: Sequence[float] = ()) -> None:
+        """Begin an attempt at the sum of a phase.
+
+        Args:
+            phase: its name.
+            idle: by number, buckets that get no memory.
+            lone: by rank, the weight of each member's only shard; empty: some have more, or none.
+        """
         self._late = {}
         for bucket in self._buckets:
             if not idle[bucket.number]:
-                known = self._sums[bucket.number]
-                if known is None or (self.hands_out_sums and known.shared):
-                    self._sums[bucket.number] = known = Sum(bucket, self.sum_dtype(bucket.dtype))
+                known, dtype = self._sums[bucket.number], self._dtype(bucket)
+                if known is None or known.flat.dtype != dtype or (self.hands_out_sums and known.shared):
+                    self._sums[bucket.number] = known = Sum(bucket, dtype)
                 known.clear()
 
     def begin_body(self) -> None:
@@ -103,12 +109,16 @@ class Arithmetic:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over an exported state."""
 
+    def _dtype(self, bucket: Bucket) -> torch.dtype:
+        """Of what this member gives to the sum."""
+        return self.sum_dtype(bucket.dtype)
+
     def _sum(self, bucket: Bucket, *, late: bool) -> Sum:
         """What is added to; a late sum is zero as long as nothing has come."""
         total = self._late.get(bucket.number) if late else self._sums[bucket.number]
         if total is None:
             assert late
-            self._late[bucket.number] = total = Sum(bucket, self.sum_dtype(bucket.dtype))
+            self._late[bucket.number] = total = Sum(bucket, self._dtype(bucket))
             total.flat.zero_()
             total.filled = [True] * len(bucket.members)
         return total

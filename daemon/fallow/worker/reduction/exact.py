@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ class Exact(Arithmetic):
     A sum whose gradients left the range of their scales is void, and all members make it again with scales that fit
     (most often in the first step, where references are guesses).
 
+    While each member computes one shard, its gradients travel as they are, in half the bytes, and become integers where
+    they are added up: the same integers.
+
     A parameter for which some shard had an infinity or a NaN gets NaN in every element, on all members, so that
     GradScaler skips the step; its scale stays.
     """
@@ -59,6 +63,12 @@ class Exact(Arithmetic):
         self._arriving: torch.Tensor | None = None
         self._parts: list[dict[int, int]] = []
         "by body, the number of gradients by parameter's index"
+        self._lone: Sequence[float] = ()
+        "by rank, weights of gradients that travel as they are; empty: integers do"
+        self._in_parts: set[str] = set()
+        "phases in which a shard gives a parameter several gradients, so that there is no one as it is"
+        self._came_in_parts = False
+        "one did in this attempt, here"
 
     @property
     def repeated(self) -> int:
@@ -85,7 +95,8 @@ class Exact(Arithmetic):
         super().renew()
         self._results, self._scattered = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool]) -> None:
+    def begin(self, phase: str, idle: Sequence[bool], lone: Sequence[float] = ()) -> None:
+        self._phase, self._lone, self._came_in_parts = phase, () if phase in self._in_parts else lone, False
         super().begin(phase, idle)
         self._scales.begin(phase)
         self._main, self._launched = {}, []
@@ -96,8 +107,14 @@ class Exact(Arithmetic):
     def begin_body(self) -> None:
         self._parts.append({})
 
+    def _dtype(self, bucket: Bucket) -> torch.dtype:
+        return bucket.dtype if self._lone else torch.int64
+
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
-        """Add trunc(weight x gradient x scale)."""
+        """Add trunc(weight x gradient x scale), or keep the gradient as it is."""
+        if self._lone:
+            self._keep(bucket, [(place, grad) for place, grad in arrived if grad.numel()], late=late)
+            return
         total = self._sum(bucket, late=late)
         counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
         for place, grad in arrived:
@@ -115,6 +132,26 @@ class Exact(Arithmetic):
             elements += grad.numel()
         if small:
             self._add_small(bucket, total, small, weight)
+
+    def _keep(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
+        """A late gradient counts as one that came in parts: it is rare, and the next attempt adds integers."""
+        total, places = self._sum(bucket, late=False), [place for place, _ in arrived]
+        if late or len(set(places)) < len(places) or any(total.filled[place] for place in places):
+            self._came_in_parts = True
+            return
+        views = [total.views[place] for place in places]
+        torch._foreach_copy_(views, [grad for _, grad in arrived])
+        indices = [bucket.members[place] for place in places]
+        small = [n for n, view in enumerate(views) if view.numel() < self._converter.small]
+        if small:
+            norms = torch._foreach_norm([views[n] for n in small], math.inf)
+            self._peaks.append((0, [indices[n] for n in small], torch.stack(norms)))
+        for index, view in zip(indices, views, strict=True):
+            if view.numel() >= self._converter.small:
+                self._peaks.append((0, [index] * 2, torch.stack(torch.aminmax(view))))
+        for place, index in zip(places, indices, strict=True):
+            total.filled[place] = True
+            self._parts[0][index] = 1
 
     def _add_large(self, bucket: Bucket, total: Sum, place: int, grad: torch.Tensor, weight: float) -> None:
         index, view = bucket.members[place], total.views[place]
@@ -177,11 +214,14 @@ class Exact(Arithmetic):
                 if end > stop:
                     break
                 position += 1
-            total = main.own(start, stop)
-            if scattered is not main:
-                total.add_(scattered.own(start, stop))
-            for other in scattered.others(start, stop):
-                total.add_(other)
+            rows = main.contributions(start, stop)
+            if self._lone:
+                total = self._converter.together(rows, self._lone, parts, shifts)
+            else:
+                total = rows[scattered.group.rank]
+                for row in rows if scattered is main else scattered.contributions(start, stop):
+                    if row is not total:
+                        total.add_(row)
             self._converter.back(total, parts, shifts, whole[start:stop])
         return whole
 
@@ -218,10 +258,13 @@ class Exact(Arithmetic):
         found = [NOTHING] * self._count
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
             found[index] = max(found[index], exponent(value, self._parts[body][index]))
-        return found
+        return [*found, int(self._came_in_parts)]
 
     def judge(self, extents: Sequence[int]) -> bool:
-        return self._scales.judge(extents)
+        *exponents, in_parts = extents
+        if in_parts:
+            self._in_parts.add(self._phase)
+        return self._scales.judge(exponents) and not in_parts
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -232,11 +275,12 @@ class Exact(Arithmetic):
         self._scales.forget()
 
     def export(self) -> dict[str, Any]:
-        """The scales."""
-        return self._scales.export()
+        """The scales, and what travels how."""
+        return {"scales": self._scales.export(), "in_parts": sorted(self._in_parts)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._scales.load(state)
+        self._scales.load(state["scales"])
+        self._in_parts = set(state["in_parts"])
 
 
 def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,7 @@ class Converter:
         self._floats = torch.empty(size, dtype=torch.float64, device=device)
         self._singles = torch.empty(size, dtype=torch.float32, device=device)
         self._integers = torch.empty(size, dtype=torch.int64, device=device)
+        self._more = torch.empty_like(self._integers)
 
     def add_large(
         self, grad: torch.Tensor, weight: float, shift: int, place: torch.Tensor, *, first: bool
@@ -84,6 +86,29 @@ class Converter:
         self._integers[:used].copy_(self._floats[:used])
         torch._foreach_add_(places, whole)
         return peaks
+
+    def together(
+        self, rows: Sequence[torch.Tensor], weights: Sequence[float], parts: list[slice], shifts: list[int]
+    ) -> torch.Tensor:
+        """Return the sum over members' gradients of a chunk: trunc(weight x gradient x 2^shift), as in `add_large`.
+
+        Args:
+            rows: by rank, gradients as they are.
+            weights: by rank, of their shards.
+            parts: where each parameter lies in the chunk.
+            shifts: of each parameter.
+        """
+        total, more = self._integers[: len(rows[0])], self._more[: len(rows[0])]
+        for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+            factors = [weight * 2.0**shift for shift in shifts]
+            single = row.dtype != torch.float64 and all(_exact_in_single(weight, factor) for factor in factors)
+            wide = (self._singles if single else self._floats)[: len(row)].copy_(row)
+            torch._foreach_mul_([wide[part] for part in parts], factors)
+            if number:
+                total.add_(more.copy_(wide))
+            else:
+                total.copy_(wide)
+        return total
 
     def back(self, total: torch.Tensor, parts: list[slice], shifts: list[int], into: torch.Tensor) -> None:
         """Turn a chunk of a sum into gradients: total x 2^-shift, rounded once.

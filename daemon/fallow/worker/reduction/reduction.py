@@ -119,8 +119,8 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
-    def begin(self, phase: str) -> None:
-        """Begin an attempt at the sum of a phase. All gradients become None."""
+    def begin(self, phase: str, lone: Sequence[float] = ()) -> None:
+        """Begin an attempt at the sum of a phase, see `Arithmetic.begin`. All gradients become None."""
         self._given = [None] * len(self._params)
         self._clear()
         if self._stale:
@@ -133,7 +133,7 @@ class Reduction:
         for filling, unused in zip(self._fillings, idle, strict=True):
             filling.touched = [False] * len(filling.touched)
             filling.left, filling.late = unused, False
-        self.arithmetic.begin(phase, idle)
+        self.arithmetic.begin(phase, idle, lone)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
         """Begin with a shard.

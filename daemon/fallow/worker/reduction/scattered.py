@@ -43,11 +43,8 @@ class Scattered:
         """Launch the first half: this member's piece of all others comes here."""
         self.group.exchange(self._outer, self._given, self._arrived, self._taken)
 
-    def own(self, start: int, stop: int) -> torch.Tensor:
-        """Return this member's contributions to these elements of its piece; they may be used up."""
-        return self.flat[start:stop]
-
-    def others(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return those of the other members, once the first half is complete."""
-        rows = [row for rank, row in enumerate(self._rows) if rank != self.group.rank]
-        return [row[start - self.start : stop - self.start] for row in rows]
+    def contributions(self, start: int, stop: int) -> list[torch.Tensor]:
+        """By rank, what each has for these elements of this piece, once the first half is complete; to be used up."""
+        rows = [row[start - self.start : stop - self.start] for row in self._rows]
+        rows[self.group.rank] = self.flat[start:stop]
+        return rows

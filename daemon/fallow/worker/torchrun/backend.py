@@ -65,9 +65,8 @@ class AgentStore(HeadStore):
     """
 
     def __init__(self, taken: Upcoming, session: Session, ended: Callable[[], None], over: Callable[[], None]) -> None:
-        super().__init__(taken.prepare.generation, session.ask, 2 * _LOOK_S)
+        super().__init__(taken.prepare.generation, len(taken.prepare.members), session.ask, 2 * _LOOK_S)
         self._rank = taken.rank or 0
-        self._size = len(taken.prepare.members)
         self._patience_s = 300.0
         self._added: dict[str, int] = {}
         self._ended, self._over = ended, over
