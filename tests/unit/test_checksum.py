@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fallow.worker.prepared.checksum import checksum, fingerprint, mixed
+from fallow.worker.prepared.checksum import checksum, fingerprint, row_hashes
 from fallow.worker.prepared.state import as_bytes
 
 
@@ -32,10 +32,10 @@ def test_the_fingerprint_depends_on_order_and_on_where_one_tensor_ends() -> None
 def test_the_fingerprint_sees_a_single_bit_anywhere(at: int, bit: int, dtype: torch.dtype) -> None:
     raw = torch.arange(5000 * 4 // 8, dtype=torch.int64).view(torch.uint8)
     tensors = [torch.zeros(3), raw.clone().view(dtype), torch.zeros((), dtype=torch.bool)]
-    before, there = fingerprint(tensors), mixed(as_bytes(tensors[1]))
+    before, there = fingerprint(tensors), row_hashes(as_bytes(tensors[1]))
     tensors[1].view(torch.uint8)[at] ^= 1 << bit
     assert fingerprint(tensors) != before
-    assert not torch.equal(mixed(as_bytes(tensors[1])), there)
+    assert not torch.equal(row_hashes(as_bytes(tensors[1])), there)
 
 
 WORDS = st.integers(0, 1023)
@@ -50,7 +50,7 @@ def seen(changed: torch.Tensor, before: torch.Tensor) -> bool:
     """By the host's sum, and by the one that a device takes."""
     if (changed == before).all():
         return True
-    on_device = not torch.equal(mixed(as_bytes(changed)), mixed(as_bytes(before)))
+    on_device = not torch.equal(row_hashes(as_bytes(changed)), row_hashes(as_bytes(before)))
     return on_device and fingerprint([changed]) != fingerprint([before])
 
 
@@ -93,7 +93,7 @@ def test_the_fingerprint_sees_weights_that_are_negated(seed: int, places: set[in
 def test_the_fingerprint_does_not_depend_on_where_a_tensor_begins() -> None:
     block = torch.randn(4097, generator=torch.Generator().manual_seed(0))
     assert fingerprint([block[1:]]) == fingerprint([block[1:].clone()])
-    assert torch.equal(mixed(as_bytes(block[1:])), mixed(as_bytes(block[1:].clone())))
+    assert torch.equal(row_hashes(as_bytes(block[1:])), row_hashes(as_bytes(block[1:].clone())))
 
 
 def test_tensors_of_equal_sum_are_not_mistaken_for_each_other() -> None:

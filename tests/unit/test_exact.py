@@ -41,14 +41,14 @@ def attempt(
     buckets: Sequence[Bucket],
     mine: Sequence[Shard],
     phase: str = "",
-    lone: Sequence[float] = (),
+    weights: Sequence[float] = (),
 ) -> tuple[bool, list[torch.Tensor]]:
     """One attempt at a sum by one member.
 
     Returns:
         Whether the sum is good; then its gradients.
     """
-    exact.begin(phase, [False] * len(buckets), lone)
+    exact.begin(phase, [False] * len(buckets), weights)
     for weight, grads in mine:
         exact.begin_body()
         for bucket in buckets if weight else ():
@@ -90,7 +90,7 @@ def step(
     like = [grad.to(dtype) for grad in shards[0][1]]
     # Gradients travel as they are where each member has one shard: the bits must be those of integers that travel.
     alone = all(len(mine) == 1 and shards[mine[0]][0] for mine in members)
-    lone = [shards[mine[0]][0] for mine in members] if alone else []
+    weights = [shards[mine[0]][0] for mine in members] if alone else []
 
     def member(group: Group) -> tuple[list[torch.Tensor], Exact, int]:
         exact, buckets = Exact(), buckets_for(like)
@@ -98,7 +98,7 @@ def step(
         exact.lay_out(buckets)
         for number in range(1, 10):
             mine = [shards[shard] for shard in members[group.rank]]
-            good, grads = attempt(exact, group, buckets, mine, lone=lone)
+            good, grads = attempt(exact, group, buckets, mine, weights=weights)
             if good:
                 return grads, exact, number
         raise AssertionError
@@ -322,7 +322,7 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
     for good, (result,), state in together(member, world(2)):
         assert good[0] is False
         torch.testing.assert_close(result, 1.5 * grad, rtol=1e-7, atol=0)
-        assert state["in_parts"] == ["g"]
+        assert state["split_phases"] == ["g"]
 
 
 def test_extents_do_not_depend_on_who_has_which_shard() -> None:

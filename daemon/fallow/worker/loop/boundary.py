@@ -16,7 +16,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import Kind
 from fallow.worker.loop.outcome import Outcome
 from fallow.worker.loop.update import Update
-from fallow.worker.prepared.checksum import sides
+from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.prepared.signature import signature
 from fallow.worker.transport.build import take_to_device
 from fallow.worker.transport.group import Group
@@ -127,7 +127,7 @@ class Boundary:
         aligned_in, until = self._rests
         if (group.generation == aligned_in and step < until) or len(pieces) != group.size:
             return True
-        root = sides(pieces)[0][0]
+        root = majority_and_others(pieces)[0][0]
         try:
             align(group, member.prepared, root)
         except Interrupted:

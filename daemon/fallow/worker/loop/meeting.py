@@ -23,7 +23,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
-from fallow.worker.prepared.checksum import fingerprint, sides
+from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
 from fallow.worker.transport.waits import Interrupted
@@ -284,7 +284,7 @@ class Meeting:
                 )
             rollback = self._generations.prepare.rollback
             return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
-        most, others = sides([openings[rank].fingerprint for rank in there])
+        most, others = majority_and_others([openings[rank].fingerprint for rank in there])
         if len(most) <= len(others) and self._member.prepared.reproducible:
             sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in there)
             raise FallowError(

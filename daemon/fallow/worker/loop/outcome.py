@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from fallow.worker.prepared.checksum import sides
+from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.reduction.step_sums import Sums
 
 
@@ -90,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 def strangers(pieces: Sequence[int]) -> list[int]:
     """Ranks whose weights are not those of most members; empty where no side is the majority."""
-    most, others = sides(pieces)
+    most, others = majority_and_others(pieces)
     return others if len(most) > len(others) else []
 
 

@@ -145,8 +145,8 @@ class Shards(Iterator[Any]):
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
-        lone = set(member.division.shares(len(cut.sizes))) == {1}
-        member.reduction.begin(self.phase, [size / cut.samples for size in cut.sizes] if lone else ())
+        has_one_each = set(member.division.shares(len(cut.sizes))) == {1}
+        member.reduction.begin(self.phase, [size / cut.samples for size in cut.sizes] if has_one_each else ())
 
     def _hand_out(self) -> Any:
         member, at = self._member, self._member.place.position

@@ -28,17 +28,17 @@ def checksum(*parts: Any) -> int:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """62 bits over the bits of tensors, in order, and over where each ends. What is on a device is mixed there."""
+    """62 bits over the bits of tensors, in order, and over where each ends. What is on a device is row_hashes there."""
     flat = [as_bytes(tensor.detach().contiguous()) for tensor in tensors]
     lengths = repr([one.numel() for one in flat]).encode()
     far = [one for one in flat if devices.asynchronous(one.device)]
     near = [one for one in flat if not devices.asynchronous(one.device)]
-    copies, copied = host_copies([torch.cat(list(map(mixed, far)))] if far else [])
+    copies, copied = host_copies([torch.cat(list(map(row_hashes, far)))] if far else [])
     devices.wait(copied)
     return checksum(lengths, *(one.numpy() for one in near + copies))
 
 
-def mixed(flat: torch.Tensor) -> torch.Tensor:
+def row_hashes(flat: torch.Tensor) -> torch.Tensor:
     """A 512th of a tensor's bytes that tells them from others, computed on its device in one pass over its memory.
 
     Each 64-bit word of whole rows of 4 KiB is multiplied by an odd number that belongs to the word's place in the row,
@@ -61,7 +61,7 @@ def mixed(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat([*parts, flat[even:]])
 
 
-def sides(sums: Sequence[int]) -> tuple[list[int], list[int]]:
+def majority_and_others(sums: Sequence[int]) -> tuple[list[int], list[int]]:
     """Places of the sum that most have, and of all others; where several are as frequent, the first of them counts."""
     ((usual, _),) = Counter(sums).most_common(1)
     return [n for n, one in enumerate(sums) if one == usual], [n for n, one in enumerate(sums) if one != usual]

@@ -51,13 +51,13 @@ class Arithmetic:
         """Use new memory: a late peer may still write into the old one."""
         self._sums = [None] * len(self._buckets)
 
-    def begin(self, phase: str, idle: Sequence[bool], lone: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase.
 
         Args:
             phase: its name.
             idle: by number, buckets that get no memory.
-            lone: by rank, the weight of each member's only shard; empty: some have more, or none.
+            single_shard_weights: by rank, the weight of each member's only shard; empty: some have more, or none.
         """
         self._late = {}
         for bucket in self._buckets:

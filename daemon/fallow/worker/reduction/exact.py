@@ -63,11 +63,11 @@ class Exact(Arithmetic):
         self._arriving: torch.Tensor | None = None
         self._parts: list[dict[int, int]] = []
         "by body, the number of gradients by parameter's index"
-        self._lone: Sequence[float] = ()
+        self._single_shard_weights: Sequence[float] = ()
         "by rank, weights of gradients that travel as they are; empty: integers do"
-        self._in_parts: set[str] = set()
+        self._split_phases: set[str] = set()
         "phases in which a shard gives a parameter several gradients, so that there is no one as it is"
-        self._came_in_parts = False
+        self._is_split = False
         "one did in this attempt, here"
 
     @property
@@ -95,8 +95,9 @@ class Exact(Arithmetic):
         super().renew()
         self._results, self._scattered = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool], lone: Sequence[float] = ()) -> None:
-        self._phase, self._lone, self._came_in_parts = phase, () if phase in self._in_parts else lone, False
+    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
+        self._phase, self._is_split = phase, False
+        self._single_shard_weights = () if phase in self._split_phases else single_shard_weights
         super().begin(phase, idle)
         self._scales.begin(phase)
         self._main, self._launched = {}, []
@@ -108,12 +109,12 @@ class Exact(Arithmetic):
         self._parts.append({})
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        return bucket.dtype if self._lone else torch.int64
+        return bucket.dtype if self._single_shard_weights else torch.int64
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add trunc(weight x gradient x scale), or keep the gradient as it is."""
-        if self._lone:
-            self._keep(bucket, [(place, grad) for place, grad in arrived if grad.numel()], late=late)
+        if self._single_shard_weights:
+            self._copy_raw(bucket, [(place, grad) for place, grad in arrived if grad.numel()], late=late)
             return
         total = self._sum(bucket, late=late)
         counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
@@ -133,11 +134,11 @@ class Exact(Arithmetic):
         if small:
             self._add_small(bucket, total, small, weight)
 
-    def _keep(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
+    def _copy_raw(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
         """A late gradient counts as one that came in parts: it is rare, and the next attempt adds integers."""
         total, places = self._sum(bucket, late=False), [place for place, _ in arrived]
         if late or len(set(places)) < len(places) or any(total.filled[place] for place in places):
-            self._came_in_parts = True
+            self._is_split = True
             return
         views = [total.views[place] for place in places]
         torch._foreach_copy_(views, [grad for _, grad in arrived])
@@ -215,8 +216,8 @@ class Exact(Arithmetic):
                     break
                 position += 1
             rows = main.contributions(start, stop)
-            if self._lone:
-                total = self._converter.together(rows, self._lone, parts, shifts)
+            if self._single_shard_weights:
+                total = self._converter.sum_rows(rows, self._single_shard_weights, parts, shifts)
             else:
                 total = rows[scattered.group.rank]
                 for row in rows if scattered is main else scattered.contributions(start, stop):
@@ -258,13 +259,13 @@ class Exact(Arithmetic):
         found = [NOTHING] * self._count
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
             found[index] = max(found[index], exponent(value, self._parts[body][index]))
-        return [*found, int(self._came_in_parts)]
+        return [*found, int(self._is_split)]
 
     def judge(self, extents: Sequence[int]) -> bool:
-        *exponents, in_parts = extents
-        if in_parts:
-            self._in_parts.add(self._phase)
-        return self._scales.judge(exponents) and not in_parts
+        *exponents, is_split = extents
+        if is_split:
+            self._split_phases.add(self._phase)
+        return self._scales.judge(exponents) and not is_split
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -276,11 +277,11 @@ class Exact(Arithmetic):
 
     def export(self) -> dict[str, Any]:
         """The scales, and what travels how."""
-        return {"scales": self._scales.export(), "in_parts": sorted(self._in_parts)}
+        return {"scales": self._scales.export(), "split_phases": sorted(self._split_phases)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._scales.load(state["scales"])
-        self._in_parts = set(state["in_parts"])
+        self._split_phases = set(state["split_phases"])
 
 
 def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

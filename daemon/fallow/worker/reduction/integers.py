@@ -87,7 +87,7 @@ class Converter:
         torch._foreach_add_(places, whole)
         return peaks
 
-    def together(
+    def sum_rows(
         self, rows: Sequence[torch.Tensor], weights: Sequence[float], parts: list[slice], shifts: list[int]
     ) -> torch.Tensor:
         """Return the sum over members' gradients of a chunk: trunc(weight x gradient x 2^shift), as in `add_large`.

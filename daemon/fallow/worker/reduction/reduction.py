@@ -119,7 +119,7 @@ class Reduction:
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
-    def begin(self, phase: str, lone: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase, see `Arithmetic.begin`. All gradients become None."""
         self._given = [None] * len(self._params)
         self._clear()
@@ -133,7 +133,7 @@ class Reduction:
         for filling, unused in zip(self._fillings, idle, strict=True):
             filling.touched = [False] * len(filling.touched)
             filling.left, filling.late = unused, False
-        self.arithmetic.begin(phase, idle, lone)
+        self.arithmetic.begin(phase, idle, single_shard_weights)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
         """Begin with a shard.
