@@ -181,6 +181,18 @@ def test_an_inner_loop_that_is_left_early(number: int, then: str, script: Script
     assert script.run.step == 0
 
 
+def test_an_inner_loop_that_was_left_gives_no_further_batch(script: Script) -> None:
+    script.prepare()
+    for update in script.run.updates(script.loader):
+        batches = iter(update)
+        next(batches)
+        with pytest.raises(FallowError, match="left before its end"):
+            update.phase("more")
+        with pytest.raises(FallowError, match="left before its end"):
+            next(batches)
+        break
+
+
 def test_inner_loops_that_are_nested_or_read_side_by_side(script: Script) -> None:
     script.prepare()
 

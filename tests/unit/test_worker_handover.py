@@ -454,8 +454,8 @@ def test_members_that_came_apart_are_brought_together() -> None:
 
 
 def test_whose_weights_count() -> None:
-    for pieces, first in (([5, 7], 0), ([7, 5, 5], 1), ([1, 2, 3], 0), ([9, 4, 9, 4, 4], 1)):
-        assert majority_and_others(pieces)[0][0] == first
+    for sums, first in (([5, 7], 0), ([7, 5, 5], 1), ([1, 2, 3], 0), ([9, 4, 9, 4, 4], 1)):
+        assert majority_and_others(sums)[0][0] == first
 
 
 def test_donors_with_different_optimizer_state_are_found_out() -> None:

@@ -80,6 +80,8 @@ class Shards(Iterator[Any]):
         return self.inside and not self._queue
 
     def __next__(self) -> Any:
+        if self.ended is Ended.LEFT:
+            raise FallowError(self.leave(), Exit.DATA)
         if self.inside and self.ended is Ended.WHOLE:  # since the backward of the body that is over now
             self.inside = False
             self._member.reduction.end_body()
