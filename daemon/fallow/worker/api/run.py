@@ -76,7 +76,7 @@ class Run:
             global_batch: samples of one optimizer step, whoever computes them; default: the loader's batch size
                 times the run's maximum number of workers (or the fixed world's size).
             reproducible: the same final weights, bit for bit, whoever computes which shard: gradients are summed as
-                integers (see `fallow.worker.reduction.exact.Exact`), at 1.25 times the step time and 20 bytes per
+                integers (see `fallow.worker.reduction.exact.Exact`), at 1.2 to 1.4 times the step time and 20 bytes per
                 parameter instead of 4. A step whose gradients outgrow their scale is done again, most often the
                 first one; deterministic kernels are chosen for the whole process. Newcomers that would compute other
                 bits (processor, threads, versions, settings) are refused. FALLOW_REPRODUCIBLE=1 does the same.
