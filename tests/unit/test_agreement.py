@@ -94,6 +94,11 @@ def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(othe
         check_calls([odd, old], 0)
 
 
+def test_members_with_unlike_data_are_told_so_before_they_sum_anything() -> None:
+    with pytest.raises(Apart, match="rank 1 has 90 samples in an epoch, rank 0 has 96: every member runs the same"):
+        check_calls([opening(samples=96), opening(samples=90)], 0)
+
+
 def test_how_far_members_are() -> None:
     at = [
         opening(op=4, concluded=8),

@@ -25,6 +25,8 @@ class Calls(Source):
         FallowError: `shards` is not a whole number above 0.
     """
 
+    samples = 0
+
     def __init__(self, function: Callable[[], Any], shards: int) -> None:
         if not isinstance(shards, int) or shards < 1:
             raise FallowError(f"run.updates: shards={shards!r} is not a whole number above 0", Exit.USAGE)

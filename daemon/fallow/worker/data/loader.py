@@ -78,7 +78,7 @@ class ElasticLoader(Source):
                 Exit.DATA,
             )
         self.layout: Layout = make_layout(len(first), self.batch_size, global_batch, source.drop_last)
-        self.steps = self.layout.steps
+        self.steps, self.samples = self.layout.steps, self.layout.length
 
     def __len__(self) -> int:
         """Return the optimizer steps in one epoch."""

@@ -39,6 +39,8 @@ class Source(ABC):
 
     steps: int | None = None
     "optimizer steps in one epoch; None: the source itself knows only when an epoch ends"
+    samples = -1
+    "in one epoch; 0: it has no epochs; -1: known only as they come, so members may cut a step unlike each other"
     processes = 0
     "loader processes that work in the background; 0: `fetch` itself loads"
 

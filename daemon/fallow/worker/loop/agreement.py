@@ -78,14 +78,7 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
     for rank, one in enumerate(openings):
         if (one.cut, one.call) == (usual.cut, usual.call):
             continue
-        text = (
-            f"rank {rank} is in run.updates({_call(one)}, rank {first} in run.updates({_call(usual)}: every member has "
-            "to make the same calls; what is behind a loop that some members leave early must not depend on that"
-            if one.cut == usual.cut
-            else f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
-            f"{usual.shards} of {usual.batch_size}: give the DataLoader of this run.updates loop the same batch_size "
-            "and run.prepare the same global_batch on all members"
-        )
+        text = _difference(one, rank, usual, first)
         if one.since == usual.since:
             raise Apart(text)
         refused[rank] = text
@@ -166,6 +159,22 @@ def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
         else:
             found.stale.append(rank)
     return found
+
+
+def _difference(one: Opening, rank: int, usual: Opening, first: int) -> str:
+    """What two members do unlike each other."""
+    if (one.shards, one.batch_size) != (usual.shards, usual.batch_size):
+        return (
+            f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
+            f"{usual.shards} of {usual.batch_size}: give the DataLoader of this run.updates loop the same batch_size "
+            "and run.prepare the same global_batch on all members"
+        )
+    if one.samples != usual.samples:
+        return f"rank {rank} has {one.samples} samples in an epoch, rank {first} has {usual.samples}: {_SAME_WORK}"
+    return (
+        f"rank {rank} is in run.updates({_call(one)}, rank {first} in run.updates({_call(usual)}: every member has "
+        "to make the same calls; what is behind a loop that some members leave early must not depend on that"
+    )
 
 
 def _call(opening: Opening) -> str:

@@ -40,6 +40,7 @@ class Call(NamedTuple):
 
     shards: int = 0
     batch_size: int = 0
+    samples: int = -1
     epochs: int = 0
     max_steps: int = -1
     loop: int = -1
@@ -70,6 +71,8 @@ class Meeting:
         self._member = member
         self._generations = generations
         self.call = Call()
+        self.compared: tuple[int, int] | None = None
+        "generation and number of the call in which all members' openings were alike"
         self._told: Told | None = None
         self._heard: list[Opening] | None = None
 

@@ -49,6 +49,8 @@ class Opening(NamedTuple):
     shards: int
     "in a full step of the call"
     batch_size: int
+    samples: int
+    "in one epoch of the call's data, see `Source`"
     since: int
     "generation in which it became a member"
     epochs: int
@@ -69,9 +71,9 @@ class Opening(NamedTuple):
     "its part of a joint call"
 
     @property
-    def cut(self) -> tuple[int, int]:
-        """How its call cuts a step."""
-        return self.shards, self.batch_size
+    def cut(self) -> tuple[int, int, int]:
+        """How its call cuts data into steps and shards."""
+        return self.shards, self.batch_size, self.samples
 
     @property
     def call(self) -> tuple[int, int, int, int]:

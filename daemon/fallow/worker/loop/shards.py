@@ -147,8 +147,15 @@ class Shards(Iterator[Any]):
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
-        has_one_each = set(member.division.shares(len(cut.sizes))) == {1}
-        member.reduction.begin(self.phase, [size / cut.samples for size in cut.sizes] if has_one_each else ())
+        member.reduction.begin(self.phase, self._single_shard_weights())
+
+    def _single_shard_weights(self) -> list[float]:
+        """By rank, if each member has one shard, and all are known to cut the step alike; else empty."""
+        member, cut = self._member, self._cut
+        compared = self._loop.meeting.compared == (member.group.generation, member.place.position.call)
+        if not compared or self._source.samples < 0 or set(member.division.shares(len(cut.sizes))) != {1}:
+            return []
+        return [size / cut.samples for size in cut.sizes]
 
     def _hand_out(self) -> Any:
         member, at = self._member, self._member.place.position
@@ -268,6 +275,8 @@ class Shards(Iterator[Any]):
         at.finish_operation(encode(outcome), self._sums_of - 1)
         at.acts = 0
         self._loop.meeting.forget()
+        if not adopted:
+            self._loop.meeting.compared = member.group.generation, at.call
         self.ended, self._queue = Ended.WHOLE, []
         self._update.close(self, outcome, generation=-1 if adopted else self._sums_of - 1)
         member.seed_random("behind", at.step, self.phase)

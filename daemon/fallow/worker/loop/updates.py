@@ -235,7 +235,7 @@ class Loop:
         # The script may have left the loop over epochs, too, when it tells that it has left the call.
         loop, epoch = self.member.place.epoch_entered or (-1, -1)
         most = -1 if max_steps is None else int(min(max_steps, _MOST))
-        return Call(source.shards, source.batch_size, int(min(epochs, _MOST)), most, loop, epoch)
+        return Call(source.shards, source.batch_size, source.samples, int(min(epochs, _MOST)), most, loop, epoch)
 
     # ------------------------------------------------------------------------------------------ between the calls
 
