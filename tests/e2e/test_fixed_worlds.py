@@ -51,10 +51,10 @@ def test_ctrl_c_in_the_loop_of_a_plain_script(box: Box) -> None:  # noqa: F811
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=180)
     assert process.returncode == -signal.SIGINT, "a shell calls that 130"
-    # A loader process that was just handing a batch over tells of it, in a thread of Python's own.
+    # A loader process that was just handing a batch over tells of it, in a thread of Python's own, perhaps at the end.
     foreign = stderr.count("in _serve\n")
     assert stderr.count("Traceback") - foreign == stderr.count("KeyboardInterrupt") == 1, stderr
-    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert foreign or stderr.rstrip().endswith("KeyboardInterrupt"), stderr
     wait(box.nothing_left, 10.0)
 
 
