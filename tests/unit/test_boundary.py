@@ -66,16 +66,22 @@ def test_one_members_wish_makes_a_checkpoint_of_all_behind_the_next_step(tmp_pat
     assert {(one.generation, one.step) for one in world.checkpoints} == {(1, 5)}
 
 
-def test_who_adopts_an_outcome_leaves_what_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others do it in the generation that is over."""
-    saves: list[tuple[str, int, int]] = []
+@pytest.fixture
+def saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Worker, generation and step of each checkpoint that a member begins."""
+    found: list[tuple[str, int, int]] = []
     save = Saver.save
 
     def seen(saver: Saver, group: Any, prepared: Any, plain: Any, step: int, epoch: int) -> None:
-        saves.append((saver._session.worker, group.generation, step))
+        found.append((saver._session.worker, group.generation, step))
         save(saver, group, prepared, plain, step, epoch)
 
     monkeypatch.setattr(Saver, "save", seen)
+    return found
+
+
+def test_who_adopts_an_outcome_leaves_what_it_asks_for(tmp_path: Path, saves: list[tuple[str, int, int]]) -> None:
+    """The others do it in the generation that is over."""
     waits = 1 + 4 * 5  # in step 4: b does not hear that all have the sums
     world = World(tmp_path, Generation("abc", breaks=Break(waits, "a", "c")), Generation("ab"))
 
@@ -91,17 +97,9 @@ def test_who_adopts_an_outcome_leaves_what_it_asks_for(tmp_path: Path, monkeypat
 
 
 def test_who_has_gone_over_to_another_generation_leaves_what_a_step_of_the_last_one_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, saves: list[tuple[str, int, int]]
 ) -> None:
     """Not all of its members have been in that step: a checkpoint of some would wait for the others' parts."""
-    saves: list[tuple[str, int, int]] = []
-    save = Saver.save
-
-    def seen(saver: Saver, group: Any, prepared: Any, plain: Any, step: int, epoch: int) -> None:
-        saves.append((saver._session.worker, group.generation, step))
-        save(saver, group, prepared, plain, step, epoch)
-
-    monkeypatch.setattr(Saver, "save", seen)
     waits = 5 * 4  # in step 3: b does not hear that all have the sums, and a goes over in the mean behind it
     world = World(tmp_path, Generation("abc", breaks=Break(waits, "a", "c")), Generation("ab"))
 

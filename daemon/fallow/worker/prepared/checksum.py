@@ -28,7 +28,7 @@ def checksum(*parts: Any) -> int:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """62 bits over the bits of tensors, in order, and over where each ends. What is on a device is row_hashes there."""
+    """62 bits over the bits of tensors, in order, and over where each ends. Of device tensors `row_hashes` count."""
     flat = [as_bytes(tensor.detach().contiguous()) for tensor in tensors]
     lengths = repr([one.numel() for one in flat]).encode()
     far = [one for one in flat if devices.asynchronous(one.device)]
