@@ -450,6 +450,23 @@ async def test_t3_e4_e7_a_node_is_lost_with_all_its_workers_and_comes_back(
     judge(report, await undisturbed())
 
 
+async def test_t3_one_of_two_workers_of_a_node_is_lost(make_rig: MakeRig, undisturbed: Undisturbed) -> None:
+    """Amid a step; the others, on its node and elsewhere, do it once again and go on."""
+    async with make_rig() as rig:
+        run = await rig.run(members=4, most=4, scripted=False, workers_per_node=2, min_nodes=2, max_nodes=2)
+        await run.arrive(2, workers=2)
+        await run.becomes(["w0", "w1", "w2", "w3"])
+        step = run.coming_step()
+        gate = run.hold("w1", step)
+        await run.held("w1", step)
+        run.kill("w1")
+        await run.becomes(["w0", "w2", "w3"])
+        gate.unlink()
+        report = await run.ends()
+    judge(report, await undisturbed())
+    assert report.steps_discarded == 1
+
+
 async def test_p2_a_member_whose_weights_drifted_is_found_within_a_few_steps_and_named(make_rig: MakeRig) -> None:
     """Its gradients are in everybody's weights by then, so the run ends, with what to look for."""
     async with make_rig() as rig:

@@ -7,6 +7,7 @@ well: so each way in which a loss can reach the members can be forced exactly.
 
 from __future__ import annotations
 
+import string
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -50,12 +51,21 @@ class Generation:
             to, because theirs is broken.
         breaks: how it ends; None: as planned, or not at all.
         rollback: its members load the newest checkpoint, as soon as there is one.
+        workers_per_node: those whose letters follow each other are on one node: a and b, c and d.
     """
 
     members: str
     at_step: int | None = None
     breaks: Break | None = None
     rollback: bool = False
+    workers_per_node: int = 1
+
+    def node(self, name: str) -> str:
+        """The members on the node of this one, by rank."""
+        return "".join(one for one in self.members if self._node(one) == self._node(name))
+
+    def _node(self, name: str) -> int:
+        return string.ascii_letters.index(name) // self.workers_per_node
 
 
 class _Work:

@@ -21,6 +21,7 @@ from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Dismissed, OthersEnded
 from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
+from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.upcoming import Built, Upcoming
 
@@ -204,6 +205,10 @@ class World:
                 [ProcessGroup(control, rank)], Communicator(ProcessGroup(transport, rank), HOST), streams[rank]
             )
             groups[name] = ScriptedGroup(number, rank, plan, connections)
+        for siblings in {plan.node(name) for name in plan.members}:
+            board = Board(len(siblings))
+            for place, name in enumerate(siblings):
+                groups[name].node = Node(ProcessGroup(board, place), len(siblings))
         return groups
 
     # ---------------------------------------------------------------------------------------- as an agent does
@@ -257,6 +262,14 @@ class World:
         finally:
             if session.group is not None and isinstance(found[name], Killed | Stranger):
                 session.group.end_transfers()
+            self._leave_node(session)
+
+    def _leave_node(self, session: ScriptedSession) -> None:
+        """Its process has ended, which its siblings see."""
+        number = session.generation
+        for name in self._plans[number - 1].node(session.worker) if number else "":
+            if number in self._groups:
+                self._groups[number][name].node.interrupt(f"{session.worker} is gone")
 
     def _fail(self) -> None:
         with self._changed:

@@ -72,6 +72,7 @@ def histories(draw: st.DrawFn, longest: int) -> list[Generation]:
         return "".join(next(fresh) for _ in range(draw(st.integers(0, most))))
 
     members = next(fresh) + some(MOST - 1)
+    per_node = draw(st.sampled_from([1, 2]))
     holders, generations, at_step, step = set(members), [], None, 0
     for _ in range(draw(st.integers(1, longest))):
         if draw(st.booleans()):
@@ -79,11 +80,11 @@ def histories(draw: st.DrawFn, longest: int) -> list[Generation]:
             may_die = [name for name in members if holders - {name}]
             dies = draw(st.sampled_from(["", *may_die]))
             certain = draw(st.frozensets(st.sampled_from(members)))
-            generations.append(Generation(members, at_step, Break(wait, certain, dies)))
+            generations.append(Generation(members, at_step, Break(wait, certain, dies), workers_per_node=per_node))
             members = members.replace(dies, "") if dies else members
             at_step = None
         else:
-            generations.append(Generation(members, at_step))
+            generations.append(Generation(members, at_step, workers_per_node=per_node))
             holders, step = set(members), step + draw(st.integers(1, 4))
             at_step = step
             leaving = draw(st.frozensets(st.sampled_from(members)))
@@ -91,7 +92,7 @@ def histories(draw: st.DrawFn, longest: int) -> list[Generation]:
                 members = "".join(name for name in members if name not in leaving)
             members += some(MOST - len(members))  # behind a break, the head has newcomers wait for the end of the step
         holders &= set(members)
-    return [*generations, Generation(members, at_step)]
+    return [*generations, Generation(members, at_step, workers_per_node=per_node)]
 
 
 def play(history: list[Generation]) -> None:

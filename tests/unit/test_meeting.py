@@ -6,6 +6,7 @@ In threads of one process, by histories that are forced exactly.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Training(Script):
         self.acted: list[int] = []
         self.means: list[float] = []
         self.joint: list[float] = []
+        self.concluded_in: list[int] = []
         self.state: dict[str, Any] = {"steps": 0, "norms": torch.zeros(())}
         self.prepare(self.state)
 
@@ -46,6 +48,7 @@ class Training(Script):
                 continue
             self.acted.append(update.step)
             self.means.append(update.mean("loss"))
+            self.concluded_in.append(update.generation)
             self.state["steps"] += 1
             self.state["norms"] += self.model[0].weight.detach().norm()
             if evaluates:
@@ -121,6 +124,24 @@ def test_a_member_is_killed_around_a_mean_behind_the_inner_loop(wait: int, certa
     """Its step counts in the generation that computed it."""
     _, found = history(Generation("abc", breaks=Break(wait, certain, "c")), Generation("ab"), evaluates=True)
     check(found, {"c": Killed}, evaluates=True)
+
+
+def concluded_in(wait: int, workers_per_node: int) -> tuple[list[int], list[int]]:
+    """By step, the generations in which two members conclude, when the second one does not hear the last answer."""
+    generations = Generation("abc", breaks=Break(wait, "a", "c")), Generation("ab")
+    _, found = history(*(replace(one, workers_per_node=workers_per_node) for one in generations), evaluates=True)
+    check(found, {"c": Killed}, evaluates=True)
+    return found["a"].concluded_in, found["b"].concluded_in
+
+
+def test_workers_of_one_node_conclude_each_step_in_the_same_generation() -> None:
+    unlike = 0
+    for wait in range(1, 12):
+        first, second = concluded_in(wait, 2)
+        assert first == second, wait
+        first, second = concluded_in(wait, 1)
+        unlike += first != second
+    assert unlike, "else it proves nothing"
 
 
 PLACES = st.tuples(

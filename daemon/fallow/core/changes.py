@@ -241,11 +241,15 @@ class Changes:
     def prepare(self, change: Change, at: float) -> Prepare:
         """The message that has a participant build its group; said again to those who missed it."""
         r = self._roster
+        workers = [r.workers[name] for name in change.members]
+        nodes = list(dict.fromkeys((one.token, one.node) for one in workers))
         return Prepare(
             term=self._effects.term,
             generation=change.generation,
             replaces=change.replaces,
-            members=[Peer(worker=w, address=r.workers[w].address) for w in change.members],
+            members=[
+                Peer(worker=one.worker, address=one.address, node=nodes.index((one.token, one.node))) for one in workers
+            ],
             interrupt=change.interrupt,
             timeout_s=max(0.1, change.deadline_at - at),
             checkpoints=[written.path for written in r.usable_checkpoints()],

@@ -354,6 +354,8 @@ class Peer(Struct, frozen=True, kw_only=True):
 
     worker: str
     address: str
+    node: int = -1
+    "a number that the workers of one node share in this list; -1: not known"
 
 
 class Prepare(Message, frozen=True, kw_only=True):

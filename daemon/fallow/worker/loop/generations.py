@@ -18,9 +18,14 @@ from fallow.worker.loop.member import Member
 from fallow.worker.session.session import Dismissed, exit_code
 from fallow.worker.session.voice import Voice
 from fallow.worker.transport.upcoming import Upcoming
+from fallow.worker.transport.waits import Interrupted
 
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
 "A fixed world's only generation."
+
+
+_encode = msgspec.msgpack.encode
+_decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Released(SystemExit):
@@ -95,10 +100,10 @@ class Generations:
                 "start it again, or run it under `fallow run`"
             )
         reached = time.monotonic()
-        if group.broken is not None and group.generation:
-            session.hold(group.generation, group.broken)
-            if member.saver is not None:
-                member.saver.lost()
+        self._report_break()
+        group.node.leave()
+        if group.broken is not None and group.generation and member.saver is not None:
+            member.saver.lost()
         self.due = 0
         try:
             upcoming = session.await_commit(self._wait, self._answers)
@@ -113,6 +118,34 @@ class Generations:
         self._parts = Parts(drain=reached - member.boundary, group=time.monotonic() - reached)
         member.group, self.prepare, self.fresh = upcoming.group, upcoming.prepare, True
         member.standing.give_up()
+
+    def hear(self, wait: Callable[[], list[bytes]]) -> list[bytes]:
+        """What the members decide by: if one worker of this node has heard it, all of them have.
+
+        Args:
+            wait: waits for it.
+
+        Raises:
+            Interrupted: none of them has.
+        """
+        node = self._member.group.node
+        if node.size == 1:
+            return wait()
+        try:
+            parts = wait()
+        except Interrupted:
+            self._report_break()  # first: a sibling may be busy, and other nodes wait
+            heard = node.share(None)
+            if heard is None:
+                raise
+            return _decode_parts(heard)
+        node.share(_encode(parts))
+        return parts
+
+    def _report_break(self) -> None:
+        group, session = self._member.group, self._member.session
+        if session is not None and group.broken is not None and group.generation:
+            session.hold(group.generation, group.broken)
 
     def _wait(self) -> bool:
         """What there is to do while no generation is committed; True: there is more."""

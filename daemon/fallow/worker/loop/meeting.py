@@ -97,7 +97,7 @@ class Meeting:
         """
         if self._heard is None:
             assert self._told is not None, "an opening is told before it is heard"
-            self._heard = [decode(text) for text in self._told.wait()]
+            self._heard = [decode(text) for text in self._generations.hear(self._told.wait)]
             if not self._generations.fresh:
                 self._check(self._heard, list(range(len(self._heard))))
         return self._heard

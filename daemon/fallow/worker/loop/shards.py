@@ -235,7 +235,8 @@ class Shards(Iterator[Any]):
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
             mine = self._part(sums, next(rounds))
-            told[:] = [decode_part(text) for text in member.group.gather(encode(mine))]
+            parts = self._loop.generations.hear(lambda: member.group.gather(encode(mine)))
+            told[:] = [decode_part(text) for text in parts]
             check_parts(told, at.step, self._cut, drift=not member.prepared.reproducible)
             return Sums.joined([part.sums for part in told])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -14,6 +15,7 @@ from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
+from fallow.worker.transport.node import Node
 from fallow.worker.transport.staged import Staged
 from fallow.worker.transport.stream import Card, Streams, sources
 from fallow.worker.transport.waits import Interrupted
@@ -34,6 +36,7 @@ def build_group(
     timeout_s: float,
     *,
     device: torch.device = devices.HOST,
+    siblings: Sequence[int] = (),
     holds: bool = False,
     ports: range | None = None,
 ) -> Group:
@@ -47,6 +50,7 @@ def build_group(
         address: the only local address to listen on.
         timeout_s: seconds until the attempt fails.
         device: of the tensors that will be summed.
+        siblings: ranks on this member's node, with its own.
         holds: this member has the run's state; those who have not open lines to some who have.
         ports: to listen on; None: the kernel chooses.
 
@@ -61,6 +65,8 @@ def build_group(
     reason = ""
     try:
         _connect(group, store, address, end, ports)
+        if len(siblings) > 1:
+            _connect_node(group, siblings, address, end, ports)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
@@ -91,6 +97,15 @@ def _connect(group: Group, store: Store, address: str, end: float, ports: range 
         connections.gloo_groups.append(one)
     connections.transport = _transport(group, device, end)
     connections.streams = Streams(group.generation, address, ports)
+
+
+def _connect_node(group: Group, siblings: Sequence[int], address: str, end: float, ports: range | None) -> None:
+    connections = group._connections
+    assert connections is not None
+    place, size, left_s = siblings.index(group.rank), len(siblings), end - time.monotonic()
+    (one,) = gloo.connect(connections.store, [f"node-{siblings[0]}"], place, size, address, left_s, ports)
+    connections.gloo_groups.append(one)
+    group.node = Node(one, size)
 
 
 def _transport(group: Group, device: torch.device, end: float) -> Communicator:

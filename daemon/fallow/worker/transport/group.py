@@ -14,7 +14,6 @@ A group that was interrupted is abandoned: its buffers are never used again, sin
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport import gloo
 from fallow.worker.transport.communicators import Communicator, Work
+from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
 
@@ -36,7 +36,6 @@ _DRAIN_S = 5.0
 _LENGTH_BYTES = 8
 _ROOM_STEP, _MOST_ROOM = 256, 4096
 """Bytes by which the room for a part grows, and at most."""
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(slots=True)
@@ -72,8 +71,7 @@ class Told:
             Interrupted: the group is broken, or `timeout_s` has passed.
         """
         self._group._finish_telling(self, timeout_s)
-        data, ends = self._taken.numpy().tobytes(), list(itertools.accumulate(self._lengths))
-        return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
+        return gloo.parts_of(self._taken, self._lengths)
 
 
 class Group(Waits):
@@ -110,6 +108,8 @@ class Group(Waits):
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
+        self.node = Node()
+        "the other workers of this generation on the same node"
 
     @property
     def abandoned(self) -> bool:
@@ -191,9 +191,6 @@ class Group(Waits):
     def tell(self, part: bytes) -> Told:
         """Launch an exchange of a few bytes among all.
 
-        Directly: each rank sends N - 1 messages. gloo's ring needs 4 (N - 1) for a sum and 2 (N - 1) for a gather, each
-        after the one before it, and every message costs both sides processor time.
-
         Args:
             part: of equal length on all ranks.
 
@@ -220,16 +217,13 @@ class Group(Waits):
         return [head + tail for head, tail in zip(begun, rest, strict=True)]
 
     def _tell(self, part: bytes, lengths: list[int]) -> Told:
-        given = torch.frombuffer(bytearray(part * self.size), dtype=torch.uint8) if part else _NOTHING
         if self.size == 1 or not any(lengths):
-            return Told(self, given, lengths)
+            return Told(self, gloo.as_tensor(part), lengths)
         if self.broken is not None:
             raise Interrupted(self.broken)
         assert self._connections is not None
-        taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        counts = [len(part)] * self.size
         try:
-            work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+            taken, work = gloo.tell(self._connections.gloo_groups[0], part, lengths)
         except RuntimeError as error:
             self.interrupt(gloo.reason(error))
             raise Interrupted(self.broken) from None

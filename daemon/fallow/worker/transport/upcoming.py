@@ -101,6 +101,7 @@ class Upcoming:
                     address,
                     left_s,
                     device=device,
+                    siblings=self.siblings,
                     holds=holds,
                     ports=ports,
                 )
@@ -116,6 +117,15 @@ class Upcoming:
             )
             built.reason = f"{worker} at {address} has no connection to {', '.join(others)}"
         return built
+
+    @property
+    def siblings(self) -> list[int]:
+        """Ranks on this member's node, with its own."""
+        if self.rank is None:
+            return []
+        members = self.prepare.members
+        node = members[self.rank].node
+        return [rank for rank, peer in enumerate(members) if rank == self.rank or peer.node == node >= 0]
 
     def vote(self, worker: str) -> Vote | None:
         """What the head is told of it; None as long as it is not known."""
