@@ -31,6 +31,7 @@ def test_all_kinds_of_items_in_order_of_step() -> None:
     ("text", "message"),
     [
         ("+1@1,jump@2", r"item 2 \('jump@2'\) is none of"),
+        ("+1@1 -1@2", "separated by commas"),
         ("+1", "is none of"),
         ("+1@x", "is none of"),
         ("kill@3", "is none of"),

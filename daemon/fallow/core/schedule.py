@@ -81,7 +81,8 @@ def parse_schedule(text: str, members: int) -> tuple[Item, ...]:
 def _item(number: int, word: str) -> Item:
     found = _ITEM.fullmatch(word)
     if found is None:
-        raise _bad(number, word, f"is none of {GRAMMAR}")
+        hint = "; items are separated by commas" if re.search(r"\S\s+\S", word) else ""
+        raise _bad(number, word, f"is none of {GRAMMAR}{hint}")
     if any(len(digits) > DIGITS for digits in re.findall(r"\d+", word)):
         raise _bad(number, word, f"has a number of more than {DIGITS} digits")
     step = int(found["step"])
