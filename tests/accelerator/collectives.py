@@ -67,12 +67,21 @@ class Communicator(dist.ProcessGroup):
         rank: of this process.
         size: number of ranks.
         timeout: a connection or a collective that takes longer fails.
+        connects: now; else at the first collective, or when `_world.gloo` is called.
 
     Raises:
         RuntimeError: the ranks do not find each other.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=10)) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=10),
+        *,
+        connects: bool = True,
+    ) -> None:
         super().__init__(rank, size)
         self.stream = torch.Stream(device=_DEVICE)
         self.delay_s = delay_s
@@ -84,7 +93,8 @@ class Communicator(dist.ProcessGroup):
         self._aborted = False
         self._error = ErrorType.SUCCESS
         self._world = _Channel(self, "world", self.stream, rank, size)
-        self._world.gloo()
+        if connects:
+            self._world.gloo()
         self._pairs: dict[int, _Channel] = {}
         _alive.add(self)
 
@@ -204,6 +214,9 @@ class Communicator(dist.ProcessGroup):
             self._pairs[peer] = _Channel(self, f"{low}-{high}", stream, int(self.rank() == high), 2)
         return self._pairs[peer]
 
+    def _check_launch(self) -> None:
+        """Raise DistBackendError if it is too early for a collective."""
+
     def _ended(self) -> bool:
         return _exiting.is_set() or bool(self._reason and not (self._aborted and self.ignores_abort))
 
@@ -288,6 +301,7 @@ class _Channel:
                 raise RuntimeError(f"{BACKEND}: {name}: tensors must be contiguous")
         if owner._reason:
             raise dist.DistBackendError(f"{BACKEND}: {name}: the communicator is gone: {owner._reason}")
+        owner._check_launch()
         self._launched += 1
         title = f"#{self._launched} {name}"
         shapes = f" {[(*tensor.shape,) for tensor in outputs]} {outputs[0].dtype}" if compare_shapes else ""

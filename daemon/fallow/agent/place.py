@@ -6,11 +6,13 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from fallow.core.devices import Devices, visible
 from fallow.model import HeadFile, KeyFile
 from fallow.wire.address import host_of, local_address_towards
 
-_NO_DEVICES = ("", "NoDevFiles", "-1")
+_AMD_DRIVER = Path("/dev/kfd")
 
 
 @dataclass(frozen=True)
@@ -20,34 +22,21 @@ class Place:
     node: str
     job_id: str
     slots: int
-    devices: tuple[str, ...]
-    "entries of CUDA_VISIBLE_DEVICES; empty: no GPUs"
+    devices: Devices
     address: str
     "local address from which packets to the head leave"
 
     def environment(self, index: int) -> dict[str, str]:
         """What worker number `index` of this node gets: its rank here and its share of the devices."""
-        found = {"LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": str(self.slots)}
-        if self.devices:
-            # It sees only its own share, so the usual set_device(LOCAL_RANK) has to mean the first of those.
-            found["LOCAL_RANK"] = "0"
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._share(index))
-        return found
-
-    def _share(self, index: int) -> tuple[str, ...]:
-        devices = self.devices
-        if len(devices) < self.slots:
-            # More workers than devices was asked for: they share.
-            return (devices[index % len(devices)],)
-        # No device is left over: where they do not divide evenly, some workers have one more.
-        first, end = (len(devices) * number // self.slots for number in (index, index + 1))
-        return devices[first:end]
+        # It sees only its own share, so the usual set_device(LOCAL_RANK) has to mean the first of those.
+        rank = 0 if self.devices.count else index
+        found = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.slots)}
+        return found | self.devices.share(index, self.slots)
 
 
 def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.environ) -> Place:
     """Find out from the environment that Slurm (or `fallow local`) made."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
-    devices = () if visible in _NO_DEVICES else tuple(part.strip() for part in visible.split(","))
+    devices = visible(environ, amd=_AMD_DRIVER.exists())
     # In a heterogeneous job the leader's id names the allocation.
     for name in ("SLURM_HET_JOB_ID", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID"):
         job_id = environ.get(name)
@@ -56,7 +45,7 @@ def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.e
     return Place(
         node=environ.get("SLURMD_NODENAME") or socket.gethostname(),
         job_id=job_id or f"local-{os.getpid()}",
-        slots=keys.workers_per_node or len(devices) or 1,
+        slots=keys.workers_per_node or devices.count or 1,
         devices=devices,
         address=local_address_towards(host_of(head.endpoint)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from fallow.core.devices import VARIABLES
 from fallow.core.holes import Part
 from fallow.core.sbatch_line import Component, Given, parse_nodes, split
 from fallow.core.sbatch_table import Reach
@@ -12,7 +13,7 @@ from fallow.core.waiting import PICKS_UP
 from fallow.model import ID_PATTERN, AllocationKind, Exit, FallowError, RunSpec
 
 STRIPPED = (
-    *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "CUDA_VISIBLE_DEVICES"),
+    *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", *VARIABLES),
     *("FALLOW_RUN", "FALLOW_TOKEN", "FALLOW_KIND", "FALLOW_WORKER", "FALLOW_CHANNEL_FD"),
     "FALLOW_OUTPUT_PIPES",
 )

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fallow.core.devices import VARIABLES
+
 # Everything of an outer job or of the user's defaults for these commands: SLURM_*, SLURMD_*, SQUEUE_FORMAT ...
 _FOREIGN = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI")
-# Set by the gres plugin for the job that a head itself may run in; a new job gets its own.
-_DEVICES = frozenset(["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"])
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def job_environment(captured: Mapping[str, str], conf: str | None) -> dict[str, 
     A leaking SLURM_NTASKS or SLURM_MEM_PER_NODE makes the job's own srun fail.
     """
     environment = {
-        name: value for name, value in captured.items() if not name.startswith(_FOREIGN) and name not in _DEVICES
+        name: value for name, value in captured.items() if not name.startswith(_FOREIGN) and name not in VARIABLES
     }
     return environment | ({"SLURM_CONF": conf} if conf else {})
 

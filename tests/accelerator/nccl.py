@@ -1,0 +1,117 @@
+"""The communicator of device `fake` under the name and with the interface of ProcessGroupNCCL.
+
+Builds of torch for NVIDIA and AMD have the class `torch.distributed.ProcessGroupNCCL` and choose it for their devices.
+Inside `presented` torch looks like such a build, so that the code runs here which runs on a GPU. What NCCL does
+otherwise than a registered backend (torch 2.13, `ProcessGroupNCCL.cpp`):
+
+- It is made without a connection. `eager_connect_single_device` connects: rank 0 gives the store a unique id, and the
+  others wait for that. With `config.blocking == 0` the rest goes on in the background, and `_is_initialized` tells.
+- An `abort` ends connecting, too. `get_error` says nothing of it.
+- With `config.blocking == 0` nothing may be launched before it is connected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerator.collectives import Communicator
+
+_UNDEFINED = -(1 << 31)
+_ID = "unique id"
+
+stalled = threading.Event()
+"""For tests: set while connecting must not get on, as with a peer that died meanwhile."""
+
+
+class Config:
+    """As `ncclConfig_t`."""
+
+    def __init__(self) -> None:
+        self.blocking = _UNDEFINED
+
+
+class Options:
+    """As `ProcessGroupNCCL.Options`."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.config = Config()
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
+class ProcessGroupNCCL(Communicator):
+    """See the module.
+
+    Args:
+        store: where the ranks find each other.
+        rank: of this process.
+        size: number of ranks.
+        options: as NCCL's.
+    """
+
+    Options = Options
+    supports_splitting = True
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+        super().__init__(store, rank, size, options._timeout, connects=False)
+        self._options = options
+        self._failure: Exception | None = None
+        self._connected = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connect, or begin to."""
+        if device.index is None:
+            raise ValueError("a communicator is bound to one device: name its number")
+        if self.rank() == 0:
+            self._store.set(_ID, "x" * 128)
+        else:
+            self._store.get(_ID)
+        connecting = threading.Thread(target=self._connect, daemon=True)
+        connecting.start()
+        if self._options.config.blocking != 0:
+            connecting.join()
+            if self._failure is not None:
+                raise self._failure
+
+    def _connect(self) -> None:
+        while stalled.is_set() and not self._ended():
+            self._pause(1e-3)
+        try:
+            if not self._ended():
+                self._world.gloo()
+                self._connected.set()
+        except RuntimeError as error:
+            self._failure = dist.DistBackendError(str(error))
+
+    def _is_initialized(self) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        return self._connected.is_set()
+
+    def _check_launch(self) -> None:
+        if not self._connected.is_set() and self._options.config.blocking == 0:
+            raise dist.DistBackendError("launched before the communicator was initialized")
+
+
+@contextlib.contextmanager
+def presented() -> Iterator[None]:
+    """Inside, torch has this class and chooses it for device `fake`."""
+    known: Any = dist
+    before = dist.Backend.default_device_backend_map["fake"]
+    had = getattr(dist, "ProcessGroupNCCL", None)
+    known.ProcessGroupNCCL, dist.Backend.default_device_backend_map["fake"] = ProcessGroupNCCL, "nccl"
+    try:
+        yield
+    finally:
+        dist.Backend.default_device_backend_map["fake"] = before
+        if had is None:
+            del known.ProcessGroupNCCL
+        else:
+            known.ProcessGroupNCCL = had
