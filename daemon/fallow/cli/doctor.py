@@ -40,10 +40,16 @@ RECENT_S = 60.0
 
 
 @click.command(short_help="Check this machine and this cluster.")
+@click.option("--gpu", is_flag=True, help="In an allocation: its GPUs, and the network between its nodes.")
 @json_option
-def doctor(as_json: bool) -> int:
+def doctor(gpu: bool, as_json: bool) -> int:
     """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do."""
-    found = examine()
+    if gpu:
+        from fallow.cli import doctor_gpu
+
+        found = doctor_gpu.examine()
+    else:
+        found = examine()
     level = checks.worst(found)
     if as_json:
         print_json({"level": level, "checks": found})

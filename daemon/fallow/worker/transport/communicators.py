@@ -87,6 +87,16 @@ def exists(device: torch.device) -> bool:
     return devices.asynchronous(device) and _maker(device) is not None
 
 
+def choice(device: torch.device) -> str:
+    """Which communicator tensors of this device get, and why, in words."""
+    if not devices.asynchronous(device):
+        return "gloo, since the model is trained on the processor"
+    name = dist.Backend.default_device_backend_map.get(device.type, "")
+    if exists(device):
+        return f"{name}, torch's choice for devices of type {device.type}"
+    return f"gloo through the host, slowly: this torch has no communicator for devices of type {device.type}"
+
+
 def connect(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Communicator:
     """Make the communicator of a device, with its connections where it can make them before the first collective.
 

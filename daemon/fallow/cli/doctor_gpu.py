@@ -1,0 +1,52 @@
+"""`fallow doctor --gpu`: looks at the GPUs of an allocation's nodes and at the network between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import msgspec
+
+from fallow.cli.common import say
+from fallow.core.checks import Check
+from fallow.core.gpu_checks import Found, verdicts
+from fallow.core.step import step_command, step_environment
+from fallow.files import Paths, private_dir
+from fallow.model import Exit, FallowError
+from fallow.slurm.parse import folded
+
+MEASURED_S = 10.0
+_DEADLINE_S = 240.0
+
+
+def examine() -> list[Check]:
+    """Start a look at each node of this allocation, and judge what they say together.
+
+    Raises:
+        FallowError: this is no allocation, or the nodes have not found each other.
+    """
+    if not os.environ.get("SLURM_JOB_ID"):
+        raise FallowError(
+            "--gpu looks at the nodes of an allocation, and this is none: "
+            "salloc --nodes=2 --gpus-per-node=4 fallow doctor --gpu",
+            Exit.USAGE,
+        )
+    folder = tempfile.mkdtemp(prefix="doctor-", dir=private_dir(Paths.default().state))
+    say(f"all-reduces among the nodes take {MEASURED_S:g} s, and starting them about as long")
+    try:
+        command = step_command(os.environ, [sys.executable, "-m", "fallow.nodecheck", folder, str(MEASURED_S)])
+        done = subprocess.run(
+            command, env=step_environment(os.environ), stdout=subprocess.PIPE, timeout=_DEADLINE_S, check=False
+        )
+        return verdicts(msgspec.json.decode(done.stdout, type=Found), folded)
+    except subprocess.TimeoutExpired:
+        raise FallowError(
+            f"the nodes did not answer within {_DEADLINE_S:g} s; see srun's output", Exit.TEMPFAIL
+        ) from None
+    except msgspec.DecodeError:
+        raise FallowError("the nodes have not found each other; srun's output says why", Exit.UNAVAILABLE) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,56 @@
+"""`python -m fallow.nodecheck FOLDER SECONDS`: one task of srun per node, which starts a worker for each GPU there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from fallow.core.devices import visible
+from fallow.model import KvOp
+from fallow.nodecheck.meeting import folder_ask
+
+MEETING_S = 60.0
+_AMD_DRIVER = Path("/dev/kfd")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A worker's place; `--worker` has it as JSON."""
+
+    node: str
+    rank: int
+    size: int
+
+
+def main() -> int:
+    """Start the workers of this node; ends with the first exit code that is not 0."""
+    folder, measured_s = Path(sys.argv[1]), sys.argv[2]
+    if len(sys.argv) > 3:
+        from fallow.nodecheck.worker import work
+
+        work(folder, float(measured_s), msgspec.json.decode(sys.argv[3], type=Place))
+    devices = visible(os.environ, amd=_AMD_DRIVER.exists())
+    node, count = os.environ.get("SLURMD_NODENAME", socket.gethostname()), devices.count or 1
+    index, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
+    ask = folder_ask(folder)
+    ask(0, KvOp.SET, [f"workers/{index}"], str(count).encode(), MEETING_S)
+    counts = ask(0, KvOp.GET, [f"workers/{n}" for n in range(nodes)], b"", MEETING_S)
+    if not counts.ok:
+        sys.stderr.write(f"{node}: not all nodes came within {MEETING_S:g} s; do they all see {folder}?\n")
+        return 1
+    before = [int(text) for text in counts.values]
+    workers = []
+    for number in range(count):
+        place = Place(node, sum(before[:index]) + number, sum(before))
+        words = [str(folder), measured_s, msgspec.json.encode(place).decode()]
+        command = [sys.executable, "-m", "fallow.nodecheck", *words]
+        workers.append(subprocess.Popen(command, env=os.environ | devices.share(number, count)))
+    return next(filter(None, [worker.wait() for worker in workers]), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""One worker: says what its node is like, and takes part in an all-reduce among all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from fallow.core.gpu_checks import Found, Measured, NodeFacts
+from fallow.model import FallowError
+from fallow.nodecheck.__main__ import MEETING_S, Place
+from fallow.nodecheck.facts import look_around
+from fallow.nodecheck.meeting import folder_ask
+from fallow.wire.address import local_address_towards, own_address
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.rendezvous import HeadStore
+from fallow.worker.transport.waits import Interrupted
+
+_BATCH = 5
+"""All-reduces between two looks at the clock."""
+_ON_DEVICE_BYTES, _ON_HOST_BYTES = 256 << 20, 16 << 20
+
+
+def work(folder: Path, measured_s: float, place: Place) -> None:
+    """Meet the others, measure, and write what was found to stdout, on rank 0. Ends the process.
+
+    Args:
+        folder: all nodes see it.
+        measured_s: seconds of all-reduces.
+        place: this worker's.
+    """
+    device = _device()
+    store = HeadStore(0, place.size, folder_ask(folder), MEETING_S)
+    try:
+        group = build_group(0, place.rank, place.size, store, _address(), MEETING_S, device=device, holds=True)
+        facts = msgspec.json.encode(look_around(place.node, [device]))
+        told = [msgspec.json.decode(text, type=NodeFacts) for text in group.gather(facts)]
+        found = Found(_by_node(told), _measure(group, device, measured_s))
+    except (FallowError, Interrupted, RuntimeError) as error:
+        sys.exit(f"{place.node}: {error}")
+    if place.rank == 0:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.flush()
+    with contextlib.suppress(Interrupted):
+        group.gather(b"")  # nobody ends before that was written
+    os._exit(0)  # at once: gloo may end a process whose peer closes a connection first
+
+
+def _device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _address() -> str:
+    """Towards the node from which srun was called, or what this host's name stands for."""
+    launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    return (local_address_towards(launcher) if launcher else own_address()) or "127.0.0.1"
+
+
+def _by_node(told: list[NodeFacts]) -> list[NodeFacts]:
+    """One entry for each node, with the GPUs of all its workers."""
+    nodes: dict[str, NodeFacts] = {}
+    for one in told:
+        known = nodes.get(one.node)
+        nodes[one.node] = (
+            one if known is None else msgspec.structs.replace(known, devices=[*known.devices, *one.devices])
+        )
+    return list(nodes.values())
+
+
+def _measure(group: Group, device: torch.device, measured_s: float) -> Measured | None:
+    """All-reduces for a while; the fastest batch counts, since other traffic only ever slows one down."""
+    if group.size == 1:
+        return None
+    size = _ON_HOST_BYTES if device.type == "cpu" else _ON_DEVICE_BYTES
+    values = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    group.sum(values)  # connects what is connected at the first use
+    group.certain()
+    began, best = time.monotonic(), float("inf")
+    while True:
+        batch = time.monotonic()
+        for _ in range(_BATCH):
+            group.sum(values)
+        group.certain()
+        best = min(best, (time.monotonic() - batch) / _BATCH)
+        over = group.gather(bytes([time.monotonic() - began >= measured_s]))[0]
+        if over[0]:
+            slowest = max(float(text) for text in group.gather(repr(best).encode()))
+            return Measured(ranks=group.size, size_bytes=size, seconds=slowest)

@@ -1,0 +1,44 @@
+"""`fallow doctor --gpu` in a real allocation, on processors: the nodes meet, and all-reduces go between them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from fallow.cli import doctor_gpu
+from fallow.cli.doctor import doctor
+from fallow.model import FallowError
+from fallow.testbed.cluster import Testbed
+
+pytestmark = pytest.mark.slurm
+
+
+def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subprocess.run(
+        ["salloc", "--no-shell", "--nodes=2", "--gres=gpu:2"],
+        env={"PATH": os.environ["PATH"], **testbed.env()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    job = made.stderr.split("Granted job allocation ")[1].split()[0]
+    for name, value in {**testbed.env(), "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor_gpu, "MEASURED_S", 0.5)
+    done = CliRunner().invoke(doctor, ["--gpu", "--json"], standalone_mode=False)
+    found = {check["name"]: check for check in msgspec.json.decode(done.stdout)["checks"]}
+    assert found["gradients"]["found"].startswith("gloo")
+    assert "GB/s" in found["all-reduce"]["found"]
+    assert "2 nodes" in found["all-reduce"]["found"]
+
+
+def test_outside_of_an_allocation_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(FallowError, match="salloc"):
+        doctor_gpu.examine()

@@ -1,0 +1,72 @@
+"""What a node says of its GPUs and its network, read from a file system made for the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from fallow.core.gpu_checks import Link
+from fallow.model import KvOp
+from fallow.nodecheck.facts import look_around
+from fallow.nodecheck.meeting import folder_ask
+
+HOST = torch.device("cpu")
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def test_of_a_node_with_cards_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        tmp_path,
+        {
+            "sys/module/nvidia/version": "580.1",
+            "sys/module/nvidia_peermem/refcnt": "1",
+            "sys/class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+            "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+            "sys/class/infiniband/mlx5_1/ports/1/rate": "10 Gb/sec",
+            "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+            "sys/class/net/eth0/speed": "25000",
+            "sys/class/net/eth0/operstate": "up",
+            "sys/class/net/eth0/device/vendor": "0x15b3",
+            "sys/class/net/eth1/speed": "-1",
+            "sys/class/net/eth1/operstate": "up",
+            "sys/class/net/eth1/device/vendor": "0x15b3",
+            "sys/class/net/docker0/speed": "10000",
+            "sys/class/net/docker0/operstate": "up",
+        },
+    )
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0")
+    monkeypatch.setenv("NOT_NCCL", "x")
+    found = look_around("n1", [HOST], tmp_path)
+    assert (found.driver, found.peer_memory) == ("NVIDIA 580.1", "kernel module nvidia_peermem")
+    assert found.links == [Link("mlx5_0:1", "infiniband", 200.0), Link("eth0", "ethernet", 25.0)]
+    assert found.variables["NCCL_IB_HCA"] == "mlx5_0"
+    assert "NOT_NCCL" not in found.variables
+    assert found.devices == []
+
+
+def test_of_a_node_without_anything(tmp_path: Path) -> None:
+    found = look_around("n1", [HOST], tmp_path)
+    assert (found.driver, found.links, found.peer_memory) == ("", [], "")
+    assert found.communicator.startswith("gloo")
+
+
+def test_workers_meet_in_a_folder(tmp_path: Path) -> None:
+    ask, other = folder_ask(tmp_path), folder_ask(tmp_path)
+    assert not ask(0, KvOp.GET, ["a"], b"", 0.01).ok
+    assert ask(0, KvOp.CHECK, ["a"], b"", 0.0).number == 0
+    ask(0, KvOp.SET, ["a"], b"one", 1.0)
+    other(0, KvOp.SET, ["b"], b"", 1.0)
+    assert other(0, KvOp.GET, ["a", "b"], b"", 1.0).values == [b"one", b""]
+    assert ask(0, KvOp.CHECK, ["a", "b"], b"", 0.0).number == 1
+    assert not ask(1, KvOp.GET, ["a"], b"", 0.0).ok
