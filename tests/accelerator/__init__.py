@@ -47,9 +47,10 @@ def load() -> None:
         return
     torch.ops.load_library(str(build.library()))
     torch_device.register(_ops())
-    from accelerator import collectives
+    from accelerator import collectives, nccl
 
     collectives.register()
+    nccl.present()
     _loaded = True
 
 

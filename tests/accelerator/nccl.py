@@ -1,7 +1,7 @@
 """The communicator of device `fake` under the name and with the interface of ProcessGroupNCCL.
 
 Builds of torch for NVIDIA and AMD have the class `torch.distributed.ProcessGroupNCCL` and choose it for their devices.
-Inside `presented` torch looks like such a build, so that the code runs here which runs on a GPU. What NCCL does
+With `present` torch looks like such a build, so that the code runs here which runs on a GPU. What NCCL does
 otherwise than a registered backend (torch 2.13, `ProcessGroupNCCL.cpp`):
 
 - It is made without a connection. `eager_connect_single_device` connects: rank 0 gives the store a unique id, and the
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerator.collectives import Communicator
+from accelerator.collectives import BACKEND, Communicator
 
 _UNDEFINED = -(1 << 31)
 _ID = "unique id"
@@ -100,18 +100,18 @@ class ProcessGroupNCCL(Communicator):
             raise dist.DistBackendError("launched before the communicator was initialized")
 
 
-@contextlib.contextmanager
-def presented() -> Iterator[None]:
-    """Inside, torch has this class and chooses it for device `fake`."""
+def present() -> None:
+    """From now on torch has this class, and chooses it for device `fake`."""
     known: Any = dist
-    before = dist.Backend.default_device_backend_map["fake"]
-    had = getattr(dist, "ProcessGroupNCCL", None)
-    known.ProcessGroupNCCL, dist.Backend.default_device_backend_map["fake"] = ProcessGroupNCCL, "nccl"
+    known.ProcessGroupNCCL = ProcessGroupNCCL
+    dist.Backend.default_device_backend_map["fake"] = "nccl"
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, torch chooses the backend that is registered for device `fake`."""
+    dist.Backend.default_device_backend_map["fake"] = BACKEND
     try:
         yield
     finally:
-        dist.Backend.default_device_backend_map["fake"] = before
-        if had is None:
-            del known.ProcessGroupNCCL
-        else:
-            known.ProcessGroupNCCL = had
+        dist.Backend.default_device_backend_map["fake"] = "nccl"

@@ -26,7 +26,7 @@ Communicator = collectives.Communicator
 
 def connect(member: Member, name: str = "0") -> Communicator:
     """A communicator as a product makes it: torch's registry knows the backend of a device."""
-    backend = dist.Backend.default_device_backend_map["fake"]
+    backend = collectives.BACKEND
     create = dist.Backend._plugins[backend.upper()].creator_fn
     store = dist.PrefixStore(name, member.store)
     return create(store, member.rank, member.size, timedelta(seconds=60))
