@@ -296,7 +296,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
             epoch=0,
             modes=[],
             asked=False,
-            taken_at=0.0,
+            written_at=0.0,
         )
         writer = Writer("w0", tmp_path, reports.append)
         writer.begin(snapshot)

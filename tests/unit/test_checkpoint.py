@@ -60,7 +60,7 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     members = []
     tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
-        about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0, "modes": []} | known
+        about = {"generation": 2, "epoch": 1, "asked": False, "written_at": 5.0, "modes": []} | known
         member = Writer(f"w{rank}", folder, reports.append)
         member.begin(take(tree, rank, world, step=step, **about))
         members.append(member)
@@ -120,7 +120,7 @@ def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> Non
         reports: list[Report] = []
         members = [Writer(f"w{rank}", folder, reports.append) for rank in range(2)]
         for rank, (member, modes) in enumerate(zip(members, (["resting model.0"], second), strict=True)):
-            known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "taken_at": 5.0}
+            known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
             member.begin(take(state(), rank, 2, modes=modes, **known))
         assert all(member.drain(30) for member in members)
         (done,) = reports

@@ -95,13 +95,13 @@ class Member:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No part is written before it is set."""
     opened = threading.Event()
-    plain: Callable[..., Any] = writing._write_part
+    plain: Callable[..., Any] = writing.write_part
 
     def held_up(*args: Any) -> Any:
         assert opened.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(writing, "_write_part", held_up)
+    monkeypatch.setattr(writing, "write_part", held_up)
     return opened
 
 

@@ -32,18 +32,13 @@ class Saver:
     """Checkpoints of one member. All members write the same ones: their wishes ride with the step's exchange.
 
     When the next periodic one is due is the head's to know: members may all be younger than the interval.
-
-    Args:
-        session: the conversation with the head.
-        welcome: what the head said.
-        clock: seconds, as `time.monotonic`.
     """
 
     def __init__(self, session: Session, welcome: Welcome, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._every_s = welcome.checkpoint_s
         self._clock = clock
-        self._came = clock()
+        self._began_at = clock()
         folder = welcome.checkpoint_folder or RunPaths(Path(welcome.folder)).checkpoints
         self._writer = Writer(session.worker, Path(folder), self._report, clock)
         self._held_until = 0.0
@@ -58,10 +53,8 @@ class Saver:
 
         Busy members veto: at most size - 1 others can want one at the same time.
         """
-        writer = self._writer
-        if writer.stuck:
-            writer.abandon()
-        if writer.busy:
+        self._writer.abandon_if_stuck()
+        if self._writer.busy:
             return -float(size)
         return float(self._due() or self.asked or self._session.checkpoint_wanted or self.leaves_alone)
 
@@ -78,7 +71,7 @@ class Saver:
             self._dropped, self._held_until = given_up, 0.0  # by another member; the head says when to try again
         due_at = self._session.checkpoint_due_at
         if due_at is None:
-            due_at = self._came + self._every_s
+            due_at = self._began_at + self._every_s
         return self._clock() >= max(due_at, self._held_until)
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
@@ -86,13 +79,10 @@ class Saver:
         return self.leaves_alone and self._writer.is_complete(group.generation, step)
 
     def save(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
-        """Copy this member's part of the state now; it is written in the background.
+        """Copy this member's part of the state after `step` now; it is written in the background.
 
         Args:
-            group: the generation's.
-            prepared: live objects.
             plain: the loop's plain values that belong to the state, the same on all members.
-            step: finished optimizer steps.
             epoch: for people.
         """
         by_hand = self._session.checkpoint_wanted
@@ -114,7 +104,7 @@ class Saver:
             epoch=epoch,
             modes=prepared.modes.export(),
             asked=by_hand,
-            taken_at=time.time(),
+            written_at=time.time(),
         )
         self._writer.begin(snapshot)
 
