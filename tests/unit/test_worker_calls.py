@@ -12,8 +12,7 @@ import torch
 from fallow.core.shards import mix
 from fallow.model import FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.calls import Calls
-from fallow.worker.data.source import Key, Reached
+from fallow.worker.data.source import Calls, Key, Reached
 
 TEXT = torch.arange(1000)
 

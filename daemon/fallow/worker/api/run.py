@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Outcome, Welcome
 from fallow.worker.api import fixed, process, short
 from fallow.worker.api.gate import Gate
-from fallow.worker.data.calls import Calls
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
-from fallow.worker.data.source import Source
+from fallow.worker.data.source import Calls, Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.script_checks import steps_seen
 from fallow.worker.loop.generations import Released

@@ -52,10 +52,7 @@ def check_loader(loader: DataLoader[Any]) -> None:
 class ElasticLoader(Source):
     """A loader over a data set whose samples have numbers.
 
-    Args:
-        source: the script's loader; its dataset, sampler, collate function and worker settings are used.
-        seed: the run's seed.
-        global_batch: samples in a step; a multiple of the batch size.
+    The dataset, sampler, collate function and worker settings are those of the script's loader.
 
     Raises:
         FallowError: the sampler's order is not a function of the epoch, or the sizes do not fit.
@@ -128,7 +125,7 @@ class ElasticLoader(Source):
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
         if self.processes:
             if self._prefetch is None:
-                self._prefetch = Prefetcher(self.source, self.generators, self.layout, self._request)
+                self._prefetch = Prefetcher(self)
                 self._prefetch.replan(key, duties)
             self.load_s, batch = self._prefetch.take(key)
             return batch
@@ -141,7 +138,8 @@ class ElasticLoader(Source):
         self.load_s = time.monotonic() - began
         return batch
 
-    def _request(self, key: Key) -> Request:
+    def request(self, key: Key) -> Request:
+        """Return what a loader process has to load for one shard."""
         try:
             indices = self.indices(key)
         except Exception:

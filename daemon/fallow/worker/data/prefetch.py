@@ -13,14 +13,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from fallow.core.shards import Layout
 from fallow.worker.data import rng
 from fallow.worker.data.source import Duties, Key
+
+if TYPE_CHECKING:
+    from fallow.worker.data.loader import ElasticLoader
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,78 +44,62 @@ class _Loaded(NamedTuple):
 class Prefetcher:
     """Loads batches in the order of the plan, and keeps those that arrive before they are wanted.
 
-    Args:
-        source: the script's loader.
-        generators: prepared generators, which the data set may hold.
-        layout: the cut of an epoch.
-        request: what to load for a shard.
+    The prefetcher is the batch sampler of a DataLoader. Its iterator never ends: a loader process's StopIteration would
+    be permanent.
     """
 
-    def __init__(
-        self, source: DataLoader[Any], generators: Sequence[Any], layout: Layout, request: Callable[[Key], Request]
-    ) -> None:
-        self._source = source
-        self._dataset = _Requested(source.dataset, source.collate_fn, generators)
-        self._feed = _Feed(layout, request)
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self._loading: set[Key] = set()
+        "requested, and neither taken nor thrown away since"
         self._ready: dict[Key, _Loaded] = {}
         self._arriving: Iterator[_Loaded] | None = None
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Load what a member with these duties wants from `at` on."""
-        self._feed.replan(at, duties)
-        dropped = [key for key in self._ready if not self._feed.wants(key)]
+        self._at, self._duties = at, duties
+        self._plan = self._keys()
+        dropped = [key for key in self._ready if not self._wants(key)]
         for key in dropped:
             del self._ready[key]
         # A later plan that wants these shards again has to load them again.
-        self._feed.loading.difference_update(dropped)
+        self._loading.difference_update(dropped)
 
     def take(self, key: Key) -> tuple[float, Any]:
         """Return (seconds that it took to load, batch) of a shard of the plan; wait for it if need be."""
         if self._arriving is None:
-            feed = {"batch_sampler": self._feed, "collate_fn": _as_it_is}
-            self._arriving = start_loading(self._source, self._dataset, **feed)
+            source = self._loader.source
+            dataset = _Requested(source.dataset, source.collate_fn, self._loader.generators)
+            self._arriving = start_loading(source, dataset, batch_sampler=self, collate_fn=_unchanged)
         while key not in self._ready:
             loaded = next(self._arriving)
-            if loaded.key == key or self._feed.wants(loaded.key):
+            if loaded.key == key or self._wants(loaded.key):
                 self._ready[loaded.key] = loaded
             else:
-                self._feed.loading.discard(loaded.key)
-        self._feed.loading.discard(key)
+                self._loading.discard(loaded.key)
+        self._loading.discard(key)
         _, load_s, batch = self._ready.pop(key)
         return load_s, batch
 
-
-class _Feed:
-    """A batch sampler whose future can change. It never ends: a loader process's StopIteration would be permanent."""
-
-    def __init__(self, layout: Layout, request: Callable[[Key], Request]) -> None:
-        self._layout = layout
-        self._request = request
-        self.loading: set[Key] = set()
-        "requested, and neither taken nor thrown away since"
-
-    def replan(self, at: Key, duties: Duties) -> None:
-        self._at, self._duties = at, duties
-        self._plan = self._keys()
-
-    def wants(self, key: Key) -> bool:
-        return key >= self._at and key.shard in self._duties(self._layout.shards_in(key.step))
-
     def __iter__(self) -> Iterator[list[Request]]:
         while True:
-            key = next(key for key in self._plan if key not in self.loading)
-            self.loading.add(key)
-            yield [self._request(key)]
+            key = next(key for key in self._plan if key not in self._loading)
+            self._loading.add(key)
+            yield [self._loader.request(key)]
+
+    def _wants(self, key: Key) -> bool:
+        return key >= self._at and key.shard in self._duties(self._loader.layout.shards_in(key.step))
 
     def _keys(self) -> Iterator[Key]:
         epoch, step, first = self._at
+        layout = self._loader.layout
         while True:
-            for shard in self._duties(self._layout.shards_in(step)):
+            for shard in self._duties(layout.shards_in(step)):
                 if shard >= first:
                     yield Key(epoch, step, shard)
             first = 0
             step += 1
-            if step == self._layout.steps:
+            if step == layout.steps:
                 epoch, step = epoch + 1, 0
 
 
@@ -160,7 +146,7 @@ class _Requested(torch.utils.data.Dataset[Any]):
         return _Loaded(request.key, time.monotonic() - began, batch)
 
 
-def _as_it_is(loaded: _Loaded) -> _Loaded:
+def _unchanged(loaded: _Loaded) -> _Loaded:
     return loaded
 
 

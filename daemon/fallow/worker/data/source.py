@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fallow.core.shards import Cut
+from fallow.core.shards import Cut, shard_crc
 from fallow.model import Exit, FallowError
 
 
@@ -91,3 +92,38 @@ class Source(ABC):
     def follow(self, members: Reached) -> bool:
         """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
         return False
+
+
+class Calls(Source):
+    """A function that makes a batch from random numbers, as nanoGPT's `get_batch` does, in the place of a loader.
+
+    An endless source: one call of the function is one shard, which counts as one sample.
+
+    The loop seeds torch, numpy and `random` for the shard before it calls `fetch`. So the batch of a shard is a
+    function of (seed, step, shard), on whichever member and however often it is made.
+
+    Args:
+        function: called without arguments; returns a batch, of the same size each time.
+        shards: calls in one step, at least 1.
+    """
+
+    samples = 0
+
+    def __init__(self, function: Callable[[], Any], shards: int) -> None:
+        if not isinstance(shards, int) or shards < 1:
+            raise FallowError(f"run.updates: shards={shards!r} is not a whole number above 0", Exit.USAGE)
+        super().__init__(1, shards)
+        self._function = function
+
+    def cut(self, epoch: int, step: int) -> Cut:
+        crcs = tuple(shard_crc(epoch, step, shard, b"") for shard in range(self.shards))
+        return Cut((1,) * self.shards, crcs, last=False)
+
+    def fetch(self, key: Key, duties: Duties) -> Any:
+        began = time.monotonic()
+        batch = self._function()
+        self.load_s = time.monotonic() - began
+        return batch
+
+    def example(self, members: Callable[[], Reached]) -> Any:
+        return self._function()

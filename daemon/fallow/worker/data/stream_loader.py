@@ -45,14 +45,11 @@ class _Batch(NamedTuple):
 class StreamLoader(Source):
     """A loader over an IterableDataset.
 
-    Args:
-        source: the script's loader; its dataset, collate function and worker settings are used. If the data set has
-            `set_epoch`, it is told the number of the epoch.
-        seed: the run's seed.
-        global_batch: samples in a full step; a multiple of the batch size.
+    The dataset, collate function and worker settings are those of the script's loader. If the data set has `set_epoch`,
+    it is told the number of the epoch.
 
     Raises:
-        FallowError: `global_batch` is not such a multiple.
+        FallowError: `global_batch` is not a multiple of the batch size.
     """
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
@@ -124,11 +121,11 @@ class StreamLoader(Source):
 
     def follow(self, members: Reached) -> bool:
         """Read past one step's batches, if the members have finished that step."""
-        ended = self._epoch == members.epoch and self._stream is None
-        if ended or (self._epoch == members.epoch and self._first >= members.step * self.shards):
+        if self._epoch != members.epoch:
+            return self._skip(Reached(members.epoch, 0))
+        if self._stream is None or self._first >= members.step * self.shards:
             return False
-        step = self._first // self.shards + 1 if self._epoch == members.epoch else 0
-        return self._skip(Reached(members.epoch, step))
+        return self._skip(Reached(members.epoch, self._first // self.shards + 1))
 
     def _skip(self, to: Reached) -> bool:
         """Read up to that step and drop the batches before it; return False if the stream ends before it."""
