@@ -278,7 +278,8 @@ def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
     while not member.session.written:
         assert time.monotonic() < deadline, "it answers again"
         time.sleep(0.01)
-    while member.saver._writer.blocked:
+    assert member.saver._abandoned is not None
+    while member.saver._abandoned.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     member.save(13)

@@ -93,10 +93,7 @@ def take(
     tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
     specs = [spec_of(tensor) for tensor in tensors]
     slices = cut(specs, world)[rank]
-    infos = [
-        TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=_aliases(path, names))
-        for (name, path), spec in zip(_named([*encoded.paths, [_TREE]], names), specs, strict=True)
-    ]
+    infos = _infos([*encoded.paths, [_TREE]], specs, names)
     beside = encode(dict(extra), "checkpoint")
     rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
     copies, copied = host_copies([*rows, *beside.tensors])
@@ -151,27 +148,25 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _aliases(path: Path, names: Sequence[ModelNames]) -> list[Path]:
-    if path[0] != "models" or not names:
-        return []
-    _, number, name = path
-    assert isinstance(number, int)
-    return [["models", number, alias] for alias, own in names[number].aliases.items() if own == name]
-
-
-def _named(paths: Sequence[Path], names: Sequence[ModelNames]) -> list[tuple[str, Path]]:
-    """Unique names, and the places that torch's tools see."""
+def _infos(paths: Sequence[Path], specs: Sequence[TensorSpec], names: Sequence[ModelNames]) -> list[TensorInfo]:
+    """What each tensor looks like, its unique name, and the places where torch's tools see it."""
     seen: Counter[str] = Counter()
-    found: list[tuple[str, Path]] = []
-    for path in paths:
+    infos: list[TensorInfo] = []
+    for path, spec in zip(paths, specs, strict=True):
         path = path[path[0] == "objects" :]
-        if path[0] == "models" and names and path[2] in names[cast("int", path[1])].transient:
-            path = ["transient", *path[1:]]
+        aliases: list[Path] = []
+        if path[0] == "models" and names:
+            _, number, key = path
+            own = names[cast("int", number)]
+            if key in own.transient:
+                path = ["transient", number, key]
+            else:
+                aliases = [["models", number, alias] for alias, name in own.aliases.items() if name == key]
         name = ".".join(map(str, path))
         seen[name] += 1
         if seen[name] > 1:
             # Keys like 1 and "1", or a name with a dot in it.
             name = f"{name}#{seen[name]}"
-            path = [name]
-        found.append((name, path))
-    return found
+            path, aliases = [name], []
+        infos.append(TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=aliases))
+    return infos

@@ -48,87 +48,34 @@ _CLAIM = "finishing"
 """Made by the one member that puts the whole together."""
 
 
-class Writer:
-    """Writes one snapshot at a time on a thread of its own.
-
-    `report` takes what the head should hear. It is called on the writer's thread as a rule.
-    """
+class Writing(threading.Thread):
+    """Writes one snapshot. `report` takes, on this thread, what the head should hear."""
 
     def __init__(
         self,
         worker: str,
         folder: Path,
+        snapshot: Snapshot,
         report: Callable[[Checkpointed | CheckpointFailed], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(target=self._write, args=(snapshot, time.monotonic()), name="checkpoint", daemon=True)
         self._worker = worker
         self._folder = folder
         self._report = report
         self._clock = clock
-        self._thread: threading.Thread | None = None
-        self._abandoned: threading.Thread | None = None
-        self._hurry = threading.Event()
-        self._moved_at = 0.0
-        "when the snapshot's last part of work began"
-        self.newest: tuple[int, int] | None = None
-        "(generation, step) of the last snapshot"
-        self.took_s = 0.0
-        "from the last snapshot that was finished here until it was complete"
+        self._moved_at = clock()
+        "when the last part of the work began"
+        self.hurry = threading.Event()
+        "a member was lost: its part may never come"
 
     @property
-    def busy(self) -> bool:
-        """A snapshot is being written, or waits for the others' parts."""
-        return self._thread is not None and self._thread.is_alive()
+    def is_stuck(self) -> bool:
+        """True if one part of the work takes so long that the file system does not seem to answer."""
+        return self.is_alive() and self._clock() - self._moved_at > STUCK_S
 
-    @property
-    def blocked(self) -> bool:
-        """What was abandoned still waits for its file system: nothing else can be written."""
-        return self._abandoned is not None and self._abandoned.is_alive()
-
-    def is_complete(self, generation: int, step: int) -> bool:
-        """A complete checkpoint of that step is on disk."""
-        return (self._folder / folder_name(generation, step)).exists()
-
-    def abandon_if_stuck(self) -> None:
-        """Give up a snapshot whose file system has not answered for long, and say so. Its thread ends by itself."""
-        if self.busy and self._clock() - self._moved_at > STUCK_S:
-            assert self.newest is not None
-            self._abandoned, self._thread = self._thread, None
-            self._give_up(*self.newest, f"the file system of {self._folder} has not answered for {STUCK_S:.0f} s")
-
-    def refuse(self, generation: int, step: int) -> None:
-        """Write nothing while `blocked`, and say so."""
-        self.newest = generation, step
-        self._give_up(generation, step, f"the file system of {self._folder} does not answer")
-
-    def begin(self, snapshot: Snapshot) -> None:
-        """Write a snapshot in the background. The one before must be done."""
-        assert not self.busy
-        self.newest = snapshot.manifest.generation, snapshot.manifest.step
-        self._moved_at = self._clock()
-        self._hurry.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(snapshot, *self.newest, time.monotonic()), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    def hurry(self) -> None:
-        """A member was lost: its part may never come."""
-        self._hurry.set()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait for the snapshot that is being written; False if that took too long."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self.busy
-
-    def _give_up(self, generation: int, step: int, why: str) -> None:
-        reason = f"the checkpoint of step {step} was not written: {why}"
-        self._report(CheckpointFailed(worker=self._worker, generation=generation, step=step, reason=reason))
-
-    # ------------------------------------------------------------------------------------------- on the thread
-
-    def _run(self, snapshot: Snapshot, generation: int, step: int, began: float) -> None:
+    def _write(self, snapshot: Snapshot, began: float) -> None:
+        generation, step = snapshot.manifest.generation, snapshot.manifest.step
         final = self._folder / folder_name(generation, step)
         temporary = final.with_name(final.name + TEMPORARY)
         is_made = False
@@ -142,13 +89,12 @@ class Writer:
                 self._moved_at = self._clock()
                 done = self._finish(snapshot, temporary, final)
                 self._sweep(step)
-                self.took_s = time.monotonic() - began
-                self._report(msgspec.structs.replace(done, took_s=self.took_s))
+                self._report(msgspec.structs.replace(done, took_s=time.monotonic() - began))
         except (OSError, RuntimeError, FallowError) as error:
             if is_made and not temporary.exists():
                 return  # another member has given this checkpoint up, or finished it
             shutil.rmtree(temporary, ignore_errors=True)
-            self._give_up(generation, step, _explain(error, self._folder))
+            self._report(failure(self._worker, generation, step, _explain(error, self._folder)))
 
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:
         if snapshot.rank == 0:
@@ -172,9 +118,8 @@ class Writer:
                 return True
             if snapshot.rank:
                 return False
-            if self._hurry.is_set():
+            if self.hurry.is_set():
                 give_up_at = min(give_up_at, time.monotonic() + HURRY_S)
-                self._hurry.clear()
             if time.monotonic() > give_up_at:
                 raise FallowError(
                     f"the parts of ranks {', '.join(map(str, missing))} did not come"
@@ -214,6 +159,12 @@ class Writer:
                 step = path.stem.rpartition("-s")[2]
                 if path.suffix in (TEMPORARY, REMOVED) and step.isdigit() and int(step) <= upto:
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def failure(worker: str, generation: int, step: int, why: str) -> CheckpointFailed:
+    """What the head should hear of a checkpoint that was given up."""
+    reason = f"the checkpoint of step {step} was not written: {why}"
+    return CheckpointFailed(worker=worker, generation=generation, step=step, reason=reason)
 
 
 def _part_name(rank: int) -> str:
