@@ -142,11 +142,8 @@ class Run:
                     Exit.DATA,
                 )
             source = Calls(source, shards)
-        call = self._call = self._loop.updates(source, epochs, max_steps)
-        try:
-            yield from call
-        finally:
-            call.close()
+        self._call = self._loop.updates(source, epochs, max_steps)
+        yield from self._call
 
     def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Iterator[Any]:
         """Batches of this member's shards, for bodies of one backward with `optimizer.step()` behind it.

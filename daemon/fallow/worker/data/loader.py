@@ -25,7 +25,7 @@ from torch.utils.data import (
 from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import Prefetcher, Request, samples_of
+from fallow.worker.data.prefetch import Prefetcher, Request, load
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 
@@ -131,25 +131,15 @@ class ElasticLoader(Source):
             return batch
         began = time.monotonic()
         with rng.kept(self.generators):
-            rng.seed_everything(self._data_seed(key), self.generators)
-            batch = self.source.collate_fn(samples_of(self.dataset, self.indices(key)))
+            batch = load(self.dataset, self.source.collate_fn, self.generators, self.request(key))
         if self.source.pin_memory and torch.accelerator.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         self.load_s = time.monotonic() - began
         return batch
 
     def request(self, key: Key) -> Request:
-        """Return what a loader process has to load for one shard."""
-        try:
-            indices = self.indices(key)
-        except Exception:
-            # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first and is told why.
-            indices = []
-        return Request(key, self._data_seed(key), indices)
-
-    def _data_seed(self, key: Key) -> int:
-        """Return the seed of random numbers (augmentation) of the data set and the collate function in one shard."""
-        return mix(self._seed, "data", *key)
+        """Return what has to be loaded for one shard."""
+        return Request(key, mix(self._seed, "data", *key), self.indices(key))
 
     def _make_order(self, epoch: int) -> array[int]:
         sampler, seed = self.source.sampler, mix(self._seed, "order", epoch)

@@ -85,7 +85,12 @@ class Prefetcher:
         while True:
             key = next(key for key in self._plan if key not in self._loading)
             self._loading.add(key)
-            yield [self._loader.request(key)]
+            try:
+                request = self._loader.request(key)
+            except Exception:
+                # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first, and is told.
+                request = Request(key, 0, [])
+            yield [request]
 
     def _wants(self, key: Key) -> bool:
         return key >= self._at and key.shard in self._duties(self._loader.layout.shards_in(key.step))
@@ -120,11 +125,12 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
         return iter(inner)
 
 
-def samples_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Return the samples with these numbers, as torch's DataLoader asks for them."""
+def load(dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any], request: Request) -> Any:
+    """Return the batch of one shard, made under its seed of samples as torch's DataLoader asks for them."""
+    rng.seed_everything(request.seed, generators)
     if callable(getattr(dataset, "__getitems__", None)):
-        return list(dataset.__getitems__(list(indices)))
-    return [dataset[index] for index in indices]
+        return collate(list(dataset.__getitems__(list(request.indices))))
+    return collate([dataset[index] for index in request.indices])
 
 
 # ------------------------------------------------------------------------------------------- in the loader processes
@@ -141,8 +147,7 @@ class _Requested(torch.utils.data.Dataset[Any]):
     def __getitems__(self, requests: list[Request]) -> _Loaded:
         (request,) = requests
         began = time.monotonic()
-        rng.seed_everything(request.seed, self._generators)
-        batch = self._collate(samples_of(self.dataset, request.indices)) if request.indices else None
+        batch = load(self.dataset, self._collate, self._generators, request) if request.indices else None
         return _Loaded(request.key, time.monotonic() - began, batch)
 
 

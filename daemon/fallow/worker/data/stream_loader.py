@@ -217,8 +217,6 @@ def copied(batch: Any) -> Any:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.clone()
-    if isinstance(leaf, str | bytes | int | float | complex | None):
-        return leaf
     try:
         return copy.deepcopy(leaf)
     except Exception as error:  # whatever a class of the script says
