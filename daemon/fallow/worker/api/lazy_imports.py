@@ -20,7 +20,7 @@ from typing import Any
 
 _NAME = "torch._dynamo"
 
-_KEPT = "__dynamo_disable"
+_ANSWER = "__dynamo_disable"
 """Where `torch._compile` keeps what `disable` answered: an attribute of the function that it was asked about."""
 
 
@@ -29,7 +29,7 @@ class _StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(_NAME, "Stands in for torch._dynamo until something is compiled.")
-        self._asked: list[Any] = []
+        self._disabled: list[Any] = []
         self._loading = threading.RLock()
 
     def graph_break(self, msg: str = "") -> None:
@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
         """The function itself: nothing traces it. As `torch._compile` asks; others get the real one's answer."""
         if fn is None or options != {"wrapping": False}:
             return self._real().disable(fn, recursive, **options)
-        self._asked.append(fn)
+        self._disabled.append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:
@@ -55,10 +55,10 @@ class _StandIn(ModuleType):
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
                 importlib.import_module(_NAME)
-                for fn in self._asked:
-                    if getattr(fn, _KEPT, None) is fn:
-                        delattr(fn, _KEPT)
-                self._asked.clear()
+                for fn in self._disabled:
+                    if getattr(fn, _ANSWER, None) is fn:
+                        delattr(fn, _ANSWER)
+                self._disabled.clear()
         return sys.modules[_NAME]
 
 

@@ -74,8 +74,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def leave_sigterm_to_the_head(warned: Callable[[], None] = lambda: None) -> None:
     """Survive SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary.
 
-    Args:
-        warned: called by the handler; this worker leaves by itself where no head is there.
+    The handler calls `warned`: where no head is there, this worker leaves by itself.
     """
     owner = os.getpid()
 

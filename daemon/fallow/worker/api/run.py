@@ -39,10 +39,7 @@ _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialize
 class Run:
     """One elastic training, seen from a script. Made by `fallow.init`.
 
-    Args:
-        session: conversation with the head; None in a fixed world.
-        welcome: what the head said; None in a fixed world.
-        group: the fixed world's group; None under a head.
+    Under a head it has a `session` and a `welcome`, in a fixed world a `group`.
     """
 
     def __init__(self, session: Session | None, welcome: Welcome | None, group: Group | None) -> None:

@@ -50,7 +50,7 @@ class Saver:
         "from the last snapshot that was finished here until it was complete"
         self._held_until = 0.0
         "this member wishes no periodic one before then: what became of the last one is not known"
-        self._dropped: tuple[int, int] | None = None
+        self._known_given_up: tuple[int, int] | None = None
         "(generation, step) of the last one of which it is known that it was given up"
         self.asked = False
         "the script called run.checkpoint()"
@@ -81,8 +81,8 @@ class Saver:
         if not self._every_s:
             return False
         given_up = self._session.checkpoint_given_up
-        if given_up == self._newest != self._dropped:
-            self._dropped, self._held_until = given_up, 0.0  # by another member; the head says when to try again
+        if given_up == self._newest != self._known_given_up:
+            self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
         due_at = self._session.checkpoint_due_at
         if due_at is None:
             due_at = self._began_at + self._every_s

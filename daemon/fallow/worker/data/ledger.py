@@ -116,7 +116,7 @@ class Ledger:
             sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
             self._tell(None)
 
-    def _settle(self, outcome: _Appended) -> None:
+    def _settle(self, outcome: _Outcome) -> None:
         self._backlog.remove(outcome.size)
         if outcome.error is not None or not self._backlog:
             self._hangs = False
@@ -171,7 +171,7 @@ class _Backlog:
             self.add(lost)
 
 
-class _Appended(NamedTuple):
+class _Outcome(NamedTuple):
     """What became of an append: bytes that are in the file, and why not all of them."""
 
     size: int
@@ -191,7 +191,7 @@ class _RecordFile:
         self._path = path
         self._descriptor: int | None = None
         self._thread: threading.Thread | None = None
-        self._outcome = _Appended(0, None)
+        self._outcome = _Outcome(0, None)
 
     def append(self, data: bytes) -> None:
         """Begin to append. Call it only when `outcome` has told of the append before."""
@@ -201,7 +201,7 @@ class _RecordFile:
         else:
             self._append(data)
 
-    def outcome(self, end: float) -> _Appended | None:
+    def outcome(self, end: float) -> _Outcome | None:
         """Wait for the append under way until `end` on the monotonic clock; None: it is under way still.
 
         Each outcome is told once. Without an append it is that of nothing.
@@ -211,7 +211,7 @@ class _RecordFile:
             if self._thread.is_alive():
                 return None
             self._thread = None
-        outcome, self._outcome = self._outcome, _Appended(0, None)
+        outcome, self._outcome = self._outcome, _Outcome(0, None)
         return outcome
 
     def _append(self, data: bytes) -> None:
@@ -225,7 +225,7 @@ class _RecordFile:
                 written += os.write(self._descriptor, data[written:])
         except OSError as caught:
             error = caught
-        self._outcome = _Appended(written, error)
+        self._outcome = _Outcome(written, error)
 
 
 def read_ledger(path: Path) -> list[Record]:

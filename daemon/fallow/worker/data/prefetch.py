@@ -35,7 +35,7 @@ class Request(NamedTuple):
     indices: list[int]
 
 
-class _Loaded(NamedTuple):
+class _LoadedShard(NamedTuple):
     key: Key
     load_s: float
     batch: Any
@@ -52,8 +52,8 @@ class Prefetcher:
         self._loader = loader
         self._loading: set[Key] = set()
         "requested, and neither taken nor thrown away since"
-        self._ready: dict[Key, _Loaded] = {}
-        self._arriving: Iterator[_Loaded] | None = None
+        self._ready: dict[Key, _LoadedShard] = {}
+        self._arriving: Iterator[_LoadedShard] | None = None
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Load what a member with these duties wants from `at` on."""
@@ -69,7 +69,7 @@ class Prefetcher:
         """Return (seconds that it took to load, batch) of a shard of the plan; wait for it if need be."""
         if self._arriving is None:
             source = self._loader.source
-            dataset = _Requested(source.dataset, source.collate_fn, self._loader.generators)
+            dataset = _ShardDataset(source.dataset, source.collate_fn, self._loader.generators)
             self._arriving = start_loading(source, dataset, batch_sampler=self, collate_fn=_unchanged)
         while key not in self._ready:
             loaded = next(self._arriving)
@@ -116,7 +116,7 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
             num_workers=source.num_workers,
             pin_memory=source.pin_memory and torch.accelerator.is_available(),
             timeout=source.timeout,
-            worker_init_fn=functools.partial(_begin, source.worker_init_fn),
+            worker_init_fn=functools.partial(_begin_loader_process, source.worker_init_fn),
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
             generator=torch.Generator(device="cpu").manual_seed(torch.initial_seed()),
@@ -136,7 +136,7 @@ def load(dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any],
 # ------------------------------------------------------------------------------------------- in the loader processes
 
 
-class _Requested(torch.utils.data.Dataset[Any]):
+class _ShardDataset(torch.utils.data.Dataset[Any]):
     """The script's data set and collate function, asked for one batch under the seed of its request."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any]) -> None:
@@ -144,18 +144,18 @@ class _Requested(torch.utils.data.Dataset[Any]):
         self._collate = collate
         self._generators = list(generators)  # travel together with the data set, so they are those that it holds
 
-    def __getitems__(self, requests: list[Request]) -> _Loaded:
+    def __getitems__(self, requests: list[Request]) -> _LoadedShard:
         (request,) = requests
         began = time.monotonic()
         batch = load(self.dataset, self._collate, self._generators, request) if request.indices else None
-        return _Loaded(request.key, time.monotonic() - began, batch)
+        return _LoadedShard(request.key, time.monotonic() - began, batch)
 
 
-def _unchanged(loaded: _Loaded) -> _Loaded:
+def _unchanged(loaded: _LoadedShard) -> _LoadedShard:
     return loaded
 
 
-def _begin(user: Callable[[int], None] | None, number: int) -> None:
+def _begin_loader_process(user: Callable[[int], None] | None, number: int) -> None:
     """End with the script, however it ends, and run its `worker_init_fn`.
 
     A forked process holds copies of the script's sockets. Were it to outlive a script that was killed, the other
@@ -166,7 +166,7 @@ def _begin(user: Callable[[int], None] | None, number: int) -> None:
     if script is not None and not script.is_alive():
         os._exit(1)
     info = torch.utils.data.get_worker_info()
-    if info is not None and isinstance(info.dataset, _Requested):  # the script's code expects its own data set there
+    if info is not None and isinstance(info.dataset, _ShardDataset):  # the script's code expects its own data set there
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the class of `info` forbids assignments
     if user is not None:
         user(number)

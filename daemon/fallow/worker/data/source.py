@@ -33,9 +33,7 @@ Duties = Callable[[int], Sequence[int]]
 class Source(ABC):
     """The data of a loop over updates. Which samples a shard has never depends on the membership.
 
-    Args:
-        batch_size: samples in a full shard.
-        global_batch: samples in a full step, a multiple of `batch_size`.
+    A full shard has `batch_size` samples, a full step `global_batch`, a multiple of that.
     """
 
     steps: int | None = None

@@ -62,9 +62,9 @@ class StreamLoader(Source):
         self._epoch = -1
         self._stream: Iterator[_Batch] | None = None
         "None: it has ended"
-        self._first = 0
+        self._first_number = 0
         "number of the first batch that is kept"
-        self._kept: deque[_Batch] = deque()
+        self._batches: deque[_Batch] = deque()
 
     def cut(self, epoch: int, step: int) -> Cut:
         """Read a step of an epoch and return its shards.
@@ -75,17 +75,17 @@ class StreamLoader(Source):
         if self._skip(Reached(epoch, step)):
             # With drop_last another step comes only if it is a full one.
             full = self.shards if self.source.drop_last else 1
-            while len(self._kept) < self.shards + full and self._read():
+            while len(self._batches) < self.shards + full and self._read():
                 pass
-            if len(self._kept) >= full:
-                sizes = tuple(batch.samples for batch in islice(self._kept, self.shards))
-                last = len(self._kept) < self.shards + full
+            if len(self._batches) >= full:
+                sizes = tuple(batch.samples for batch in islice(self._batches, self.shards))
+                last = len(self._batches) < self.shards + full
                 # The whole step is in each CRC: members whose streams differ are all told so.
-                contents = (batch.crc for batch in islice(self._kept, self.shards))
+                contents = (batch.crc for batch in islice(self._batches, self.shards))
                 known = array("q", [*sizes, last, *contents]).tobytes()
                 crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
-        batches = self._first + len(self._kept)
+        batches = self._first_number + len(self._batches)
         if step:
             raise FallowError(
                 f"the stream ended after {batches} batches in epoch {epoch}, where the run is at step {step} of "
@@ -101,10 +101,10 @@ class StreamLoader(Source):
 
     def fetch(self, key: Key, duties: Duties) -> Any:
         """Return one batch of the step that was cut last."""
-        number = key.step * self.shards + key.shard - self._first
-        batch = self._kept[number]
+        number = key.step * self.shards + key.shard - self._first_number
+        batch = self._batches[number]
         # A body may change its batch, and the step may have to be done again.
-        self._kept[number] = batch._replace(data=copied(batch.data))
+        self._batches[number] = batch._replace(data=copied(batch.data))
         return batch.data
 
     def example(self, members: Callable[[], Reached]) -> Any:
@@ -112,48 +112,48 @@ class StreamLoader(Source):
         at = members()
         while self._skip(at) and at != (at := members()):
             pass
-        if not self._kept and not self._read():
+        if not self._batches and not self._read():
             # The members may be in another loader's pass.
             self._open(at.epoch)
             if not self._read():
                 raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
-        return copied(self._kept[0].data)
+        return copied(self._batches[0].data)
 
     def follow(self, members: Reached) -> bool:
         """Read past one step's batches, if the members have finished that step."""
         if self._epoch != members.epoch:
             return self._skip(Reached(members.epoch, 0))
-        if self._stream is None or self._first >= members.step * self.shards:
+        if self._stream is None or self._first_number >= members.step * self.shards:
             return False
-        return self._skip(Reached(members.epoch, self._first // self.shards + 1))
+        return self._skip(Reached(members.epoch, self._first_number // self.shards + 1))
 
     def _skip(self, to: Reached) -> bool:
         """Read up to that step and drop the batches before it; return False if the stream ends before it."""
         wanted = to.step * self.shards
-        if self._epoch != to.epoch or wanted < self._first:
+        if self._epoch != to.epoch or wanted < self._first_number:
             self._open(to.epoch)
-        while self._first < wanted and (self._kept or self._read()):
-            self._kept.popleft()
-            self._first += 1
-        return self._first == wanted
+        while self._first_number < wanted and (self._batches or self._read()):
+            self._batches.popleft()
+            self._first_number += 1
+        return self._first_number == wanted
 
     def _read(self) -> bool:
         if self._stream is None:
             return False
-        with self._seeded(self._first + len(self._kept)):
+        with self._seeded(self._first_number + len(self._batches)):
             batch = next(self._stream, None)
         self.moved()
         if batch is None:
             self._stream = None
             return False
-        self._kept.append(batch)
+        self._batches.append(batch)
         return True
 
     def _open(self, epoch: int) -> None:
         source = self.source
         self._stream = None  # ends its processes
-        self._epoch, self._first = epoch, 0
-        self._kept.clear()
+        self._epoch, self._first_number = epoch, 0
+        self._batches.clear()
         with self._seeded(-1):
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
@@ -163,7 +163,7 @@ class StreamLoader(Source):
                 self.dataset,
                 batch_size=source.batch_size,
                 drop_last=source.drop_last,
-                collate_fn=functools.partial(_counted, source.collate_fn),
+                collate_fn=functools.partial(_collate_batch, source.collate_fn),
             )
 
     @contextmanager
@@ -174,7 +174,7 @@ class StreamLoader(Source):
             yield
 
 
-def _counted(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
+def _collate_batch(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
     batch = user(samples)
     return _Batch(len(samples), batch, content_crc(batch))
 

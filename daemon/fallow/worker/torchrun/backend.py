@@ -61,7 +61,7 @@ class AgentStore(HeadStore):
         super().__init__(taken.prepare.generation, len(taken.prepare.members), handler.session.ask, 2 * _LOOK_S)
         self._handler, self._taken = handler, taken
         self._patience_s = 300.0
-        self._added: dict[str, int] = {}
+        self._own_parts: dict[str, int] = {}
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, of which every member keeps its own part: a question may be asked twice.
@@ -70,8 +70,8 @@ class AgentStore(HeadStore):
         """
         if key.startswith(_SCRIPT_ENDED):
             self._handler.script_ended()
-        self._added[key] = self._added.get(key, 0) + amount
-        self.set(f"{key}/{self._taken.rank}", str(self._added[key]))
+        self._own_parts[key] = self._own_parts.get(key, 0) + amount
+        self.set(f"{key}/{self._taken.rank}", str(self._own_parts[key]))
         parts = (self.read([f"{key}/{rank}"], 0.0) for rank in range(self._size))
         return sum(int(part[0]) for part in parts if part)
 
@@ -101,18 +101,12 @@ class AgentStore(HeadStore):
 
 
 class Handler(RendezvousHandler):
-    """What torchrun's agent asks. All calls come from its main thread.
+    """What torchrun's agent asks. All calls come from its main thread."""
 
-    Args:
-        session: the open conversation with the head.
-        run: the run's id.
-        workers: most members of the run.
-    """
-
-    def __init__(self, session: Session, run: str, workers: int) -> None:
+    def __init__(self, session: Session, run: str, max_workers: int) -> None:
         self.session = session
         self._run = run
-        self._workers = workers
+        self._shards = max_workers * _SHARDS
         self._taken: Upcoming | None = None
         self._attempts = Attempts()
         self._scripts_store: Store | None = None
@@ -152,7 +146,7 @@ class Handler(RendezvousHandler):
         Raises:
             SystemExit: this worker is not needed any more (torchrun ends with its code), or the script fails for good.
         """
-        session, shards = self.session, self._workers * _SHARDS
+        session = self.session
         self._scripts_store = None
         if self._taken is None:
             session.announce(
@@ -160,8 +154,8 @@ class Handler(RendezvousHandler):
                     worker=session.worker,
                     signature=_LAYOUT,
                     layout=[_LAYOUT],
-                    shards=shards,
-                    global_batch=shards,
+                    shards=self._shards,
+                    global_batch=self._shards,
                     restarts=True,
                 )
             )
@@ -214,19 +208,19 @@ class Handler(RendezvousHandler):
         # Bound now and kept, so that nobody can take the port; it is needed if the store of the scripts goes here.
         with listen(session.address, session.ports) as listening:
             port = listening.getsockname()[1]
-            told = self._exchange(store, taken, f"{session.address} {port}".encode())
-            if told is None:
+            addresses = self._exchange(store, taken, f"{session.address} {port}".encode())
+            if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
-            here = [i for i, value in enumerate(told) if value != _DONE]
-            address, _, number = told[here[0]].decode().partition(" ")
-            if here[0] == rank:
+            ranks = [i for i, value in enumerate(addresses) if value != _DONE]
+            address, _, number = addresses[ranks[0]].decode().partition(" ")
+            if ranks[0] == rank:
                 self._scripts_store = TCPStore(
                     address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
         generation = session.progress.generation = taken.prepare.generation
         session.send(Active(worker=session.worker, generation=generation, first_step=0, pause_s=0.0, parts=Parts()))
-        return RendezvousInfo(store, here.index(rank), len(here), RendezvousStoreInfo(address, int(number)))
+        return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
     def _exchange(self, store: HeadStore, taken: Upcoming, own: bytes) -> list[bytes] | None:
         """The values that all members have set, by rank; None: one did not, or another generation is due."""
