@@ -112,11 +112,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     modes: list[str] | None = None
     "what the members had frozen and what rested, if they agreed on it"
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all files that it lists."""
-        return sum(file.size for file in self.files)
-
 
 def folder_name(generation: int, step: int) -> str:
     """Name of a complete checkpoint's folder; sorts by age."""
@@ -165,7 +160,7 @@ def announcement(worker: str, folder: Path, manifest: Manifest, digest: str) -> 
         epoch=manifest.epoch,
         path=str(folder),
         digest=digest,
-        nbytes=manifest.nbytes,
+        nbytes=sum(file.size for file in manifest.files),
         written_at=manifest.written_at,
         asked=manifest.asked,
     )

@@ -43,7 +43,6 @@ STUCK_S = 1200.0
 
 LOOK_S = 0.1
 
-
 _CLAIM = "finishing"
 """Made by the one member that puts the whole together."""
 

@@ -81,10 +81,6 @@ class AgentStore(HeadStore):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._all(keys, self._patience_s)
 
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._all(keys, timeout.total_seconds() if timeout else self._patience_s)
 
