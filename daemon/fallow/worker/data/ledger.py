@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +29,9 @@ LAST_S = 10.0
 """How long a member that has finished waits for it. What is not in the file then is unknown."""
 
 _OPENING_S = 5.0
+
+_Outcome = tuple[int, OSError | None]
+"""What became of an append: bytes that are in the file now, and why not all of them."""
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
@@ -69,7 +71,7 @@ class Ledger:
         self._file.append(b"")
         outcome = self._file.outcome(time.monotonic() + _OPENING_S)
         self._hangs = outcome is None
-        error = outcome.error if outcome is not None else None
+        _, error = outcome or (0, None)
         if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise FallowError(f"ledger {path} cannot be opened: {error.strerror}", Exit.CANTCREAT)
 
@@ -88,37 +90,38 @@ class Ledger:
         Args:
             patience_s: how long to wait for a disk that hangs; None: as a step does.
         """
-        if self._file is None or not (self._new or self._backlog):
+        if self._file is None or not (self._new or self._backlog.content):
             return
         began = time.monotonic()
         outcome = self._file.outcome(0.0)
         if outcome is not None:
-            self._settle(outcome)  # before more comes: a disk that has caught up with the backlog does not hang
+            self._settle(*outcome)  # before more comes: a disk that has caught up with the backlog does not hang
         for record in self._new:
             self._backlog.add(record)
         self._new.clear()
         if patience_s is None:
             patience_s = 0.0 if self._hangs else PATIENCE_S
-        while self._backlog:
+        while self._backlog.content:
             outcome = self._file.outcome(began + patience_s)
             if outcome is None:
                 self._hangs = True
                 self._complain(f"no answer for {time.monotonic() - began:.1f} s")
                 return
-            self._settle(outcome)
-            if outcome.error is not None:
-                self._complain(outcome.error.strerror or str(outcome.error))
+            written, error = outcome
+            self._settle(written, error)
+            if error is not None:
+                self._complain(error.strerror or str(error))
                 return
-            if self._backlog:
+            if self._backlog.content:
                 self._file.append(bytes(self._backlog.content))
         if self._is_behind:
             self._is_behind = False
             sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
             self._tell(None)
 
-    def _settle(self, outcome: _Outcome) -> None:
-        self._backlog.remove(outcome.size)
-        if outcome.error is not None or not self._backlog:
+    def _settle(self, written: int, error: OSError | None) -> None:
+        self._backlog.remove(written)
+        if error is not None or not self._backlog.content:
             self._hangs = False
 
     def _complain(self, why: str) -> None:
@@ -144,9 +147,6 @@ class _Backlog:
         self._lost: Gap | None = None
         "steps of records that did not fit"
 
-    def __bool__(self) -> bool:
-        return bool(self.content)
-
     def add(self, record: Record) -> None:
         line = _encoder.encode(record) + b"\n"
         step = record.first_step if isinstance(record, Start | Gap) else record.step
@@ -171,13 +171,6 @@ class _Backlog:
             self.add(lost)
 
 
-class _Outcome(NamedTuple):
-    """What became of an append: bytes that are in the file, and why not all of them."""
-
-    size: int
-    error: OSError | None
-
-
 class _RecordFile:
     """Appends one piece of data at a time.
 
@@ -191,7 +184,7 @@ class _RecordFile:
         self._path = path
         self._descriptor: int | None = None
         self._thread: threading.Thread | None = None
-        self._outcome = _Outcome(0, None)
+        self._outcome: _Outcome = (0, None)
 
     def append(self, data: bytes) -> None:
         """Begin to append. Call it only when `outcome` has told of the append before."""
@@ -211,7 +204,7 @@ class _RecordFile:
             if self._thread.is_alive():
                 return None
             self._thread = None
-        outcome, self._outcome = self._outcome, _Outcome(0, None)
+        outcome, self._outcome = self._outcome, (0, None)
         return outcome
 
     def _append(self, data: bytes) -> None:
@@ -225,7 +218,7 @@ class _RecordFile:
                 written += os.write(self._descriptor, data[written:])
         except OSError as caught:
             error = caught
-        self._outcome = _Outcome(written, error)
+        self._outcome = written, error
 
 
 def read_ledger(path: Path) -> list[Record]:
