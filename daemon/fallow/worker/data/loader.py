@@ -7,9 +7,9 @@ this process asks for. With `num_workers`, loader processes load ahead (see `pre
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import (
 from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import Prefetcher, Request, load
+from fallow.worker.data.prefetch import Prefetcher, Request
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 
@@ -64,7 +64,7 @@ class ElasticLoader(Source):
         self.source, self.dataset = source, source.dataset
         self.processes = source.num_workers
         self._seed = seed
-        self._prefetch: Prefetcher | None = None
+        self._prefetch = Prefetcher(self)
         self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
         first = self._order(0)
         if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
@@ -113,28 +113,19 @@ class ElasticLoader(Source):
         )
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Have the loader processes load what this member will fetch from `at` on."""
-        if self._prefetch is not None:
-            self._prefetch.replan(at, duties)
+        """Load from now on what this member will fetch from `at` on, in that order."""
+        self._prefetch.replan(at, duties)
 
     def example(self, members: Callable[[], Reached]) -> Any:
         """Return the first shard of all."""
-        return self.fetch(Key(0, 0, 0), lambda shards: [0])
+        first = Key(0, 0, 0)
+        self.replan(first, lambda shards: [0])
+        return self.fetch(first)
 
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
-        if self.processes:
-            if self._prefetch is None:
-                self._prefetch = Prefetcher(self)
-                self._prefetch.replan(key, duties)
+        with nullcontext() if self.processes else rng.kept(self.generators):
             self.load_s, batch = self._prefetch.take(key)
-            return batch
-        began = time.monotonic()
-        with rng.kept(self.generators):
-            batch = load(self.dataset, self.source.collate_fn, self.generators, self.request(key))
-        if self.source.pin_memory and torch.accelerator.is_available():
-            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
-        self.load_s = time.monotonic() - began
         return batch
 
     def request(self, key: Key) -> Request:

@@ -1,4 +1,4 @@
-"""Loader processes: batches loaded ahead along a plan that may change.
+"""Batches loaded along a plan that may change: ahead by loader processes, else one by one as they are wanted.
 
 torch's DataLoader runs the processes. Its batch sampler is a feed whose future can be replaced. What is already loading
 stays, and what arrives and is not wanted any more is thrown away.
@@ -125,15 +125,7 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
         return iter(inner)
 
 
-def load(dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any], request: Request) -> Any:
-    """Return the batch of one shard, made under its seed of samples as torch's DataLoader asks for them."""
-    rng.seed_everything(request.seed, generators)
-    if callable(getattr(dataset, "__getitems__", None)):
-        return collate(list(dataset.__getitems__(list(request.indices))))
-    return collate([dataset[index] for index in request.indices])
-
-
-# ------------------------------------------------------------------------------------------- in the loader processes
+# ---------------------------------------------------------------------------------- in the loader processes, if any
 
 
 class _ShardDataset(torch.utils.data.Dataset[Any]):
@@ -146,8 +138,15 @@ class _ShardDataset(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, requests: list[Request]) -> _LoadedShard:
         (request,) = requests
+        if not request.indices:
+            return _LoadedShard(request.key, 0.0, None)
         began = time.monotonic()
-        batch = load(self.dataset, self._collate, self._generators, request) if request.indices else None
+        rng.seed_everything(request.seed, self._generators)
+        if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader asks for samples
+            samples = list(self.dataset.__getitems__(request.indices))
+        else:
+            samples = [self.dataset[index] for index in request.indices]
+        batch = self._collate(samples)
         return _LoadedShard(request.key, time.monotonic() - began, batch)
 
 

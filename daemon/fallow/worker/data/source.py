@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -47,7 +46,7 @@ class Source(ABC):
         self.batch_size = batch_size
         self.global_batch = global_batch
         self.load_s = 0.0
-        "seconds that loading the last fetched batch took, in whichever process"
+        "seconds that a loader process took for the last fetched batch"
         self.moved: Callable[[], None] = lambda: None
         "called whenever a long operation makes progress"
         self.generators: Sequence[Any] = ()
@@ -73,7 +72,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last. The caller has seeded all random numbers for the shard.
 
         A loader leaves all generators as they are; `Calls` draws from them.
@@ -84,7 +83,7 @@ class Source(ABC):
         """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Take note of what this member will fetch from `at` on."""
+        """Take note of what this member will fetch, in order, from `at` on."""
         return
 
     def follow(self, members: Reached) -> bool:
@@ -117,11 +116,8 @@ class Calls(Source):
         crcs = tuple(shard_crc(epoch, step, shard, b"") for shard in range(self.shards))
         return Cut((1,) * self.shards, crcs, last=False)
 
-    def fetch(self, key: Key, duties: Duties) -> Any:
-        began = time.monotonic()
-        batch = self._function()
-        self.load_s = time.monotonic() - began
-        return batch
+    def fetch(self, key: Key) -> Any:
+        return self._function()
 
     def example(self, members: Callable[[], Reached]) -> Any:
         return self._function()

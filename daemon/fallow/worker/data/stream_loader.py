@@ -30,7 +30,7 @@ from fallow.core.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.prefetch import start_loading
-from fallow.worker.data.source import Duties, Key, Reached, Source
+from fallow.worker.data.source import Key, Reached, Source
 
 _COMPARED_BYTES = 1024
 """Bytes of each tensor, array or text of a batch that go into its CRC."""
@@ -78,28 +78,28 @@ class StreamLoader(Source):
             while len(self._batches) < self.shards + full and self._read():
                 pass
             if len(self._batches) >= full:
-                sizes = tuple(batch.samples for batch in islice(self._batches, self.shards))
+                batches = list(islice(self._batches, self.shards))
+                sizes = tuple(batch.samples for batch in batches)
                 last = len(self._batches) < self.shards + full
                 # The whole step is in each CRC: members whose streams differ are all told so.
-                contents = (batch.crc for batch in islice(self._batches, self.shards))
-                known = array("q", [*sizes, last, *contents]).tobytes()
+                known = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
                 crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
-        batches = self._first_number + len(self._batches)
+        length = self._first_number + len(self._batches)
         if step:
             raise FallowError(
-                f"the stream ended after {batches} batches in epoch {epoch}, where the run is at step {step} of "
+                f"the stream ended after {length} batches in epoch {epoch}, where the run is at step {step} of "
                 f"{self.shards} batches each: an IterableDataset must give the same samples in every process and on "
                 "every node",
                 Exit.DATA,
             )
         raise FallowError(
-            f"the stream has only {batches} batches in epoch {epoch}, too few for a step: check the dataset"
+            f"the stream has only {length} batches in epoch {epoch}, too few for a step: check the dataset"
             + ("; or lower global_batch (or max nodes), or set drop_last=False" if self.source.drop_last else ""),
             Exit.DATA,
         )
 
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last."""
         number = key.step * self.shards + key.shard - self._first_number
         batch = self._batches[number]
@@ -184,10 +184,7 @@ def content_crc(batch: Any) -> int:
 
     Of a tensor that is not on the host only type and shape count: to read it would be to wait for the device.
     """
-    total = 0
-    for leaf in tree_leaves(batch):
-        total = zlib.crc32(_beginning(leaf), total)
-    return total
+    return zlib.crc32(b"".join(map(_beginning, tree_leaves(batch))))
 
 
 def _beginning(leaf: Any) -> bytes:
