@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -124,8 +123,13 @@ class ElasticLoader(Source):
 
     def fetch(self, key: Key) -> Any:
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
-        with nullcontext() if self.processes else rng.kept(self.generators):
+        if self.processes:
             self.load_s, batch = self._prefetch.take(key)
+            return batch
+        with rng.kept(self.generators):
+            _, batch = self._prefetch.take(key)
+        if self.source.pin_memory and torch.accelerator.is_available():
+            batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
 
     def request(self, key: Key) -> Request:
