@@ -18,7 +18,7 @@ import accelerator
 from accelerator.crew import Member, on_both, on_device
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.restore import load
-from fallow.worker.checkpoint.writer import Writer
+from fallow.worker.checkpoint.writer import Writing
 from fallow.worker.handover import pieces, supply
 from fallow.worker.handover.align import align
 from fallow.worker.handover.snapshot import Snapshot
@@ -296,13 +296,15 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
             epoch=0,
             modes=[],
             asked=False,
-            taken_at=0.0,
+            written_at=0.0,
         )
-        writer = Writer("w0", tmp_path, reports.append)
-        writer.begin(snapshot)
+        writing = Writing("w0", tmp_path, snapshot, reports.append)
+        writing.start()
         script.step()
-        assert not writer.drain(0.1), "nothing is copied yet"
-    assert writer.drain(DEADLINE_S)
+        writing.join(0.1)
+        assert writing.is_alive(), "nothing is copied yet"
+    writing.join(DEADLINE_S)
+    assert not writing.is_alive()
     accelerator.report_syncs("off")
     assert load_state(again.prepared, load(Path(reports[0].path))) == {"step": 2}
     assert again.values["mean"].device.type == "fake"

@@ -18,7 +18,7 @@ from worlds import world
 
 from fallow.worker.api.lazy_imports import put_off_compiler
 from fallow.worker.api.run import Run
-from fallow.worker.data.calls import Calls
+from fallow.worker.data.source import Calls
 
 STEPS, ODD = 8, 3
 """Steps of a case, and the one in which something is odd."""

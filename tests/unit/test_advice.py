@@ -29,7 +29,7 @@ def test_a_process_group_of_the_scripts_own_must_be_the_same_world(monkeypatch: 
     """Each rank of another one would have trained by itself, with no word of it."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "FALLOW_WORKER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("fallow.worker.api.run._install_ending", lambda _: None)
+    monkeypatch.setattr("fallow.worker.api.process.Ending", lambda _: None)
     assert init().size == 1
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     with pytest.raises(FallowError, match="made this process rank 0 of 2, the environment says 0 of 1: leave init_pro"):

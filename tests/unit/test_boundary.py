@@ -17,7 +17,7 @@ from fallow.core.failures import Apart
 from fallow.model import Aligned, FallowError
 from fallow.worker.api.run import Run
 from fallow.worker.checkpoint.saver import Saver
-from fallow.worker.data import ledger, record_file
+from fallow.worker.data import ledger
 
 __all__ = ["no_watchers"]
 
@@ -194,15 +194,15 @@ def test_training_goes_on_while_the_disk_of_a_ledger_hangs(tmp_path: Path, monke
     """What is not in the file at once is there in the end, and the head is told meanwhile that it is not."""
     answers = threading.Event()
     hung = threading.Event()
-    append = record_file.RecordFile._append
+    append = ledger._RecordFile._append
 
-    def hangs(file: record_file.RecordFile, data: bytes) -> None:
+    def hangs(file: ledger._RecordFile, data: bytes) -> None:
         if data and b'"step":2' in data:
             hung.set()
             assert answers.wait(60.0)
         append(file, data)
 
-    monkeypatch.setattr(record_file.RecordFile, "_append", hangs)
+    monkeypatch.setattr(ledger._RecordFile, "_append", hangs)
     monkeypatch.setattr(ledger, "network_filesystem", lambda _: "nfs")
     world, unrecorded = World(tmp_path, Generation("ab")), []
 

@@ -21,7 +21,7 @@ from fallow.worker.checkpoint import writer  # noqa: E402
 from fallow.worker.checkpoint.manifest import complete_ones, read_manifest  # noqa: E402
 from fallow.worker.checkpoint.parts import Slice, cut, take  # noqa: E402
 from fallow.worker.checkpoint.restore import load  # noqa: E402
-from fallow.worker.checkpoint.writer import Writer  # noqa: E402
+from fallow.worker.checkpoint.writer import Writing  # noqa: E402
 from fallow.worker.handover.transfer import export_state, load_state  # noqa: E402
 from fallow.worker.prepared import extra_state  # noqa: E402
 from fallow.worker.prepared.objects import Prepared  # noqa: E402
@@ -60,13 +60,14 @@ def write(folder: Path, step: int, world: int, *, only: set[int] | None = None, 
     members = []
     tree = known.pop("tree", None) or state()
     for rank in sorted(range(world) if only is None else only):
-        about = {"generation": 2, "epoch": 1, "asked": False, "taken_at": 5.0, "modes": []} | known
-        member = Writer(f"w{rank}", folder, reports.append)
-        member.begin(take(tree, rank, world, step=step, **about))
+        about = {"generation": 2, "epoch": 1, "asked": False, "written_at": 5.0, "modes": []} | known
+        member = Writing(f"w{rank}", folder, take(tree, rank, world, step=step, **about), reports.append)
+        member.start()
         members.append(member)
     for member in members:
-        member.hurry()
-        assert member.drain(30)
+        member.hurry.set()
+        member.join(30)
+        assert not member.is_alive()
     return reports
 
 
@@ -108,7 +109,7 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
     assert same(load(folder), state() | {"modes": ["frozen model.0.weight"], "extra": {}})
     manifest, digest = read_manifest(folder)
     assert (manifest.step, manifest.epoch, manifest.world, digest) == (7, 1, world, done.digest)
-    assert done.nbytes == manifest.nbytes
+    assert done.nbytes == sum(file.size for file in manifest.files)
     names = {".metadata", "manifest", "extra.distcp", *(f"__{rank}_0.distcp" for rank in range(world))}
     assert {path.name for path in folder.iterdir()} == names
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -118,11 +119,14 @@ def test_what_several_members_wrote_comes_back_whole(tmp_path: Path, world: int)
 def test_what_members_have_switched_is_kept_if_they_agree(tmp_path: Path) -> None:
     for folder, second in ((tmp_path / "alike", ["resting model.0"]), (tmp_path / "unlike", [])):
         reports: list[Report] = []
-        members = [Writer(f"w{rank}", folder, reports.append) for rank in range(2)]
-        for rank, (member, modes) in enumerate(zip(members, (["resting model.0"], second), strict=True)):
-            known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "taken_at": 5.0}
-            member.begin(take(state(), rank, 2, modes=modes, **known))
-        assert all(member.drain(30) for member in members)
+        members = []
+        for rank, modes in enumerate((["resting model.0"], second)):
+            known: dict[str, Any] = {"generation": 2, "step": 7, "epoch": 1, "asked": False, "written_at": 5.0}
+            snapshot = take(state(), rank, 2, modes=modes, **known)
+            members.append(Writing(f"w{rank}", folder, snapshot, reports.append))
+            members[-1].start()
+        for member in members:
+            member.join(30)
         (done,) = reports
         assert isinstance(done, Checkpointed)
         assert load(Path(done.path))["modes"] == (second or None)

@@ -95,13 +95,13 @@ class Member:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No part is written before it is set."""
     opened = threading.Event()
-    plain: Callable[..., Any] = writing._write_part
+    plain: Callable[..., Any] = writing.write_part
 
     def held_up(*args: Any) -> Any:
         assert opened.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(writing, "_write_part", held_up)
+    monkeypatch.setattr(writing, "write_part", held_up)
     return opened
 
 
@@ -278,7 +278,8 @@ def test_a_file_system_that_does_not_answer_is_told_of_and_vetoes_nothing(
     while not member.session.written:
         assert time.monotonic() < deadline, "it answers again"
         time.sleep(0.01)
-    while member.saver._writer.blocked:
+    assert member.saver._abandoned is not None
+    while member.saver._abandoned.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     member.save(13)

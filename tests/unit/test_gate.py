@@ -12,7 +12,7 @@ import torch
 from small_training import Script, net, no_watchers
 
 from fallow.model import FallowError
-from fallow.worker.api.gate import Gate
+from fallow.worker.api.short import Gate
 
 __all__ = ["no_watchers"]
 

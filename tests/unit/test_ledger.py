@@ -21,6 +21,7 @@ from fallow.core.audit import audit
 from fallow.core.roster import Roster, Worker
 from fallow.head.ledgers import count_samples
 from fallow.model import ChangeKind, GenerationReport, Parts
+from fallow.worker.data import ledger as ledgers
 from fallow.worker.data.ledger import Done, Fed, Gap, Ledger, Record, Start, read_ledger
 
 
@@ -45,8 +46,12 @@ class Disk:
 def keep(path: Path, steps: int, disk: Disk, kept: int = 1 << 20, *, threaded: bool = False) -> list[int | None]:
     """Write a ledger of so many steps on that disk, and what it told meanwhile."""
     told: list[int | None] = []
-    with mock.patch("fallow.worker.data.record_file.os.write", disk.write):
-        ledger = Ledger(path, told.append, kept, threaded=threaded, patience_s=60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", disk.write)
+        patch.setattr(ledgers, "network_filesystem", lambda _: "nfs" if threaded else None)
+        patch.setattr(ledgers, "KEPT_BYTES", kept)
+        patch.setattr(ledgers, "PATIENCE_S", 60.0)
+        ledger = Ledger(path, told.append)
         ledger.add(Start(generation=1, first_step=0))
         for step in range(steps):
             ledger.add(fed(step))
@@ -93,7 +98,7 @@ def test_memory_is_bounded_and_what_was_lost_is_in_the_file(tmp_path: Path, caps
 
 def test_a_file_that_cannot_be_made_for_want_of_room_is_made_later(tmp_path: Path) -> None:
     path, told = tmp_path / "w0.ledger", list[int | None]()
-    with mock.patch("fallow.worker.data.record_file.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
+    with mock.patch("fallow.worker.data.ledger.os.open", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")):
         ledger = Ledger(path, told.append)
         ledger.add(fed(3))
         ledger.flush()
@@ -171,11 +176,18 @@ def close(ledger: Ledger) -> None:
     os.close(ledger._file._descriptor)
 
 
+@pytest.fixture
+def shared_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file seems to be on one."""
+    monkeypatch.setattr(ledgers, "network_filesystem", lambda _: "nfs")
+
+
+@pytest.mark.usefixtures("shared_file_system")
 def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk, told = Hanging(tmp_path), list[int | None]()
-    ledger = Ledger(disk.path, told.append, threaded=True)
+    ledger = Ledger(disk.path, told.append)
     wanted: list[Record] = []
 
     def step() -> None:
@@ -210,11 +222,12 @@ def test_a_disk_that_hangs_is_waited_for_once_and_gets_every_record_in_order(
     assert "cannot be written (no answer for 0." in warned[0]
 
 
+@pytest.mark.usefixtures("shared_file_system")
 def test_a_disk_that_hangs_from_the_start_ends_nothing(tmp_path: Path) -> None:
     path, told = tmp_path / "w0.ledger", list[int | None]()
     os.mkfifo(path, 0o600)  # opened, it blocks until somebody reads
     with mock.patch("fallow.worker.data.ledger._OPENING_S", 0.05):
-        ledger = Ledger(path, told.append, threaded=True)
+        ledger = Ledger(path, told.append)
     ledger.add(fed(0))
     ledger.flush()
     assert told == [0]

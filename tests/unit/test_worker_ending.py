@@ -15,13 +15,20 @@ import sys
 from fallow.worker.api.process import Ending
 def tell(*words):
     print(*words, flush=True)
-def init(thing=None, released=False):
-    def finished():
+class Run:
+    def __init__(self, thing, released):
+        self.thing, self.released = thing, released
+    def _finished(self):
         tell("finished")
-        return 0 if released else None
-    def failed(code, text, trace, signature):
+        return 0 if self.released else None
+    def _failed(self, code, text, trace, signature):
         tell("failed", code, text)
-    Ending(finished, failed, lambda: bool(thing) or True).install()
+    def _advice(self, error):
+        return ""
+    def _ends_at_once(self):
+        return True
+def init(thing=None, released=False):
+    Ending(Run(thing, released))
 """
 
 FORMS = {

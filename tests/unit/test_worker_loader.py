@@ -49,10 +49,11 @@ def elastic(batch_size: int = 4, global_batch: int = 8, seed: int = 3, **options
 def epochs_of(loader: ElasticLoader, epochs: int = 2) -> list[tuple[list[int], list[float]]]:
     """All batches, in order."""
     found = []
+    loader.replan(Key(0, 0, 0), range)
     for epoch in range(epochs):
         for step in range(len(loader)):
             for shard in range(len(loader.cut(epoch, step).sizes)):
-                indices, noise = loader.fetch(Key(epoch, step, shard), range)
+                indices, noise = loader.fetch(Key(epoch, step, shard))
                 found.append((indices.tolist(), noise.tolist()))
     return found
 
@@ -82,9 +83,10 @@ def test_loading_leaves_the_scripts_random_numbers_alone(processes: int) -> None
     expected = float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))
     loader = elastic(num_workers=processes, shuffle=True)
     loader.generators = [generator.manual_seed(1)]
+    loader.replan(Key(0, 0, 0), range)
     torch.manual_seed(1)
     random.seed(1)
-    loader.fetch(Key(0, 0, 0), range)
+    loader.fetch(Key(0, 0, 0))
     assert (float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))) == expected
 
 
@@ -132,7 +134,9 @@ def open_own(number: int) -> None:
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_loader_processes_see_the_scripts_own_data_set(context: str) -> None:
     source = DataLoader(Opened(), 2, num_workers=1, worker_init_fn=open_own, multiprocessing_context=context)
-    values, own = ElasticLoader(source, 3, 2).fetch(Key(0, 0, 0), range)
+    loader = ElasticLoader(source, 3, 2)
+    loader.replan(Key(0, 0, 0), range)
+    values, own = loader.fetch(Key(0, 0, 0))
     assert (values.tolist(), own.tolist()) == ([10, 10], [True, True])
 
 
@@ -232,7 +236,8 @@ def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[...,
         dataset = Plain() if make is ElasticLoader else Flow()
         loader = make(DataLoader(dataset, 2, num_workers=processes, pin_memory=True, **options), 3, 4)
         cut = loader.cut(0, 0)
-        batches = [loader.fetch(Key(0, 0, shard), range) for shard in range(len(cut.sizes))]
+        loader.replan(Key(0, 0, 0), range)
+        batches = [loader.fetch(Key(0, 0, shard)) for shard in range(len(cut.sizes))]
         sampled = ElasticLoader(DataLoader(Plain(), 2, sampler=SubsetRandomSampler(range(8))), 3, 4).order(0)
     finally:
         torch.set_default_device(None)
@@ -258,8 +263,9 @@ class Slow(Dataset):
 
 if __name__ == "__main__":
     loader = ElasticLoader(DataLoader(Slow(), 2, num_workers=2, multiprocessing_context="fork"), 3, 4)
+    loader.replan(Key(0, 0, 0), range)
     for shard in range(2):
-        loader.fetch(Key(0, 0, shard), range)
+        loader.fetch(Key(0, 0, shard))
     sys.stdin.read()
 """
 

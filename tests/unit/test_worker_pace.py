@@ -170,6 +170,7 @@ def test_prefetching_follows_new_shares_and_throws_little_away() -> None:
     def mine(shards: int) -> list[int]:
         return [duty.shard for duty in duties(divide(shards, now), 1)]
 
+    loader.replan(Key(0, 0, 0), mine)
     changes = wanted = 0
     for step, paces in enumerate(history):
         if paces != now:
@@ -178,7 +179,7 @@ def test_prefetching_follows_new_shares_and_throws_little_away() -> None:
             loader.replan(Key(0, step, 0), mine)
         for shard in mine(20):
             key = Key(0, step, shard)
-            assert loader.fetch(key, mine).tolist() == loader.indices(key)
+            assert loader.fetch(key).tolist() == loader.indices(key)
             assert 0 < loader.load_s < 30
             wanted += 1
     flying = processes * ahead

@@ -46,7 +46,7 @@ def values(batch: Any) -> tuple[list[int], list[float]]:
 
 def step_of(loader: StreamLoader, epoch: int, step: int) -> list[Any]:
     cut = loader.cut(epoch, step)
-    batches = [values(loader.fetch(Key(epoch, step, shard), range)) for shard in range(len(cut.sizes))]
+    batches = [values(loader.fetch(Key(epoch, step, shard))) for shard in range(len(cut.sizes))]
     assert [len(numbers) for numbers, _ in batches] == list(cut.sizes)
     return [cut, *batches]
 
@@ -95,13 +95,13 @@ def test_reading_leaves_the_scripts_random_numbers_alone() -> None:
 def test_a_step_that_is_done_again_gets_its_batches_as_they_were() -> None:
     loader = stream()
     loader.cut(0, 0)
-    first = loader.fetch(Key(0, 0, 1), range)
+    first = loader.fetch(Key(0, 0, 1))
     before = values(first)
     first[1].zero_()
     loader.cut(0, 0)
-    again = loader.fetch(Key(0, 0, 1), range)
+    again = loader.fetch(Key(0, 0, 1))
     again[1].zero_()
-    assert values(loader.fetch(Key(0, 0, 1), range)) == before
+    assert values(loader.fetch(Key(0, 0, 1))) == before
 
 
 class Holder:

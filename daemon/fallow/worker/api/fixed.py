@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import NamedTuple
 
 from torch import distributed
@@ -51,34 +52,13 @@ def world_from_environment() -> World:
     return world
 
 
-def check_own_group(world: World) -> None:
-    """A process group that the script has made for torch.distributed stays its own affair, but it may not be another
-    world: each of its ranks would train a model by itself.
-
-    Raises:
-        FallowError: it is.
-    """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    own = World(distributed.get_rank(), distributed.get_world_size())
-    if own != world:
-        raise FallowError(
-            f"the script's init_process_group made this process rank {own.rank} of {own.size}, the environment says "
-            f"{world.rank} of {world.size}: leave init_process_group out and start all ranks with torchrun, or with "
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set for each",
-            Exit.USAGE,
-        )
-
-
 def build_world(world: World) -> Group:
     """The group of a fixed world, whose members meet through MASTER_ADDR and MASTER_PORT. For tensors of the host.
 
-    Args:
-        world: as the environment says.
-
     Raises:
-        FallowError: the ranks did not meet.
+        FallowError: the ranks did not meet, or the script has made a process group of another world.
     """
+    _check_own_group(world)
     if world.size == 1:
         return Group(0, 0, 1, None)
     os.environ.setdefault("RANK", str(world.rank))
@@ -90,15 +70,25 @@ def build_world(world: World) -> Group:
             f"rank {world.rank} of {world.size} cannot meet the others: {error}; set MASTER_ADDR and MASTER_PORT",
             Exit.UNAVAILABLE,
         ) from None
-    towards = _own_address(os.environ["MASTER_ADDR"])
+    # The local address from which the master is reached.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(os.environ["MASTER_ADDR"]), 9))
+        towards = str(probe.getsockname()[0])
     address = data_address(interfaces(), towards, DataNetwork(), os.environ)
     return build_group(0, rank, size, PrefixStore("fallow", store), address, _TIMEOUT_S)
 
 
-def _own_address(master: str) -> str:
-    """The local address from which `master` is reached."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(master), 9))
-        return str(probe.getsockname()[0])
+def _check_own_group(world: World) -> None:
+    """A process group that the script has made for torch.distributed stays its own affair, but it may not be another
+    world: each of its ranks would train a model by itself.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    own = World(distributed.get_rank(), distributed.get_world_size())
+    if own != world:
+        raise FallowError(
+            f"the script's init_process_group made this process rank {own.rank} of {own.size}, the environment says "
+            f"{world.rank} of {world.size}: leave init_process_group out and start all ranks with torchrun, or with "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set for each",
+            Exit.USAGE,
+        )

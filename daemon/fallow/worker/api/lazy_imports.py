@@ -20,7 +20,7 @@ from typing import Any
 
 _NAME = "torch._dynamo"
 
-_KEPT = "__dynamo_disable"
+_ANSWER = "__dynamo_disable"
 """Where `torch._compile` keeps what `disable` answered: an attribute of the function that it was asked about."""
 
 
@@ -29,7 +29,7 @@ class _StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(_NAME, "Stands in for torch._dynamo until something is compiled.")
-        self._asked: list[Any] = []
+        self._disabled: list[Any] = []
         self._loading = threading.RLock()
 
     def graph_break(self, msg: str = "") -> None:
@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
         """The function itself: nothing traces it. As `torch._compile` asks; others get the real one's answer."""
         if fn is None or options != {"wrapping": False}:
             return self._real().disable(fn, recursive, **options)
-        self._asked.append(fn)
+        self._disabled.append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:
@@ -50,20 +50,20 @@ class _StandIn(ModuleType):
         return getattr(self._real(), name)
 
     def _real(self) -> ModuleType:
-        """The real one, in this one's place from now on."""
+        """Replace this stand-in by the real module."""
         with self._loading:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
                 importlib.import_module(_NAME)
-                for fn in self._asked:
-                    if getattr(fn, _KEPT, None) is fn:
-                        delattr(fn, _KEPT)
-                self._asked.clear()
+                for fn in self._disabled:
+                    if getattr(fn, _ANSWER, None) is fn:
+                        delattr(fn, _ANSWER)
+                self._disabled.clear()
         return sys.modules[_NAME]
 
 
-class _Finder(MetaPathFinder):
-    """Finds the stand-in, once, and the submodules of what has taken its place.
+class _Finder(MetaPathFinder, Loader):
+    """Finds the stand-in, once, and the submodules of what has taken its place: modules that have been made.
 
     The import system takes a submodule's path from the package that it has: for `import torch._dynamo.config` that
     brings in the real one, and with it most submodules. It would make a second one of the module that was asked for.
@@ -71,32 +71,27 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self._found = False
+        self._own_specs: dict[int, ModuleSpec | None] = {}
+        "by id of the module"
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """A spec for what there is to give, nothing for all other modules."""
         if name == _NAME and not self._found:
             self._found = True
-            return ModuleSpec(name, _There(_StandIn()))
+            return ModuleSpec(name, self, loader_state=_StandIn())
         if name.startswith(_NAME + ".") and name in sys.modules:
-            return ModuleSpec(name, _There(sys.modules[name]))
+            return ModuleSpec(name, self, loader_state=sys.modules[name])
         return None
 
-
-class _There(Loader):
-    """Loads a module that has been made."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._spec = module.__spec__
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """That module."""
-        return self._module
+        module: ModuleType = spec.loader_state
+        self._own_specs[id(module)] = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It has run. Its own spec goes back where it was (past the `__setattr__` of torch's configurations)."""
-        if self._spec is not None:
-            vars(module)["__spec__"] = self._spec
+        own = self._own_specs.pop(id(module))
+        if own is not None:
+            vars(module)["__spec__"] = own
 
 
 def put_off_compiler() -> None:

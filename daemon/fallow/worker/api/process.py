@@ -14,10 +14,10 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +26,10 @@ from fallow.core.failures import APART, STRANGER, Apart, Stranger
 from fallow.core.network import data_address, port_range
 from fallow.model import STACK_SIGNAL, Exit, FallowError, WorkerSecret
 from fallow.wire.address import interfaces
+
+if TYPE_CHECKING:
+    from fallow.worker.api.run import Run
+    from fallow.worker.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SECRET = 65536
@@ -36,52 +40,33 @@ _NOT_THE_SCRIPTS = (str(Path(fallow.__file__).parent) + os.sep, *sysconfig.get_p
 "Beginnings of file names that are not part of a user's script."
 
 
-def _outermost_code() -> CodeType:
-    """Of the frame in which this thread's Python begins."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code
-
-
-def listens_on(secret: WorkerSecret, environ: Mapping[str, str] = os.environ) -> tuple[str, range | None]:
-    """The address, and the range of ports (None: any), on which this worker listens for the others.
+def session_with_head(worker: str, descriptor: str, *, grouped: bool = True) -> Session:
+    """The conversation for which the agent has left a secret in the inherited pipe `descriptor`; it is not open yet.
 
     Raises:
-        FallowError: no interface is the one that the job's variables or `[network]` ask for.
+        FallowError: the pipe is closed or holds something else, or no interface is the one that the job's variables or
+            `[network]` ask for.
     """
-    ports = secret.network.member_ports
-    address = data_address(interfaces(), secret.address, secret.network, environ)
-    return address, port_range(ports) if ports else None
+    from fallow.worker.session.session import Session, connection
 
-
-def read_secret(descriptor: int) -> WorkerSecret:
-    """Read the one message that the agent left in the inherited pipe, and close the pipe.
-
-    Raises:
-        FallowError: the pipe is closed or holds something else.
-    """
-    data = b""
     try:
-        while len(data) <= _LONGEST_SECRET:
-            more = os.read(descriptor, _LONGEST_SECRET)
-            if not more:
-                break
-            data += more
-        os.close(descriptor)
-        return msgspec.msgpack.decode(data, type=WorkerSecret)
-    except (OSError, msgspec.DecodeError) as error:
+        with open(int(descriptor), "rb") as pipe:
+            secret = msgspec.msgpack.decode(pipe.read(_LONGEST_SECRET), type=WorkerSecret)
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise FallowError(
             f"FALLOW_CHANNEL_FD={descriptor} gives no worker secret ({error}); "
             "unset FALLOW_WORKER to run the script by itself",
             Exit.USAGE,
         ) from None
+    address = data_address(interfaces(), secret.address, secret.network, os.environ)
+    ports = port_range(secret.network.member_ports) if secret.network.member_ports else None
+    return Session(worker, address, connection(secret), grouped=grouped, ports=ports)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process, by that signal, when its agent dies, however it dies."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(Exit.TEMPFAIL)
 
@@ -89,8 +74,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def leave_sigterm_to_the_head(warned: Callable[[], None] = lambda: None) -> None:
     """Survive SIGTERM: Slurm sends it to the whole step, and the head releases this worker at a step boundary.
 
-    Args:
-        warned: called by the handler; this worker leaves by itself where no head is there.
+    The handler calls `warned`: where no head is there, this worker leaves by itself.
     """
     owner = os.getpid()
 
@@ -115,7 +99,7 @@ def tell_stacks() -> None:
         faulthandler.register(STACK_SIGNAL, all_threads=False, chain=False)
 
 
-def signature_of(error: BaseException, trace: TracebackType | None) -> str:
+def _signature_of(error: BaseException, trace: TracebackType | None) -> str:
     """Type and place of an exception, the same wherever the same line of a script fails.
 
     The place is the innermost frame of the script's own: not Fallow's, and in no installed package.
@@ -132,19 +116,17 @@ def signature_of(error: BaseException, trace: TracebackType | None) -> str:
     return f"{type(error).__name__} at {os.path.basename(last.filename)}:{last.lineno}"
 
 
-def leave_things_be(*things: Any) -> None:
+def _skip_teardown(kept: object) -> None:
     """Have the interpreter end with the script's exit value, which it alone knows, but tear as little down as it can.
 
-    Args:
-        things: stay as they are until the process is gone, with all that they refer to.
+    `kept` stays as it is until the process is gone, with all that it refers to.
     """
     # One that comes back from native code while the interpreter goes would end the process by an abort.
     end = time.monotonic() + _NATIVE_S
     for thread in threading.enumerate():
         if thread.name.startswith(_NATIVE):
             thread.join(max(0.0, end - time.monotonic()))
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     gc.freeze()
     # Runs in the place of libraries' own ends, for which native threads must not be at work; it is handed the value.
     libc = ctypes.CDLL(None)
@@ -152,80 +134,52 @@ def leave_things_be(*things: Any) -> None:
 
 
 class Ending:
-    """Decides what happens when the script ends, and with which exit code.
+    """Takes over `sys.excepthook` and the process end. Make it before the script registers its own.
 
     What a `sys.exit` or `raise SystemExit` carries is nobody's to see here: whoever waits for the process has it.
-
-    Args:
-        finished: called when the script has ended without an exception, or by a SystemExit; gives the exit code that
-            the process has to have, None: the one that the script wants.
-        failed: called with (code, message, traceback, signature) when it has ended by another exception.
-        at_once: called last; True if the process has to end without the interpreter's own teardown.
-        advice: called with such an exception; what its traceback should say besides, empty: nothing.
     """
 
-    def __init__(
-        self,
-        finished: Callable[[], int | None],
-        failed: Callable[[int, str, str, str], None],
-        at_once: Callable[[], bool],
-        advice: Callable[[BaseException], str] = lambda _: "",
-    ) -> None:
-        self._finished = finished
-        self._failed = failed
-        self._at_once = at_once
-        self._advice = advice
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._owner = os.getpid()
-        self._outermost = _outermost_code()
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        self._outermost = frame.f_code
+        "of the frame in which this thread's Python begins"
         self.code: int | None = None
         "exit code that the process has to have; None: the script is running, or ends with the one that it wants"
-
-    def install(self) -> None:
-        """Take over `sys.excepthook` and the process end; call before the script registers its own."""
-        sys.excepthook = self._on_exception
+        sys.excepthook = lambda _, error, trace: self._tell(error, trace, show=True)
         atexit.register(self._at_exit)
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._advise(error)
-        if isinstance(error, FallowError):
-            print(f"fallow: {error.message}", file=sys.stderr)  # noqa: T201
-        else:
-            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
-        self._tell(error, trace)
-
-    def _tell(self, error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, FallowError):
-            self.code = int(error.code)
-            self._failed(self.code, error.message, "", signature_of(error, trace))
-        else:
-            self.code = 1
-            text = "".join(traceback.format_exception(type(error), error, trace))
-            self._failed(1, f"{type(error).__name__}: {error}", text, signature_of(error, trace))
-
-    def _look_at_exception(self) -> None:
-        """The script may have put a hook of its own in the place of ours."""
-        error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
-        if self.code is None and error is not None and trace is not None and trace.tb_frame.f_code is self._outermost:
-            self._advise(error)
-            self._tell(error, trace)
-
-    def _advise(self, error: BaseException) -> None:
-        if advice := self._advice(error):
+    def _tell(self, error: BaseException, trace: TracebackType | None, *, show: bool) -> None:
+        if advice := self._run._advice(error):
             error.add_note(advice)
+        if isinstance(error, FallowError):
+            self.code, message, text = int(error.code), error.message, ""
+        else:
+            self.code, message = 1, f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception(type(error), error, trace))
+        if show:
+            sys.stderr.write(text or f"fallow: {message}\n")
+        self._run._failed(self.code, message, text, _signature_of(error, trace))
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner:
             return
-        self._look_at_exception()
+        # The script may have put a hook of its own in the place of ours.
+        last, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+        if self.code is None and last is not None and trace is not None and trace.tb_frame.f_code is self._outermost:
+            self._tell(last, trace, show=False)
         if self.code is None:
             try:
-                self.code = self._finished()
+                self.code = self._run._finished()
             except FallowError as error:
-                self._on_exception(FallowError, error, None)
+                self._tell(error, None, show=True)
         # Python itself would exit with 1 after an exception, whatever its code.
-        at_once = (self.code or 0) > 1 or self._at_once()
+        at_once = (self.code or 0) > 1 or self._run._ends_at_once()
         if self.code is None and at_once:
-            leave_things_be(self)
+            _skip_teardown(self)
         if self.code is None or not at_once:
             return
         # What the script and its libraries registered still runs; only the teardown is left out.

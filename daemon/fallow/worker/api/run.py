@@ -11,11 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fallow.model import Deserted, Exit, Failed, FallowError, Finished, Outcome, Welcome
 from fallow.worker.api import fixed, process, short
-from fallow.worker.api.gate import Gate
-from fallow.worker.data.calls import Calls
 from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
-from fallow.worker.data.source import Source
+from fallow.worker.data.source import Calls, Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.script_checks import steps_seen
 from fallow.worker.loop.generations import Released
@@ -27,7 +25,7 @@ from fallow.worker.loop.updates import Loop
 from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.session.session import Session, connection
+from fallow.worker.session.session import Session
 from fallow.worker.session.voice import IsMain
 from fallow.worker.transport.group import Group
 
@@ -41,20 +39,16 @@ _NO_GROUP = ("env:// rendezvous", "Default process group has not been initialize
 class Run:
     """One elastic training, seen from a script. Made by `fallow.init`.
 
-    Args:
-        session: conversation with the head; None in a fixed world.
-        welcome: what the head said; None in a fixed world.
-        group: the fixed world's group; None under a head.
+    Under a head it has a `session` and a `welcome`, in a fixed world a `group`.
     """
 
     def __init__(self, session: Session | None, welcome: Welcome | None, group: Group | None) -> None:
         self._session = session
         self._welcome = welcome
         self._prepared = Prepared()
-        self._gate = Gate()
-        self._max_workers = welcome.max_workers if welcome is not None else (group.size if group else 1)
-        seed = welcome.seed if welcome is not None else 0
-        self._member = Member(self._prepared, seed, session, welcome, group)
+        self._gate = short.Gate()
+        self._member = Member(self._prepared, 0 if welcome is None else welcome.seed, session, welcome, group)
+        self._max_workers = self._member.group.size if welcome is None else welcome.max_workers
         self._place = self._member.place
         self._on_resize: list[Callable[[], None]] = []
         self._loop = Loop(self._member, self._on_resize)
@@ -137,11 +131,16 @@ class Run:
             Released: this worker leaves the run (ends the process with code 0).
             FallowError: the members disagree, or the head is gone for good; the script does what cannot be right.
         """
-        call = self._call = self._loop.updates(self._as_source(source, shards), epochs, max_steps)
-        try:
-            yield from call
-        finally:
-            call.close()
+        if not isinstance(source, Source):
+            if isinstance(source, DataLoader) or not callable(source):
+                raise FallowError(
+                    "run.updates wants the DataLoader that run.prepare returned, loader = run.prepare(loader), or a "
+                    "function that gives a batch",
+                    Exit.DATA,
+                )
+            source = Calls(source, shards)
+        self._call = self._loop.updates(source, epochs, max_steps)
+        yield from self._call
 
     def steps(self, loader: Source, epochs: int = 1, max_steps: int | None = None) -> Iterator[Any]:
         """Batches of this member's shards, for bodies of one backward with `optimizer.step()` behind it.
@@ -158,25 +157,12 @@ class Run:
             Released: this worker leaves the run (ends the process with code 0).
             FallowError: as for `updates`; or a body needs the loop in two levels.
         """
-        return short.steps(self._loop, self._gate, lambda: self.updates(loader, epochs=epochs, max_steps=max_steps))
-
-    def _as_source(self, source: Source | Callable[[], Any], shards: int) -> Source:
-        if isinstance(source, Source):
-            return source
-        if isinstance(source, DataLoader) or not callable(source):
-            raise FallowError(
-                "run.updates wants the DataLoader that run.prepare returned, loader = run.prepare(loader), or a "
-                "function that gives a batch",
-                Exit.DATA,
-            )
-        return Calls(source, shards)
+        return short.steps(self._loop, self._gate, self.updates(loader, epochs=epochs, max_steps=max_steps))
 
     def epochs(self, n: int) -> Iterator[int]:
         """`for epoch in run.epochs(n)`: as `range(n)`, but a newcomer starts at the epoch that the members are in."""
-        return self._place.epochs(n, self._epoch_hint, self._loop.end_call)
-
-    def _epoch_hint(self) -> int:
-        return 0 if self._welcome is None else self._welcome.epoch
+        hint = 0 if self._welcome is None else self._welcome.epoch
+        return self._place.epochs(n, lambda: hint, self._loop.end_call)
 
     # ------------------------------------------------------------------------------------------------ facts
 
@@ -346,24 +332,21 @@ class Run:
         session.deliver(failed, self._last_word_s() if decides else _DELIVERY_S)
 
     def _advice(self, error: BaseException) -> str:
+        """What to tell of an exception in a script that was written for another runtime; empty: nothing."""
         if isinstance(error, ValueError) and any(words in str(error) for words in _NO_GROUP):
             return (
                 "Fallow makes no process group for torch.distributed, since none could follow the membership: leave "
                 "init_process_group and what needs it out. backward() sums gradients by itself; use run.rank and "
                 "run.size, run.mean(x) for a metric, run.barrier() for a barrier"
             )
-        if isinstance(error, AttributeError) and (advice := self._advice_on(error.name, error.obj)):
-            return advice
-        return ""
-
-    def _advice_on(self, name: str | None, thing: Any) -> str:
-        """What scripts for other runtimes ask of a model or a loader."""
-        if name in ("module", "no_sync") and any(thing is module for module in self._prepared.modules):
+        if not isinstance(error, AttributeError):
+            return ""
+        if error.name in ("module", "no_sync") and any(error.obj is module for module in self._prepared.modules):
             return (
                 "run.prepare gives back the model itself and no wrapper, so there is no .module to take; nor is there "
                 "a no_sync(): gradients are summed once in each step, over all of its bodies"
             )
-        if name in ("sampler", "set_epoch") and isinstance(thing, Source):
+        if error.name in ("sampler", "set_epoch") and isinstance(error.obj, Source):
             return "Leave set_epoch out: the order of samples is another one in each epoch by itself"
         return ""
 
@@ -391,17 +374,13 @@ def init() -> Run:
             Exit.USAGE,
         )
     if worker is None:
-        world = fixed.world_from_environment()
-        fixed.check_own_group(world)
-        run = Run(None, None, fixed.build_world(world))
-        _install_ending(run)
+        run = Run(None, None, fixed.build_world(fixed.world_from_environment()))
+        process.Ending(run)
         return run
     process.die_with_parent()
     process.tell_stacks()
     process.leave_sigterm_to_the_head()
-    secret = process.read_secret(int(os.environ.get("FALLOW_CHANNEL_FD", "-1")))
-    address, ports = process.listens_on(secret)
-    session = Session(worker, address, connection(secret), ports=ports)
+    session = process.session_with_head(worker, os.environ.get("FALLOW_CHANNEL_FD", "-1"))
     process.leave_sigterm_to_the_head(session.warn)
     return attach(session)
 
@@ -409,12 +388,8 @@ def init() -> Run:
 def attach(session: Session) -> Run:
     """A run over an open conversation; `init` for tests and tools that bring their own channel."""
     run = Run(session, session.open(), None)
-    _install_ending(run)
+    process.Ending(run)
     return run
-
-
-def _install_ending(run: Run) -> None:
-    process.Ending(run._finished, run._failed, run._ends_at_once, run._advice).install()
 
 
 __all__ = ["Released", "Run", "init"]

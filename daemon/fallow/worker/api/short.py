@@ -1,12 +1,18 @@
-"""The short loop, `run.steps`, on top of the loop in two levels: a body per shard, the last of which acts."""
+"""The short loop, `run.steps`, on top of the loop in two levels: a body per shard, the last of which acts.
+
+A gate lets prepared objects act behind the backward of a step's last shard only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copyreg
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
+import torch
+
 from fallow.model import Exit, FallowError
-from fallow.worker.api.gate import Gate
 from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
 
@@ -16,37 +22,29 @@ _TWO_LEVELS = (
 )
 
 
-def steps(loop: Loop, gate: Gate, updates: Callable[[], Iterator[Update]]) -> Iterator[Any]:
+def steps(loop: Loop, gate: Gate, updates: Generator[Update, None, None]) -> Iterator[Any]:
     """Batches of this member's shards.
 
     In each body stands one backward, and behind it what acts: `opt.step()`, `opt.zero_grad()`, schedulers, scalers and
     averages that were prepared. They act in a step's last body on this member, once all members have its sums.
 
-    Args:
-        loop: of the run.
-        gate: which prepared objects ask.
-        updates: begins the loop below.
-
     Raises:
         FallowError: a body does what this loop cannot; it names the loop in two levels.
     """
     gate.guard(loop.member.prepared.acting())
-    at: list[Update] = []
 
     def behind_backward() -> None:
         if gate.backward:
             raise FallowError(f"a second backward in the body of a run.steps loop: {_TWO_LEVELS}", Exit.DATA)
         gate.backward = True
-        shards = at[0].open if at else None
+        shards = loop.update.open if loop.update is not None else None
         if shards is not None and shards.last_out:
             gate.open = shards.complete()
 
-    below = iter(updates())
     reduction = loop.member.reduction
     reduction.after_backward, loop.short = behind_backward, True
     try:
-        for update in below:
-            at[:] = [update]
+        for update in updates:
             for batch in update:
                 gate.open = gate.backward = False
                 yield batch
@@ -58,12 +56,71 @@ def steps(loop: Loop, gate: Gate, updates: Callable[[], Iterator[Update]]) -> It
                     )
             gate.open = gate.backward = True
     finally:
-        at.clear()
         gate.open = gate.backward = True
-        reduction.after_backward, loop.short = _nothing, False
-        close = getattr(below, "close", None)
-        if close is not None:
-            close()
+        reduction.after_backward, loop.short = (lambda: None), False
+        updates.close()
 
 
-def _nothing() -> None: ...
+class Gate:
+    """Open outside of the short loop, and in it where gradients are whole."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.backward = True
+        "the body at work has made its backward"
+        self._guarded: set[int] = set()
+
+    def guard(self, acting: Sequence[tuple[Any, Sequence[str]]]) -> None:
+        """Have these methods of these objects ask the gate; once for each object."""
+        for thing, names in acting:
+            if id(thing) in self._guarded:
+                continue
+            self._guarded.add(id(thing))
+            if isinstance(thing, torch.optim.Optimizer):
+                # On the instance, where schedulers patch `step` too. A bound method: they look for __func__.
+                plain = thing.step
+                gated = self._gated(thing, "step")
+                if hasattr(plain, "_wrapped_by_lr_sched"):
+                    gated._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or it wraps again and warns
+                setattr(thing, "step", MethodType(gated, thing))  # noqa: B010  # mypy forbids assigning to a method
+                continue
+            # A subclass and not the instance: schedulers' state_dict() returns all of the instance's attributes.
+            cls = type(thing)
+            methods = {name: self._gated(thing, name) for name in names}
+            body = {"__slots__": (), "__module__": cls.__module__, "__reduce_ex__": _as_plain(cls), **methods}
+            thing.__class__ = type(cls.__name__, (cls,), body)
+
+    def _gated(self, thing: Any, name: str) -> Callable[..., Any]:
+        inner = getattr(thing, name)
+
+        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "step" and isinstance(thing, torch.optim.Optimizer) and (args or kwargs.get("closure")):
+                raise FallowError(
+                    "an optimizer's step with a closure runs the model again, where the gradients of other shards are "
+                    "missing: use the loop in two levels, `for update in run.updates(loader)`",
+                    Exit.DATA,
+                )
+            if self.open:
+                return inner(*args, **kwargs)
+            if not self.backward:
+                raise FallowError(
+                    f"{type(thing).__name__}.{name} in front of a body's backward acts in no body of a short loop: "
+                    "call it behind the backward, or use the loop in two levels, `for update in run.updates(loader)`",
+                    Exit.DATA,
+                )
+            return None
+
+        return gated
+
+
+def _as_plain(cls: Any) -> Callable[[Any, Any], Any]:
+    """Copies, and what is saved whole, are the script's own: of the plain class, and act by themselves."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        found = cls.__reduce_ex__(self, protocol)
+        if isinstance(found, tuple) and found[1] == (type(self),):
+            # What object's own does in older protocols: it does not insist on the class that the object has.
+            return (copyreg._reconstructor, (cls, object, None), *found[2:])  # type: ignore[attr-defined]
+        return found
+
+    return reduce

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.files import check_dir, read_private
+from fallow.files import check_dir, read_private, write_private
 from fallow.model import Checkpointed, Exit, FallowError
 
 MANIFEST = "manifest"
@@ -70,19 +70,24 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileInfo:
+        """Read the file."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return cls(name=path.name, size=file.tell(), sha256=digest)
+
 
 class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`part-RANK.json`: one member's contribution is complete."""
 
-    rank: int
     outline: str
     "SHA-256 over all tensors' names, dtypes and shapes: equal on all members, or they wrote different states"
-    file: FileInfo
+    files: list[FileInfo]
     chunks: list[Chunk]
-    extra_file: FileInfo | None = None
-    extra: list[Extra] = []
+    extra: list[Extra]
     "of the first rank"
-    modes: list[str]
+    modes: list[str] | None
     "what is frozen and what rests on that member, see `prepared.modes`"
 
 
@@ -107,27 +112,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     modes: list[str] | None = None
     "what the members had frozen and what rested, if they agreed on it"
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all files that it lists."""
-        return sum(file.size for file in self.files)
-
 
 def folder_name(generation: int, step: int) -> str:
     """Name of a complete checkpoint's folder; sorts by age."""
     return f"g{generation:08d}-s{step:012d}"
 
 
-def outline(tensors: list[TensorInfo]) -> str:
-    """SHA-256 over what the tensors are called and look like."""
-    return hashlib.sha256(msgspec.json.encode(tensors)).hexdigest()
-
-
-def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
-    """The file's content and its digest, which stands for the whole checkpoint."""
+def write_manifest(folder: Path, manifest: Manifest) -> str:
+    """Write the file into a checkpoint's folder; returns its digest, which stands for the whole checkpoint."""
     body = msgspec.json.encode(manifest)
     digest = hashlib.sha256(body).hexdigest()
-    return digest.encode() + b"\n" + body, digest
+    write_private(folder / MANIFEST, digest.encode() + b"\n" + body)
+    return digest
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
@@ -164,7 +160,7 @@ def announcement(worker: str, folder: Path, manifest: Manifest, digest: str) -> 
         epoch=manifest.epoch,
         path=str(folder),
         digest=digest,
-        nbytes=manifest.nbytes,
+        nbytes=sum(file.size for file in manifest.files),
         written_at=manifest.written_at,
         asked=manifest.asked,
     )

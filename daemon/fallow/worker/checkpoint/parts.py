@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fallow.worker.checkpoint.manifest import TensorInfo
+from fallow.worker.checkpoint.manifest import FORMAT, Chunk, Manifest, TensorInfo
 from fallow.worker.prepared.objects import ModelNames
 from fallow.worker.prepared.state import Path, TensorSpec, decode, encode, host_copies, spec_of, to_bytes
 
-TREE = "fallow.tree"
+_TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""
 
 
@@ -29,38 +29,25 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One member's part of the state after `step`, in memory of its own."""
+    """One member's part of the state after a step, in memory of its own."""
 
-    generation: int
-    step: int
-    epoch: int
     rank: int
-    world: int
-    tensors: list[TensorInfo]
-    "of the whole state"
+    manifest: Manifest
+    "of the whole checkpoint, as far as this member knows it: with its own `modes`, and without chunks and files"
     slices: list[Slice]
     "of this part"
     copies: list[torch.Tensor] = field(repr=False)
     "on the host, in the order of `slices`"
     copied: torch.Event | None
     "the event behind which they may be read"
-    modes: list[str]
-    "what is frozen and what rests here: the members need not agree on it"
     extra: dict[str, Any]
     "extra state of modules by name, with copies of its tensors; on the first rank only"
     texts: list[tuple[Path, bytes]]
     "what is no tensor, for torch's tools; on the first rank only"
-    asked: bool
-    taken_at: float
-    "Unix time"
 
 
 def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Slice]]:
     """Divide tensors among `world` members: equal bytes, cut between rows, a function of the arguments alone.
-
-    Args:
-        specs: all tensors in order.
-        world: number of parts, at least 1.
 
     Returns:
         For each part its slices; together they hold every row of every tensor once.
@@ -100,40 +87,38 @@ def take(
         tree: as `transfer.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
         extra: extra state of modules by name, see `extra_state.read`; of the first rank.
-        known: the snapshot's other fields.
+        known: the manifest's other fields.
     """
     encoded = encode(tree, "checkpoint")
     tensors = [*encoded.tensors, torch.frombuffer(bytearray(encoded.tree), dtype=torch.uint8)]
     specs = [spec_of(tensor) for tensor in tensors]
     slices = cut(specs, world)[rank]
-    infos = [
-        TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=_aliases(path, names))
-        for (name, path), spec in zip(_named([*encoded.paths, [TREE]], names), specs, strict=True)
-    ]
+    infos = _infos([*encoded.paths, [_TREE]], specs, names)
     beside = encode(dict(extra), "checkpoint")
-    rows = [_rows(tensors[piece.tensor], piece) for piece in slices]
+    rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
     copies, copied = host_copies([*rows, *beside.tensors])
     return Snapshot(
         rank=rank,
-        world=world,
-        tensors=infos,
+        manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **known),
         slices=slices,
         copies=copies[: len(rows)],
         copied=copied,
         extra=decode(beside.tree, copies[len(rows) :]),
         texts=[] if rank else _texts(encoded.plain),
-        **known,
     )
 
 
-def blobs(snapshot: Snapshot) -> list[tuple[Path, bytes]]:
-    """The content of the file of what is no tensor, see `manifest.Extra`; of the first rank only."""
-    if snapshot.rank:
-        return []
-    values = (([*name.split(".", 2)], value) for name, value in snapshot.extra.items())
-    own: list[tuple[Path, bytes]] = [
-        (["models", int(number), key], _saved(value)) for (_, number, key), value in values
-    ]
+def rows_of(tensor: torch.Tensor, piece: Slice | Chunk) -> torch.Tensor:
+    """The rows of a tensor that a part holds."""
+    return tensor[piece.first : piece.end] if tensor.dim() else tensor
+
+
+def extra_parts(snapshot: Snapshot) -> list[tuple[Path, bytes]]:
+    """The content of the first rank's file of what is no tensor, see `manifest.Extra`."""
+    own: list[tuple[Path, bytes]] = []
+    for name, value in snapshot.extra.items():
+        _, number, key = name.split(".", 2)
+        own.append((["models", int(number), key], _saved(value)))
     return [([], to_bytes(snapshot.extra, "checkpoint")), *snapshot.texts, *own]
 
 
@@ -163,31 +148,25 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _aliases(path: Path, names: Sequence[ModelNames]) -> list[Path]:
-    if path[0] != "models" or not names:
-        return []
-    _, number, name = path
-    assert isinstance(number, int)
-    return [["models", number, alias] for alias, own in names[number].aliases.items() if own == name]
-
-
-def _rows(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
-    return tensor[piece.first : piece.end] if tensor.dim() else tensor
-
-
-def _named(paths: Sequence[Path], names: Sequence[ModelNames]) -> list[tuple[str, Path]]:
-    """Unique names, and the places that torch's tools see."""
+def _infos(paths: Sequence[Path], specs: Sequence[TensorSpec], names: Sequence[ModelNames]) -> list[TensorInfo]:
+    """What each tensor looks like, its unique name, and the places where torch's tools see it."""
     seen: Counter[str] = Counter()
-    found: list[tuple[str, Path]] = []
-    for path in paths:
+    infos: list[TensorInfo] = []
+    for path, spec in zip(paths, specs, strict=True):
         path = path[path[0] == "objects" :]
-        if path[0] == "models" and names and path[2] in names[cast("int", path[1])].transient:
-            path = ["transient", *path[1:]]
+        aliases: list[Path] = []
+        if path[0] == "models" and names:
+            _, number, key = path
+            own = names[cast("int", number)]
+            if key in own.transient:
+                path = ["transient", number, key]
+            else:
+                aliases = [["models", number, alias] for alias, name in own.aliases.items() if name == key]
         name = ".".join(map(str, path))
         seen[name] += 1
         if seen[name] > 1:
             # Keys like 1 and "1", or a name with a dot in it.
             name = f"{name}#{seen[name]}"
-            path = [name]
-        found.append((name, path))
-    return found
+            path, aliases = [name], []
+        infos.append(TensorInfo(name=name, path=path, dtype=spec.dtype, shape=spec.shape, aliases=aliases))
+    return infos

@@ -10,8 +10,9 @@ from typing import Any
 from fallow.core.saving import RETRY_S
 from fallow.files import RunPaths
 from fallow.model import Checkpointed, CheckpointFailed, Welcome
+from fallow.worker.checkpoint.manifest import folder_name
 from fallow.worker.checkpoint.parts import take
-from fallow.worker.checkpoint.writer import PATIENCE_S, Writer
+from fallow.worker.checkpoint.writer import PATIENCE_S, STUCK_S, Writing, failure
 from fallow.worker.handover.transfer import export_state
 from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.objects import Prepared
@@ -32,23 +33,24 @@ class Saver:
     """Checkpoints of one member. All members write the same ones: their wishes ride with the step's exchange.
 
     When the next periodic one is due is the head's to know: members may all be younger than the interval.
-
-    Args:
-        session: the conversation with the head.
-        welcome: what the head said.
-        clock: seconds, as `time.monotonic`.
     """
 
     def __init__(self, session: Session, welcome: Welcome, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._every_s = welcome.checkpoint_s
         self._clock = clock
-        self._came = clock()
-        folder = welcome.checkpoint_folder or RunPaths(Path(welcome.folder)).checkpoints
-        self._writer = Writer(session.worker, Path(folder), self._report, clock)
+        self._began_at = clock()
+        self._folder = Path(welcome.checkpoint_folder or RunPaths(Path(welcome.folder)).checkpoints)
+        self._writing: Writing | None = None
+        self._abandoned: Writing | None = None
+        "its file system did not answer: until this thread ends, nothing else can be written"
+        self._newest: tuple[int, int] | None = None
+        "(generation, step) of the last snapshot"
+        self._took_s = 0.0
+        "from the last snapshot that was finished here until it was complete"
         self._held_until = 0.0
         "this member wishes no periodic one before then: what became of the last one is not known"
-        self._dropped: tuple[int, int] | None = None
+        self._known_given_up: tuple[int, int] | None = None
         "(generation, step) of the last one of which it is known that it was given up"
         self.asked = False
         "the script called run.checkpoint()"
@@ -58,50 +60,53 @@ class Saver:
 
         Busy members veto: at most size - 1 others can want one at the same time.
         """
-        writer = self._writer
-        if writer.stuck:
-            writer.abandon()
-        if writer.busy:
+        if self._writing is not None and self._writing.is_stuck:
+            assert self._newest is not None
+            self._abandoned, self._writing = self._writing, None
+            self._give_up(*self._newest, f"has not answered for {STUCK_S:.0f} s")
+        if self._is_busy:
             return -float(size)
         return float(self._due() or self.asked or self._session.checkpoint_wanted or self.leaves_alone)
 
     @property
     def leaves_alone(self) -> bool:
         """This node goes away, and this member has to leave without the head, behind a checkpoint."""
-        return self._session.leaves_alone(_LEAVE_S + 2.0 * self._writer.took_s)
+        return self._session.leaves_alone(_LEAVE_S + 2.0 * self._took_s)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
 
     def _due(self) -> bool:
         if not self._every_s:
             return False
         given_up = self._session.checkpoint_given_up
-        if given_up == self._writer.newest != self._dropped:
-            self._dropped, self._held_until = given_up, 0.0  # by another member; the head says when to try again
+        if given_up == self._newest != self._known_given_up:
+            self._known_given_up, self._held_until = given_up, 0.0  # by another member; the head says when to try again
         due_at = self._session.checkpoint_due_at
         if due_at is None:
-            due_at = self._came + self._every_s
+            due_at = self._began_at + self._every_s
         return self._clock() >= max(due_at, self._held_until)
 
     def has_nothing_to_lose(self, group: Group, step: int) -> bool:
         """This member has to leave without the head, and a checkpoint of the step where it stands is complete."""
-        return self.leaves_alone and self._writer.is_complete(group.generation, step)
+        return self.leaves_alone and (self._folder / folder_name(group.generation, step)).exists()
 
     def save(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
-        """Copy this member's part of the state now; it is written in the background.
+        """Copy this member's part of the state after `step` now; it is written in the background.
 
         Args:
-            group: the generation's.
-            prepared: live objects.
             plain: the loop's plain values that belong to the state, the same on all members.
-            step: finished optimizer steps.
             epoch: for people.
         """
         by_hand = self._session.checkpoint_wanted
         self._session.checkpoint_done()
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
-        self._held_until = self._clock() + self._every_s - min(self._writer.took_s, self._every_s / 2)
-        if self._writer.blocked:
-            self._writer.refuse(group.generation, step)
+        self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)
+        self._newest = group.generation, step
+        if self._abandoned is not None and self._abandoned.is_alive():
+            self._give_up(group.generation, step, "does not answer")
             return
         snapshot = take(
             export_state(prepared, plain, modes=False),
@@ -114,14 +119,16 @@ class Saver:
             epoch=epoch,
             modes=prepared.modes.export(),
             asked=by_hand,
-            taken_at=time.time(),
+            written_at=time.time(),
         )
-        self._writer.begin(snapshot)
+        assert not self._is_busy
+        self._writing = Writing(self._session.worker, self._folder, snapshot, self._report, self._clock)
+        self._writing.start()
 
     def suspend(self, group: Group, prepared: Prepared, plain: dict[str, Any], step: int, epoch: int) -> None:
         """Nobody will be left: see to a complete checkpoint of this very step before leaving. Args: as for `save`."""
         self.finish()
-        if self._writer.newest != (group.generation, step) and not self._writer.busy:
+        if self._newest != (group.generation, step) and not self._is_busy:
             self.save(group, prepared, plain, step, epoch)
         self.finish()
 
@@ -129,23 +136,32 @@ class Saver:
         """Let what is being written be complete, as long as this node has."""
         left, progress = self._session.deadline_in_s, self._session.progress
         until = time.monotonic() + (PATIENCE_S if left is None else min(PATIENCE_S, left - _RESERVE_S))
-        while not self._writer.drain(max(0.0, min(_SIGN_S, until - time.monotonic()))):
+        while self._writing is not None and self._writing.is_alive():
+            self._writing.join(max(0.0, min(_SIGN_S, until - time.monotonic())))
             if time.monotonic() >= until:
                 return
             progress.move()
 
     def end(self) -> None:
         """The script is over: parts that others have not written by now are not worth a wait."""
-        self._writer.hurry()
+        self._hurry()
         self.finish()
 
     def lost(self) -> None:
         """A member was lost, and with it perhaps its part: then the next one is due, as soon as that is known."""
-        self._writer.hurry()
+        self._hurry()
         self._held_until = min(self._held_until, self._clock() + RETRY_S)
+
+    def _hurry(self) -> None:
+        if self._writing is not None:
+            self._writing.hurry.set()
+
+    def _give_up(self, generation: int, step: int, why: str) -> None:
+        self._report(failure(self._session.worker, generation, step, f"the file system of {self._folder} {why}"))
 
     def _report(self, message: Checkpointed | CheckpointFailed) -> None:
         if isinstance(message, Checkpointed):
+            self._took_s = message.took_s
             self._session.announce_checkpoint(message)
         else:
             self._held_until = self._clock() + RETRY_S  # until the head says more

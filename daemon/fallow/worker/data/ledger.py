@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,6 @@ import msgspec
 from fallow.core.audit import Done, Fed, Gap, Record, Start
 from fallow.files import network_filesystem
 from fallow.model import Exit, FallowError
-from fallow.worker.data.record_file import Appended, RecordFile
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Records that are kept while the file cannot be written. What comes after them is lost, and the file says so later."""
@@ -28,6 +29,9 @@ LAST_S = 10.0
 """How long a member that has finished waits for it. What is not in the file then is unknown."""
 
 _OPENING_S = 5.0
+
+_Outcome = tuple[int, OSError | None]
+"""What became of an append: bytes that are in the file now, and why not all of them."""
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
@@ -46,40 +50,28 @@ class Ledger:
     Args:
         path: the file; None: keep no ledger (a world without a head).
         tell: called with the step from which on records are not in the file, and with None when all are.
-        kept_bytes: limit of the records that are kept.
-        threaded: the disk may hang, so write on a thread; None: if it is a network file system.
-        patience_s: how long a `flush` before a step's sums waits for a disk that has answered so far.
 
     Raises:
         FallowError: the file cannot be made, for another reason than want of room or of an answer.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        tell: Callable[[int | None], None] = lambda _: None,
-        kept_bytes: int = KEPT_BYTES,
-        *,
-        threaded: bool | None = None,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, path: Path | None, tell: Callable[[int | None], None] = lambda _: None) -> None:
         self._tell = tell
-        self._patience_s = patience_s
         self._new: list[Record] = []
-        self._backlog = _Backlog(kept_bytes)
+        self._backlog = _Backlog()
         self._hangs = False
         "the disk has not answered in time, and not caught up since: no step waits for it"
         self._is_behind = False
         "records are not in the file, and that was told"
-        self._file: RecordFile | None = None
+        self._file: _RecordFile | None = None
         if path is None:
             return
         self._path = path
-        self._file = RecordFile(path, threaded=network_filesystem(path) is not None if threaded is None else threaded)
+        self._file = _RecordFile(path, threaded=network_filesystem(path) is not None)
         self._file.append(b"")
         outcome = self._file.outcome(time.monotonic() + _OPENING_S)
         self._hangs = outcome is None
-        error = outcome.error if outcome is not None else None
+        _, error = outcome or (0, None)
         if error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise FallowError(f"ledger {path} cannot be opened: {error.strerror}", Exit.CANTCREAT)
 
@@ -98,41 +90,38 @@ class Ledger:
         Args:
             patience_s: how long to wait for a disk that hangs; None: as a step does.
         """
-        if self._file is None or not (self._new or self._backlog):
+        if self._file is None or not (self._new or self._backlog.content):
             return
         began = time.monotonic()
-        self._take_new(self._file)
+        outcome = self._file.outcome(0.0)
+        if outcome is not None:
+            self._settle(*outcome)  # before more comes: a disk that has caught up with the backlog does not hang
+        for record in self._new:
+            self._backlog.add(record)
+        self._new.clear()
         if patience_s is None:
-            patience_s = 0.0 if self._hangs else self._patience_s
-        while self._backlog:
+            patience_s = 0.0 if self._hangs else PATIENCE_S
+        while self._backlog.content:
             outcome = self._file.outcome(began + patience_s)
             if outcome is None:
                 self._hangs = True
                 self._complain(f"no answer for {time.monotonic() - began:.1f} s")
                 return
-            self._settle(outcome)
-            if outcome.error is not None:
-                self._complain(outcome.error.strerror or str(outcome.error))
+            written, error = outcome
+            self._settle(written, error)
+            if error is not None:
+                self._complain(error.strerror or str(error))
                 return
-            if self._backlog:
-                self._file.append(self._backlog.content())
+            if self._backlog.content:
+                self._file.append(bytes(self._backlog.content))
         if self._is_behind:
             self._is_behind = False
             sys.stderr.write(f"fallow: ledger {self._path} can be written again\n")
             self._tell(None)
 
-    def _take_new(self, file: RecordFile) -> None:
-        """Move new records to the backlog."""
-        outcome = file.outcome(0.0)
-        if outcome is not None:
-            self._settle(outcome)  # before more comes: a disk that has caught up with the backlog does not hang
-        for record in self._new:
-            self._backlog.add(record)
-        self._new.clear()
-
-    def _settle(self, outcome: Appended) -> None:
-        self._backlog.remove(outcome.size)
-        if outcome.error is not None or not self._backlog:
+    def _settle(self, written: int, error: OSError | None) -> None:
+        self._backlog.remove(written)
+        if error is not None or not self._backlog.content:
             self._hangs = False
 
     def _complain(self, why: str) -> None:
@@ -147,43 +136,34 @@ class Ledger:
 
 
 class _Backlog:
-    """Records, a line each, that are not known to be in the file; the beginning of the first one may be.
+    """Records, a line each, that are not known to be in the file; the beginning of the first one may be."""
 
-    Args:
-        limit_bytes: limit of all but the `Start`s, which tell whose the steps after them are and so are always kept.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self) -> None:
         self.first_step: int | None = None
         "step of the first record"
-        self._limit_bytes = limit_bytes
-        self._bytes = bytearray()
+        self.content = bytearray()
         self._start_bytes = 0
+        "of the `Start`s, which tell whose the steps after them are and so are always kept"
         self._lost: Gap | None = None
         "steps of records that did not fit"
 
-    def __bool__(self) -> bool:
-        return bool(self._bytes)
-
     def add(self, record: Record) -> None:
-        line, step = _encoder.encode(record) + b"\n", _step(record)
+        line = _encoder.encode(record) + b"\n"
+        step = record.first_step if isinstance(record, Start | Gap) else record.step
         if isinstance(record, Start):
             self._start_bytes += len(line)
-        elif len(self._bytes) - self._start_bytes + len(line) > self._limit_bytes:
+        elif len(self.content) - self._start_bytes + len(line) > KEPT_BYTES:
             first = step if self._lost is None else min(self._lost.first_step, step)
             self._lost = Gap(first_step=first, last_step=step)
             return
         if self.first_step is None:
             self.first_step = step
-        self._bytes += line
-
-    def content(self) -> bytes:
-        return bytes(self._bytes)
+        self.content += line
 
     def remove(self, size: int) -> None:
         """Forget bytes that are in the file now. Once all are, a record of those that were lost follows."""
-        del self._bytes[:size]
-        if self._bytes:
+        del self.content[:size]
+        if self.content:
             return
         self._start_bytes, self.first_step = 0, None
         if self._lost is not None:
@@ -191,8 +171,54 @@ class _Backlog:
             self.add(lost)
 
 
-def _step(record: Record) -> int:
-    return record.first_step if isinstance(record, Start | Gap) else record.step
+class _RecordFile:
+    """Appends one piece of data at a time.
+
+    A write to a shared file system whose server does not answer can neither be cancelled nor given a deadline: whoever
+    makes it stands still. So a thread makes it there (`threaded`), and the caller waits for the outcome as long as it
+    likes. The file, and its folder, are made with the first append.
+    """
+
+    def __init__(self, path: Path, *, threaded: bool) -> None:
+        self._threaded = threaded
+        self._path = path
+        self._descriptor: int | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: _Outcome = (0, None)
+
+    def append(self, data: bytes) -> None:
+        """Begin to append. Call it only when `outcome` has told of the append before."""
+        if self._threaded:
+            self._thread = threading.Thread(target=self._append, args=(data,), name="fallow-ledger", daemon=True)
+            self._thread.start()
+        else:
+            self._append(data)
+
+    def outcome(self, end: float) -> _Outcome | None:
+        """Wait for the append under way until `end` on the monotonic clock; None: it is under way still.
+
+        Each outcome is told once. Without an append it is that of nothing.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, end - time.monotonic()))
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        outcome, self._outcome = self._outcome, (0, None)
+        return outcome
+
+    def _append(self, data: bytes) -> None:
+        written, error = 0, None
+        try:
+            if self._descriptor is None:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+            while written < len(data):  # a disk that is all but full takes a part at a time
+                written += os.write(self._descriptor, data[written:])
+        except OSError as caught:
+            error = caught
+        self._outcome = written, error
 
 
 def read_ledger(path: Path) -> list[Record]:

@@ -7,7 +7,6 @@ this process asks for. With `num_workers`, loader processes load ahead (see `pre
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.data import (
 from fallow.core.shards import Cut, Layout, make_layout, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
-from fallow.worker.data.prefetch import Prefetcher, Request, samples_of
+from fallow.worker.data.prefetch import Prefetcher, Request
 from fallow.worker.data.source import Duties, Key, Reached, Source
 
 
@@ -52,10 +51,7 @@ def check_loader(loader: DataLoader[Any]) -> None:
 class ElasticLoader(Source):
     """A loader over a data set whose samples have numbers.
 
-    Args:
-        source: the script's loader; its dataset, sampler, collate function and worker settings are used.
-        seed: the run's seed.
-        global_batch: samples in a step; a multiple of the batch size.
+    The dataset, sampler, collate function and worker settings are those of the script's loader.
 
     Raises:
         FallowError: the sampler's order is not a function of the epoch, or the sizes do not fit.
@@ -67,7 +63,7 @@ class ElasticLoader(Source):
         self.source, self.dataset = source, source.dataset
         self.processes = source.num_workers
         self._seed = seed
-        self._prefetch: Prefetcher | None = None
+        self._prefetch = Prefetcher(self)
         self._order = functools.lru_cache(maxsize=2)(self._make_order)  # prefetching looks into the next epoch
         first = self._order(0)
         if not type(source.sampler).__module__.startswith("torch.") and self._make_order(0) != first:
@@ -116,42 +112,29 @@ class ElasticLoader(Source):
         )
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Have the loader processes load what this member will fetch from `at` on."""
-        if self._prefetch is not None:
-            self._prefetch.replan(at, duties)
+        """Load from now on what this member will fetch from `at` on, in that order."""
+        self._prefetch.replan(at, duties)
 
     def example(self, members: Callable[[], Reached]) -> Any:
         """Return the first shard of all."""
-        return self.fetch(Key(0, 0, 0), lambda shards: [0])
+        first = Key(0, 0, 0)
+        self.replan(first, lambda shards: [0])
+        return self.fetch(first)
 
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch, collated (and pinned, if there is an accelerator) as the script's loader does it."""
         if self.processes:
-            if self._prefetch is None:
-                self._prefetch = Prefetcher(self.source, self.generators, self.layout, self._request)
-                self._prefetch.replan(key, duties)
             self.load_s, batch = self._prefetch.take(key)
             return batch
-        began = time.monotonic()
         with rng.kept(self.generators):
-            rng.seed_everything(self._data_seed(key), self.generators)
-            batch = self.source.collate_fn(samples_of(self.dataset, self.indices(key)))
+            _, batch = self._prefetch.take(key)
         if self.source.pin_memory and torch.accelerator.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
-        self.load_s = time.monotonic() - began
         return batch
 
-    def _request(self, key: Key) -> Request:
-        try:
-            indices = self.indices(key)
-        except Exception:
-            # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first and is told why.
-            indices = []
-        return Request(key, self._data_seed(key), indices)
-
-    def _data_seed(self, key: Key) -> int:
-        """Return the seed of random numbers (augmentation) of the data set and the collate function in one shard."""
-        return mix(self._seed, "data", *key)
+    def request(self, key: Key) -> Request:
+        """Return what has to be loaded for one shard."""
+        return Request(key, mix(self._seed, "data", *key), self.indices(key))
 
     def _make_order(self, epoch: int) -> array[int]:
         sampler, seed = self.source.sampler, mix(self._seed, "order", epoch)

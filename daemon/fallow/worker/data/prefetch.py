@@ -1,4 +1,4 @@
-"""Loader processes: batches loaded ahead along a plan that may change.
+"""Batches loaded along a plan that may change: ahead by loader processes, else one by one as they are wanted.
 
 torch's DataLoader runs the processes. Its batch sampler is a feed whose future can be replaced. What is already loading
 stays, and what arrives and is not wanted any more is thrown away.
@@ -13,14 +13,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from fallow.core.shards import Layout
 from fallow.worker.data import rng
 from fallow.worker.data.source import Duties, Key
+
+if TYPE_CHECKING:
+    from fallow.worker.data.loader import ElasticLoader
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +35,7 @@ class Request(NamedTuple):
     indices: list[int]
 
 
-class _Loaded(NamedTuple):
+class _LoadedShard(NamedTuple):
     key: Key
     load_s: float
     batch: Any
@@ -42,78 +44,70 @@ class _Loaded(NamedTuple):
 class Prefetcher:
     """Loads batches in the order of the plan, and keeps those that arrive before they are wanted.
 
-    Args:
-        source: the script's loader.
-        generators: prepared generators, which the data set may hold.
-        layout: the cut of an epoch.
-        request: what to load for a shard.
+    The prefetcher is the batch sampler of a DataLoader. Its iterator never ends: a loader process's StopIteration would
+    be permanent.
     """
 
-    def __init__(
-        self, source: DataLoader[Any], generators: Sequence[Any], layout: Layout, request: Callable[[Key], Request]
-    ) -> None:
-        self._source = source
-        self._dataset = _Requested(source.dataset, source.collate_fn, generators)
-        self._feed = _Feed(layout, request)
-        self._ready: dict[Key, _Loaded] = {}
-        self._arriving: Iterator[_Loaded] | None = None
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self._loading: set[Key] = set()
+        "requested, and neither taken nor thrown away since"
+        self._ready: dict[Key, _LoadedShard] = {}
+        self._arriving: Iterator[_LoadedShard] | None = None
 
     def replan(self, at: Key, duties: Duties) -> None:
         """Load what a member with these duties wants from `at` on."""
-        self._feed.replan(at, duties)
-        dropped = [key for key in self._ready if not self._feed.wants(key)]
+        self._at, self._duties = at, duties
+        self._plan = self._keys()
+        dropped = [key for key in self._ready if not self._wants(key)]
         for key in dropped:
             del self._ready[key]
         # A later plan that wants these shards again has to load them again.
-        self._feed.loading.difference_update(dropped)
+        self._loading.difference_update(dropped)
 
     def take(self, key: Key) -> tuple[float, Any]:
         """Return (seconds that it took to load, batch) of a shard of the plan; wait for it if need be."""
         if self._arriving is None:
-            feed = {"batch_sampler": self._feed, "collate_fn": _as_it_is}
-            self._arriving = start_loading(self._source, self._dataset, **feed)
+            source = self._loader.source
+            dataset = _ShardDataset(source.dataset, source.collate_fn, self._loader.generators)
+            if source.num_workers:
+                self._arriving = start_loading(source, dataset, batch_sampler=self, collate_fn=_unchanged)
+            else:
+                self._arriving = map(dataset.__getitems__, self)  # torch's own way costs 30 us more a batch
         while key not in self._ready:
             loaded = next(self._arriving)
-            if loaded.key == key or self._feed.wants(loaded.key):
+            if loaded.key == key or self._wants(loaded.key):
                 self._ready[loaded.key] = loaded
             else:
-                self._feed.loading.discard(loaded.key)
-        self._feed.loading.discard(key)
+                self._loading.discard(loaded.key)
+        self._loading.discard(key)
         _, load_s, batch = self._ready.pop(key)
         return load_s, batch
 
-
-class _Feed:
-    """A batch sampler whose future can change. It never ends: a loader process's StopIteration would be permanent."""
-
-    def __init__(self, layout: Layout, request: Callable[[Key], Request]) -> None:
-        self._layout = layout
-        self._request = request
-        self.loading: set[Key] = set()
-        "requested, and neither taken nor thrown away since"
-
-    def replan(self, at: Key, duties: Duties) -> None:
-        self._at, self._duties = at, duties
-        self._plan = self._keys()
-
-    def wants(self, key: Key) -> bool:
-        return key >= self._at and key.shard in self._duties(self._layout.shards_in(key.step))
-
     def __iter__(self) -> Iterator[list[Request]]:
         while True:
-            key = next(key for key in self._plan if key not in self.loading)
-            self.loading.add(key)
-            yield [self._request(key)]
+            key = next(key for key in self._plan if key not in self._loading)
+            self._loading.add(key)
+            try:
+                request = self._loader.request(key)
+            except Exception:
+                # It may be beyond the last epoch. If the epoch comes, the loop asks for its order first, and is told.
+                request = Request(key, 0, [])
+            yield [request]
+
+    def _wants(self, key: Key) -> bool:
+        return key >= self._at and key.shard in self._duties(self._loader.layout.shards_in(key.step))
 
     def _keys(self) -> Iterator[Key]:
         epoch, step, first = self._at
+        layout = self._loader.layout
         while True:
-            for shard in self._duties(self._layout.shards_in(step)):
+            for shard in self._duties(layout.shards_in(step)):
                 if shard >= first:
                     yield Key(epoch, step, shard)
             first = 0
             step += 1
-            if step == self._layout.steps:
+            if step == layout.steps:
                 epoch, step = epoch + 1, 0
 
 
@@ -125,7 +119,7 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
             num_workers=source.num_workers,
             pin_memory=source.pin_memory and torch.accelerator.is_available(),
             timeout=source.timeout,
-            worker_init_fn=functools.partial(_begin, source.worker_init_fn),
+            worker_init_fn=functools.partial(_begin_loader_process, source.worker_init_fn),
             multiprocessing_context=source.multiprocessing_context,
             prefetch_factor=source.prefetch_factor,
             generator=torch.Generator(device="cpu").manual_seed(torch.initial_seed()),
@@ -134,17 +128,10 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
         return iter(inner)
 
 
-def samples_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Return the samples with these numbers, as torch's DataLoader asks for them."""
-    if callable(getattr(dataset, "__getitems__", None)):
-        return list(dataset.__getitems__(list(indices)))
-    return [dataset[index] for index in indices]
+# ---------------------------------------------------------------------------------- in the loader processes, if any
 
 
-# ------------------------------------------------------------------------------------------- in the loader processes
-
-
-class _Requested(torch.utils.data.Dataset[Any]):
+class _ShardDataset(torch.utils.data.Dataset[Any]):
     """The script's data set and collate function, asked for one batch under the seed of its request."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], generators: Sequence[Any]) -> None:
@@ -152,19 +139,25 @@ class _Requested(torch.utils.data.Dataset[Any]):
         self._collate = collate
         self._generators = list(generators)  # travel together with the data set, so they are those that it holds
 
-    def __getitems__(self, requests: list[Request]) -> _Loaded:
+    def __getitems__(self, requests: list[Request]) -> _LoadedShard:
         (request,) = requests
+        if not request.indices:
+            return _LoadedShard(request.key, 0.0, None)
         began = time.monotonic()
         rng.seed_everything(request.seed, self._generators)
-        batch = self._collate(samples_of(self.dataset, request.indices)) if request.indices else None
-        return _Loaded(request.key, time.monotonic() - began, batch)
+        if callable(getattr(self.dataset, "__getitems__", None)):  # as torch's DataLoader asks for samples
+            samples = list(self.dataset.__getitems__(request.indices))
+        else:
+            samples = [self.dataset[index] for index in request.indices]
+        batch = self._collate(samples)
+        return _LoadedShard(request.key, time.monotonic() - began, batch)
 
 
-def _as_it_is(loaded: _Loaded) -> _Loaded:
+def _unchanged(loaded: _LoadedShard) -> _LoadedShard:
     return loaded
 
 
-def _begin(user: Callable[[int], None] | None, number: int) -> None:
+def _begin_loader_process(user: Callable[[int], None] | None, number: int) -> None:
     """End with the script, however it ends, and run its `worker_init_fn`.
 
     A forked process holds copies of the script's sockets. Were it to outlive a script that was killed, the other
@@ -175,7 +168,7 @@ def _begin(user: Callable[[int], None] | None, number: int) -> None:
     if script is not None and not script.is_alive():
         os._exit(1)
     info = torch.utils.data.get_worker_info()
-    if info is not None and isinstance(info.dataset, _Requested):  # the script's code expects its own data set there
+    if info is not None and isinstance(info.dataset, _ShardDataset):  # the script's code expects its own data set there
         object.__setattr__(info, "dataset", info.dataset.dataset)  # the class of `info` forbids assignments
     if user is not None:
         user(number)

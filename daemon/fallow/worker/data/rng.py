@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -50,14 +51,13 @@ def kept(own: Sequence[Any] = ()) -> Iterator[None]:
     devices = _devices()
     used = range(devices.device_count()) if devices is not None and devices.is_initialized() else ()
     numpy: Any = sys.modules.get("numpy")
-    others = [random, *([numpy.random] if numpy else []), *own]
-    states = [_state(generator) for generator in others]
+    restorers = [_restorer(generator) for generator in (random, *([numpy.random] if numpy else []), *own)]
     with torch.random.fork_rng(used):
         try:
             yield
         finally:
-            for generator, state in zip(others, states, strict=True):
-                _put_back(generator, state)
+            for restore in restorers:
+                restore()
 
 
 def _devices() -> ModuleType | None:
@@ -75,17 +75,9 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
 
 
-def _state(generator: Any) -> Any:
-    """Return the state of a generator, or of the module `random` or `numpy.random`."""
-    if hasattr(generator, "getstate"):
-        return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def _put_back(generator: Any, state: Any) -> None:
-    if hasattr(generator, "setstate"):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
+def _restorer(generator: Any) -> Callable[[], None]:
+    """Return what puts a generator, or the module `random` or `numpy.random`, back to where it is now."""
+    for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
+        if hasattr(generator, get):
+            return functools.partial(getattr(generator, put), getattr(generator, get)())
+    return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)

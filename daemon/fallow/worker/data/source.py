@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fallow.core.shards import Cut
+from fallow.core.shards import Cut, shard_crc
 from fallow.model import Exit, FallowError
 
 
@@ -32,9 +32,7 @@ Duties = Callable[[int], Sequence[int]]
 class Source(ABC):
     """The data of a loop over updates. Which samples a shard has never depends on the membership.
 
-    Args:
-        batch_size: samples in a full shard.
-        global_batch: samples in a full step, a multiple of `batch_size`.
+    A full shard has `batch_size` samples, a full step `global_batch`, a multiple of that.
     """
 
     steps: int | None = None
@@ -48,7 +46,7 @@ class Source(ABC):
         self.batch_size = batch_size
         self.global_batch = global_batch
         self.load_s = 0.0
-        "seconds that loading the last fetched batch took, in whichever process"
+        "seconds that a loader process took for the last fetched batch"
         self.moved: Callable[[], None] = lambda: None
         "called whenever a long operation makes progress"
         self.generators: Sequence[Any] = ()
@@ -74,7 +72,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last. The caller has seeded all random numbers for the shard.
 
         A loader leaves all generators as they are; `Calls` draws from them.
@@ -85,9 +83,41 @@ class Source(ABC):
         """Return a batch for the rehearsal. `members` tells where the others are by now, as far as is known."""
 
     def replan(self, at: Key, duties: Duties) -> None:
-        """Take note of what this member will fetch from `at` on."""
+        """Take note of what this member will fetch, in order, from `at` on."""
         return
 
     def follow(self, members: Reached) -> bool:
         """Work usefully while this process waits to become a member. Returns True if there is more to do at once."""
         return False
+
+
+class Calls(Source):
+    """A function that makes a batch from random numbers, as nanoGPT's `get_batch` does, in the place of a loader.
+
+    An endless source: one call of the function is one shard, which counts as one sample.
+
+    The loop seeds torch, numpy and `random` for the shard before it calls `fetch`. So the batch of a shard is a
+    function of (seed, step, shard), on whichever member and however often it is made.
+
+    Args:
+        function: called without arguments; returns a batch, of the same size each time.
+        shards: calls in one step, at least 1.
+    """
+
+    samples = 0
+
+    def __init__(self, function: Callable[[], Any], shards: int) -> None:
+        if not isinstance(shards, int) or shards < 1:
+            raise FallowError(f"run.updates: shards={shards!r} is not a whole number above 0", Exit.USAGE)
+        super().__init__(1, shards)
+        self._function = function
+
+    def cut(self, epoch: int, step: int) -> Cut:
+        crcs = tuple(shard_crc(epoch, step, shard, b"") for shard in range(self.shards))
+        return Cut((1,) * self.shards, crcs, last=False)
+
+    def fetch(self, key: Key) -> Any:
+        return self._function()
+
+    def example(self, members: Callable[[], Reached]) -> Any:
+        return self._function()

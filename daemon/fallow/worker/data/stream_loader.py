@@ -30,7 +30,7 @@ from fallow.core.shards import Cut, check_batch, mix, shard_crc
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.data.prefetch import start_loading
-from fallow.worker.data.source import Duties, Key, Reached, Source
+from fallow.worker.data.source import Key, Reached, Source
 
 _COMPARED_BYTES = 1024
 """Bytes of each tensor, array or text of a batch that go into its CRC."""
@@ -45,14 +45,11 @@ class _Batch(NamedTuple):
 class StreamLoader(Source):
     """A loader over an IterableDataset.
 
-    Args:
-        source: the script's loader; its dataset, collate function and worker settings are used. If the data set has
-            `set_epoch`, it is told the number of the epoch.
-        seed: the run's seed.
-        global_batch: samples in a full step; a multiple of the batch size.
+    The dataset, collate function and worker settings are those of the script's loader. If the data set has `set_epoch`,
+    it is told the number of the epoch.
 
     Raises:
-        FallowError: `global_batch` is not such a multiple.
+        FallowError: `global_batch` is not a multiple of the batch size.
     """
 
     def __init__(self, source: DataLoader[Any], seed: int, global_batch: int) -> None:
@@ -65,9 +62,9 @@ class StreamLoader(Source):
         self._epoch = -1
         self._stream: Iterator[_Batch] | None = None
         "None: it has ended"
-        self._first = 0
+        self._first_number = 0
         "number of the first batch that is kept"
-        self._kept: deque[_Batch] = deque()
+        self._batches: deque[_Batch] = deque()
 
     def cut(self, epoch: int, step: int) -> Cut:
         """Read a step of an epoch and return its shards.
@@ -78,36 +75,36 @@ class StreamLoader(Source):
         if self._skip(Reached(epoch, step)):
             # With drop_last another step comes only if it is a full one.
             full = self.shards if self.source.drop_last else 1
-            while len(self._kept) < self.shards + full and self._read():
+            while len(self._batches) < self.shards + full and self._read():
                 pass
-            if len(self._kept) >= full:
-                sizes = tuple(batch.samples for batch in islice(self._kept, self.shards))
-                last = len(self._kept) < self.shards + full
+            if len(self._batches) >= full:
+                batches = list(islice(self._batches, self.shards))
+                sizes = tuple(batch.samples for batch in batches)
+                last = len(self._batches) < self.shards + full
                 # The whole step is in each CRC: members whose streams differ are all told so.
-                contents = (batch.crc for batch in islice(self._kept, self.shards))
-                known = array("q", [*sizes, last, *contents]).tobytes()
+                known = array("q", [*sizes, last, *(batch.crc for batch in batches)]).tobytes()
                 crcs = tuple(shard_crc(epoch, step, shard, known) for shard in range(len(sizes)))
                 return Cut(sizes, crcs, last)
-        batches = self._first + len(self._kept)
+        length = self._first_number + len(self._batches)
         if step:
             raise FallowError(
-                f"the stream ended after {batches} batches in epoch {epoch}, where the run is at step {step} of "
+                f"the stream ended after {length} batches in epoch {epoch}, where the run is at step {step} of "
                 f"{self.shards} batches each: an IterableDataset must give the same samples in every process and on "
                 "every node",
                 Exit.DATA,
             )
         raise FallowError(
-            f"the stream has only {batches} batches in epoch {epoch}, too few for a step: check the dataset"
+            f"the stream has only {length} batches in epoch {epoch}, too few for a step: check the dataset"
             + ("; or lower global_batch (or max nodes), or set drop_last=False" if self.source.drop_last else ""),
             Exit.DATA,
         )
 
-    def fetch(self, key: Key, duties: Duties) -> Any:
+    def fetch(self, key: Key) -> Any:
         """Return one batch of the step that was cut last."""
-        number = key.step * self.shards + key.shard - self._first
-        batch = self._kept[number]
+        number = key.step * self.shards + key.shard - self._first_number
+        batch = self._batches[number]
         # A body may change its batch, and the step may have to be done again.
-        self._kept[number] = batch._replace(data=copied(batch.data))
+        self._batches[number] = batch._replace(data=copied(batch.data))
         return batch.data
 
     def example(self, members: Callable[[], Reached]) -> Any:
@@ -115,48 +112,48 @@ class StreamLoader(Source):
         at = members()
         while self._skip(at) and at != (at := members()):
             pass
-        if not self._kept and not self._read():
+        if not self._batches and not self._read():
             # The members may be in another loader's pass.
             self._open(at.epoch)
             if not self._read():
                 raise FallowError("the DataLoader's stream has no samples: check the dataset", Exit.DATA)
-        return copied(self._kept[0].data)
+        return copied(self._batches[0].data)
 
     def follow(self, members: Reached) -> bool:
         """Read past one step's batches, if the members have finished that step."""
-        ended = self._epoch == members.epoch and self._stream is None
-        if ended or (self._epoch == members.epoch and self._first >= members.step * self.shards):
+        if self._epoch != members.epoch:
+            return self._skip(Reached(members.epoch, 0))
+        if self._stream is None or self._first_number >= members.step * self.shards:
             return False
-        step = self._first // self.shards + 1 if self._epoch == members.epoch else 0
-        return self._skip(Reached(members.epoch, step))
+        return self._skip(Reached(members.epoch, self._first_number // self.shards + 1))
 
     def _skip(self, to: Reached) -> bool:
         """Read up to that step and drop the batches before it; return False if the stream ends before it."""
         wanted = to.step * self.shards
-        if self._epoch != to.epoch or wanted < self._first:
+        if self._epoch != to.epoch or wanted < self._first_number:
             self._open(to.epoch)
-        while self._first < wanted and (self._kept or self._read()):
-            self._kept.popleft()
-            self._first += 1
-        return self._first == wanted
+        while self._first_number < wanted and (self._batches or self._read()):
+            self._batches.popleft()
+            self._first_number += 1
+        return self._first_number == wanted
 
     def _read(self) -> bool:
         if self._stream is None:
             return False
-        with self._seeded(self._first + len(self._kept)):
+        with self._seeded(self._first_number + len(self._batches)):
             batch = next(self._stream, None)
         self.moved()
         if batch is None:
             self._stream = None
             return False
-        self._kept.append(batch)
+        self._batches.append(batch)
         return True
 
     def _open(self, epoch: int) -> None:
         source = self.source
         self._stream = None  # ends its processes
-        self._epoch, self._first = epoch, 0
-        self._kept.clear()
+        self._epoch, self._first_number = epoch, 0
+        self._batches.clear()
         with self._seeded(-1):
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
@@ -166,7 +163,7 @@ class StreamLoader(Source):
                 self.dataset,
                 batch_size=source.batch_size,
                 drop_last=source.drop_last,
-                collate_fn=functools.partial(_counted, source.collate_fn),
+                collate_fn=functools.partial(_collate_batch, source.collate_fn),
             )
 
     @contextmanager
@@ -177,7 +174,7 @@ class StreamLoader(Source):
             yield
 
 
-def _counted(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
+def _collate_batch(user: Callable[[Any], Any], samples: list[Any]) -> _Batch:
     batch = user(samples)
     return _Batch(len(samples), batch, content_crc(batch))
 
@@ -187,10 +184,7 @@ def content_crc(batch: Any) -> int:
 
     Of a tensor that is not on the host only type and shape count: to read it would be to wait for the device.
     """
-    total = 0
-    for leaf in tree_leaves(batch):
-        total = zlib.crc32(_beginning(leaf), total)
-    return total
+    return zlib.crc32(b"".join(map(_beginning, tree_leaves(batch))))
 
 
 def _beginning(leaf: Any) -> bytes:
@@ -220,8 +214,6 @@ def copied(batch: Any) -> Any:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.clone()
-    if isinstance(leaf, str | bytes | int | float | complex | None):
-        return leaf
     try:
         return copy.deepcopy(leaf)
     except Exception as error:  # whatever a class of the script says

@@ -184,7 +184,7 @@ class Shards(Iterator[Any]):
         kept = self._update.batches
         if key.shard in kept:
             return copied(kept[key.shard])
-        batch = self._source.fetch(key, self._member.shards)
+        batch = self._source.fetch(key)
         self._member.pace.loaded(self._source.load_s, self._source.processes)
         if self.phase:
             kept[key.shard] = copied(batch)

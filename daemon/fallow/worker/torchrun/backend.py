@@ -30,7 +30,7 @@ from fallow.core.restarts import ATTEMPTS, Attempts
 from fallow.model import Active, Exit, Failed, FallowError, Finished, Left, Parts, WorkerReady
 from fallow.wire.address import listen
 from fallow.worker.api import process
-from fallow.worker.session.session import Dismissed, OthersEnded, Session, connection
+from fallow.worker.session.session import Dismissed, OthersEnded, Session
 from fallow.worker.transport.rendezvous import HeadStore
 from fallow.worker.transport.upcoming import Upcoming
 
@@ -55,21 +55,13 @@ _SHARDS = 16
 
 
 class AgentStore(HeadStore):
-    """What the torchrun agents of one generation share, in the head's memory; waits end with the generation.
+    """What the torchrun agents of one generation share, in the head's memory; waits end with the generation."""
 
-    Args:
-        taken: the generation.
-        session: the conversation with the head.
-        ended: called when torchrun's agent says that its script has ended well.
-        over: called again and again in a wait; raises when the generation is over.
-    """
-
-    def __init__(self, taken: Upcoming, session: Session, ended: Callable[[], None], over: Callable[[], None]) -> None:
-        super().__init__(taken.prepare.generation, len(taken.prepare.members), session.ask, 2 * _LOOK_S)
-        self._rank = taken.rank or 0
+    def __init__(self, handler: Handler, taken: Upcoming) -> None:
+        super().__init__(taken.prepare.generation, len(taken.prepare.members), handler.session.ask, 2 * _LOOK_S)
+        self._handler, self._taken = handler, taken
         self._patience_s = 300.0
-        self._added: dict[str, int] = {}
-        self._ended, self._over = ended, over
+        self._own_parts: dict[str, int] = {}
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, of which every member keeps its own part: a question may be asked twice.
@@ -77,66 +69,50 @@ class AgentStore(HeadStore):
         Two who add at the same time may get the same sum, but who is the last gets the whole.
         """
         if key.startswith(_SCRIPT_ENDED):
-            self._ended()
-        self._added[key] = self._added.get(key, 0) + amount
-        self.set(f"{key}/{self._rank}", str(self._added[key]))
+            self._handler.script_ended()
+        self._own_parts[key] = self._own_parts.get(key, 0) + amount
+        self.set(f"{key}/{self._taken.rank}", str(self._own_parts[key]))
         parts = (self.read([f"{key}/{rank}"], 0.0) for rank in range(self._size))
         return sum(int(part[0]) for part in parts if part)
 
     def get(self, key: str) -> bytes:
-        """The value; waits for it."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """All values; waits for them."""
         return self._all(keys, self._patience_s)
 
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Store several."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
         self._all(keys, timeout.total_seconds() if timeout else self._patience_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Upper end of every later wait."""
         self._patience_s = timeout.total_seconds()
 
     def _all(self, keys: list[str], patience_s: float) -> list[bytes]:
         end = time.monotonic() + patience_s
         while (found := self.read(keys, _LOOK_S)) is None:
-            self._over()
+            self._handler.raise_if_over(self._taken)
             if time.monotonic() > end:
                 raise DistStoreError(f"{', '.join(keys)} did not come within {patience_s:g} s")
         return found
 
 
 class Handler(RendezvousHandler):
-    """What torchrun's agent asks. All calls come from its main thread.
+    """What torchrun's agent asks. All calls come from its main thread."""
 
-    Args:
-        session: the open conversation with the head.
-        run: the run's id.
-        workers: most members of the run.
-    """
-
-    def __init__(self, session: Session, run: str, workers: int) -> None:
-        self._session = session
+    def __init__(self, session: Session, run: str, max_workers: int) -> None:
+        self.session = session
         self._run = run
-        self._workers = workers
+        self._shards = max_workers * _SHARDS
         self._taken: Upcoming | None = None
         self._attempts = Attempts()
         self._scripts_store: Store | None = None
         self._ended = False
+        "the script has ended well"
 
     def get_backend(self) -> str:
-        """Its name."""
         return "fallow"
 
     def get_run_id(self) -> str:
-        """The run's id."""
         return self._run
 
     @property
@@ -145,20 +121,18 @@ class Handler(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        """The head has ended this worker or the run."""
-        return self._session.ended
+        return self.session.ended
 
     def set_closed(self) -> None:
         """Only the head ends a run."""
 
     def num_nodes_waiting(self) -> int:
         """1 when the script has to be stopped for another generation. Asked by torchrun as long as the script runs."""
-        self._session.progress.move(in_loop=False)
-        return int(self._session.superseded)
+        self.session.progress.move(in_loop=False)
+        return int(self.session.superseded)
 
     def shutdown(self) -> bool:
-        """The agent is done."""
-        self._session.close()
+        self.session.close()
         self._scripts_store = None
         return True
 
@@ -168,7 +142,7 @@ class Handler(RendezvousHandler):
         Raises:
             SystemExit: this worker is not needed any more (torchrun ends with its code), or the script fails for good.
         """
-        session = self._session
+        session = self.session
         self._scripts_store = None
         if self._taken is None:
             session.announce(
@@ -176,8 +150,8 @@ class Handler(RendezvousHandler):
                     worker=session.worker,
                     signature=_LAYOUT,
                     layout=[_LAYOUT],
-                    shards=self._workers * _SHARDS,
-                    global_batch=self._workers * _SHARDS,
+                    shards=self._shards,
+                    global_batch=self._shards,
                     restarts=True,
                 )
             )
@@ -196,12 +170,12 @@ class Handler(RendezvousHandler):
         assert self._taken is not None
         if self._attempts.spent(time.monotonic()):
             text = f"{reason}, {ATTEMPTS + 1} times in a row with the same members; its log says why"
-            self._session.deliver(Failed(worker=self._session.worker, code=1, message=text, signature=reason), _TELL_S)
+            self.session.deliver(Failed(worker=self.session.worker, code=1, message=text, signature=reason), _TELL_S)
             self._leave(1, text)
-        self._session.hold(self._taken.prepare.generation, reason)
+        self.session.hold(self._taken.prepare.generation, reason)
 
     def _await_generation(self) -> Upcoming:
-        session = self._session
+        session = self.session
         try:
             taken = session.await_commit(lambda: False)
         except Dismissed as dismissed:
@@ -224,33 +198,34 @@ class Handler(RendezvousHandler):
 
     def _meet(self, taken: Upcoming) -> RendezvousInfo | None:
         """Wait for the others of a generation; None: they did not come, or another one is due."""
-        session, rank = self._session, taken.rank
+        session, rank = self.session, taken.rank
         assert rank is not None
-        generation, size = taken.prepare.generation, len(taken.prepare.members)
-        store = AgentStore(taken, session, self._script_ended, lambda: self._look_whether_over(taken))
+        store = AgentStore(self, taken)
         # Bound now and kept, so that nobody can take the port; it is needed if the store of the scripts goes here.
         with listen(session.address, session.ports) as listening:
             port = listening.getsockname()[1]
-            told = self._exchange(store, [f"at/{i}" for i in range(size)], rank, f"{session.address} {port}".encode())
-            if told is None:
+            addresses = self._exchange(store, taken, f"{session.address} {port}".encode())
+            if addresses is None:
                 return None
             # A script may have ended just before its agent could hear of this generation: the others do without it.
-            here = [i for i in range(size) if told[i] != _DONE]
-            address, _, number = told[here[0]].decode().partition(" ")
-            if here[0] == rank:
+            ranks = [i for i, value in enumerate(addresses) if value != _DONE]
+            address, _, number = addresses[ranks[0]].decode().partition(" ")
+            if ranks[0] == rank:
                 self._scripts_store = TCPStore(
                     address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
                 )
-        session.progress.generation = generation
+        generation = session.progress.generation = taken.prepare.generation
         session.send(Active(worker=session.worker, generation=generation, first_step=0, pause_s=0.0, parts=Parts()))
-        return RendezvousInfo(store, here.index(rank), len(here), RendezvousStoreInfo(address, int(number)))
+        return RendezvousInfo(store, ranks.index(rank), len(ranks), RendezvousStoreInfo(address, int(number)))
 
-    def _exchange(self, store: HeadStore, keys: list[str], rank: int, value: bytes) -> list[bytes] | None:
+    def _exchange(self, store: HeadStore, taken: Upcoming, own: bytes) -> list[bytes] | None:
+        """The values that all members have set, by rank; None: one did not, or another generation is due."""
+        keys = [f"at/{rank}" for rank in range(len(taken.prepare.members))]
         end = time.monotonic() + MEET_S
-        while not self._session.superseded and time.monotonic() < end:
+        while not self.session.superseded and time.monotonic() < end:
             try:
                 # Set again each time: a head that comes back knows none of them.
-                store.set(keys[rank], value)
+                store.set(f"at/{taken.rank}", own)
                 told = store.read(keys, _LOOK_S)
             except RuntimeError:
                 continue  # the head is away; that took as long as the question may
@@ -258,24 +233,23 @@ class Handler(RendezvousHandler):
                 return told
         return None
 
-    def _script_ended(self) -> None:
+    def script_ended(self) -> None:
         """Tell the head, which freezes the membership from here on."""
         assert self._taken is not None
         self._ended = True
-        self._session.deliver(
-            Finished(
-                worker=self._session.worker,
-                generation=self._taken.prepare.generation,
-                steps=0,
-                digest="",
-                loss=None,
-                samples=0,
-            ),
-            self._session.patience_s,
+        generation = self._taken.prepare.generation
+        self.session.deliver(
+            Finished(worker=self.session.worker, generation=generation, steps=0, digest="", loss=None, samples=0),
+            self.session.patience_s,
         )
 
-    def _look_whether_over(self, generation: Upcoming) -> None:
-        session = self._session
+    def raise_if_over(self, generation: Upcoming) -> None:
+        """Called again and again in a wait.
+
+        Raises:
+            DistStoreError: the generation is over.
+        """
+        session = self.session
         if self._taken is generation and not session.superseded:
             return
         if self._ended and session.switch_committed:
@@ -294,27 +268,21 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             any other error.
     """
     try:
-        return _connect()
+        worker = os.environ.pop("FALLOW_WORKER", None)
+        if worker is None:
+            raise FallowError(
+                "torchrun --rdzv-backend=fallow meets through Fallow's head: in a batch script of `fallow submit`, "
+                "write fallow run -- torchrun --rdzv-backend=fallow SCRIPT; elsewhere choose another backend",
+                Exit.USAGE,
+            )
+        session = process.session_with_head(worker, os.environ.pop("FALLOW_CHANNEL_FD", "-1"), grouped=False)
+        if RESTART not in os.environ:
+            process.die_with_parent(signal.SIGTERM)  # then it ends its scripts, which have sessions of their own
+            os.environ[RESTART] = "1"
+        welcome = session.open()
     except FallowError as error:
         sys.stderr.write(f"fallow: {error.message}\n")
         raise SystemExit(int(error.code)) from None
-
-
-def _connect() -> Handler:
-    worker = os.environ.pop("FALLOW_WORKER", None)
-    if worker is None:
-        raise FallowError(
-            "torchrun --rdzv-backend=fallow meets through Fallow's head: in a batch script of `fallow submit`, write "
-            "fallow run -- torchrun --rdzv-backend=fallow SCRIPT; elsewhere choose another backend",
-            Exit.USAGE,
-        )
-    secret = process.read_secret(int(os.environ.pop("FALLOW_CHANNEL_FD", "-1")))
-    if RESTART not in os.environ:
-        process.die_with_parent(signal.SIGTERM)  # then it ends its scripts, which have sessions of their own
-        os.environ[RESTART] = "1"
-    address, ports = process.listens_on(secret)
-    session = Session(worker, address, connection(secret), grouped=False, ports=ports)
-    welcome = session.open()
     return Handler(session, welcome.run, welcome.max_workers)
 
 
