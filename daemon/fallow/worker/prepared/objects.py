@@ -15,7 +15,7 @@ from fallow.worker.data import rng
 from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.modes import Modes
 from fallow.worker.prepared.state import decode, device_of, encode, plain_name
-from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport import device
 
@@ -55,7 +55,7 @@ class Prepared:
         "of plain values and tensors"
         self.generators: list[Any] = []
         "of random numbers; no part of the state, for each shard and each step seeds them"
-        self.arithmetic: Arithmetic = Floating()
+        self.arithmetic = Arithmetic()
         "how the run's gradients are added up"
         self.modes = Modes(lambda: self.modules)
         self._homes: list[_Home] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ Arrived = list[tuple[int, torch.Tensor]]
 
 class Arithmetic:
     """Adds weight x gradient into buckets, launches their sums over the members, and turns sums into gradients.
+
+    This one sums in the gradients' own type: fast, but the last bits depend on who computed which shard. `Exact` sums
+    in integers instead.
 
     A *late* gradient comes when its bucket has left. It goes into a sum of its own, which a second round adds.
     Members call `launch` and `conclude` in the same order.
@@ -36,14 +40,8 @@ class Arithmetic:
         """Finished sums that were made again because they had outgrown their scale."""
         return 0
 
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which gradients of `dtype` are summed. Raises FallowError if there is none."""
-        raise NotImplementedError
-
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Use this layout from now on. Raises FallowError for a type that cannot be summed."""
-        for bucket in buckets:
-            self.sum_dtype(bucket.dtype)
         self._buckets = buckets
         self.renew()
 
@@ -72,32 +70,52 @@ class Arithmetic:
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add weight x gradient; the weight is not 0."""
-        raise NotImplementedError
+        total = self._sum(bucket, late=late)
+        small: dict[int, torch.Tensor] = {}
+        for place, grad in arrived:
+            view = total.views[place]
+            if bucket.offsets[place] < bucket.batched and place not in small:
+                small[place] = grad
+            elif total.filled[place] or place in small:
+                view.add_(grad, alpha=weight)
+            elif grad.dtype == torch.float32:
+                torch.mul(grad, _factor(weight), out=view)
+            else:  # half precision is multiplied by the number as it is, not by one that was rounded to it
+                torch.mul(grad, weight, out=view)
+            total.filled[place] = True
+        if small:
+            torch._foreach_add_([total.views[place] for place in small], list(small.values()), alpha=weight)
 
     def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
         """Launch the sum over the members."""
-        raise NotImplementedError
+        total = self._sum(bucket, late=late)
+        total.complete()
+        group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
 
     def conclude(self, group: Group) -> None:
-        """Launch what must follow when all launched sums are complete."""
-
-    def prepare_extents(self) -> None:
-        """Send what `extents` needs to the host; readable once the group is certain."""
+        """Launch what must follow the sums that were launched, and what sends to the host what `extents` needs."""
 
     def extents(self) -> list[int]:
-        """Return what the members must tell each other beside the sums: one number for each parameter, or none."""
+        """Return what the members must tell each other beside the sums: one number for each parameter, or none.
+
+        Readable once the group is certain.
+        """
         return []
 
     def judge(self, extents: Sequence[int]) -> bool:
-        """Given the greatest of all members' extents: False if all must do the sum again."""
+        """Given the greatest of all members' extents: True if the sum counts, False if all must make it again."""
         return True
 
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the gradients by place. Their memory is not used again while somebody holds them."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """The sum counts."""
+        late, total = self._late.pop(bucket.number, None), self._sums[bucket.number]
+        if late is not None:
+            if total is not None:
+                total.flat.add_(late.flat)
+            else:
+                self._sums[bucket.number] = total = late
+        assert total is not None
+        return [view.detach() for view in total.views]
 
     def forget(self) -> None:
         """The group changed: what was learned in attempts of an unfinished sum does not count."""
@@ -111,7 +129,7 @@ class Arithmetic:
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         """Of what this member gives to the sum."""
-        return self.sum_dtype(bucket.dtype)
+        return bucket.dtype
 
     def _sum(self, bucket: Bucket, *, late: bool) -> Sum:
         """What is added to; a late sum is zero as long as nothing has come."""
@@ -124,52 +142,7 @@ class Arithmetic:
         return total
 
 
-class Floating(Arithmetic):
-    """Sums in the gradients' own type: fast; the last bits depend on who computed which shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._factors: dict[float, torch.Tensor] = {}
-        "weights as tensors: of a Python number torch makes one in each call, which takes longer than a small sum"
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
-        total = self._sum(bucket, late=late)
-        small: dict[int, torch.Tensor] = {}
-        for place, grad in arrived:
-            view = total.views[place]
-            if bucket.offsets[place] < bucket.batched and place not in small:
-                small[place] = grad
-            elif total.filled[place] or place in small:
-                view.add_(grad, alpha=weight)
-            else:
-                self._multiply(grad, weight, view)
-            total.filled[place] = True
-        if small:
-            torch._foreach_add_([total.views[place] for place in small], list(small.values()), alpha=weight)
-
-    def _multiply(self, grad: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        # Half precision is multiplied by a number as it is, not by one that was rounded to it.
-        if grad.dtype == torch.float32:
-            if weight not in self._factors:
-                self._factors = {weight: torch.tensor(weight, dtype=torch.float32, device="cpu")}
-            torch.mul(grad, self._factors[weight], out=into)
-        else:
-            torch.mul(grad, weight, out=into)
-
-    def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
-        total = self._sum(bucket, late=late)
-        total.complete()
-        group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
-
-    def results(self, bucket: Bucket) -> list[torch.Tensor]:
-        late, total = self._late.pop(bucket.number, None), self._sums[bucket.number]
-        if late is not None:
-            if total is not None:
-                total.flat.add_(late.flat)
-            else:
-                self._sums[bucket.number] = total = late
-        assert total is not None
-        return [view.detach() for view in total.views]
+@functools.lru_cache(maxsize=4)
+def _factor(weight: float) -> torch.Tensor:
+    """The weight as a tensor: of a Python number torch makes one in each call, which takes longer than a small sum."""
+    return torch.tensor(weight, dtype=torch.float32, device="cpu")

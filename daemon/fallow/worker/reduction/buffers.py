@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import torch
 
-from fallow.worker.reduction.expectations import Unused
-from fallow.worker.reduction.step_sums import bitmap, flags
+from fallow.worker.reduction.step_sums import PATIENCE, bitmap, count_unused, flags
 from fallow.worker.transport.device import to_device, to_host
 from fallow.worker.transport.group import Group
 
 _ALIGN = 16
-_PHASE = ""
+_COUNTS = ""
+"""Key of the counts in exported state."""
 
 
 class _Room:
@@ -51,32 +51,30 @@ class StepBuffers:
     """
 
     def __init__(self, live: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._all = live
         # One that covers the same memory several times, as an expanded one does, cannot be written to.
-        written = [not _overlaps(tensor) for tensor in live()]
-        self._all, self._written = live, written
-        self._count = sum(written)
-        self._unused = Unused([False] * self._count)
+        self._writable = [not _overlaps(tensor) for tensor in live()]
+        self._unchanged = [0] * sum(self._writable)
+        "by buffer, sums in a row in which shard 0 did not change it"
         self._before: _Room | None = None
         "the step's own"
         self._kept: _Room | None = None
         "shard 0's"
-        self._has_kept = False
-        self._arriving: list[tuple[list[int], _Room]] = []
+        self._arriving: list[tuple[Sequence[int], _Room]] = []
         "numbers of buffers on their way, and where they arrive"
         self._changed: torch.Tensor | None = None
-        "by buffer, on the host: words that shard 0 changed, up to its end"
+        "by buffer, on the host: words that shard 0 changed, up to its end; None: another member has shard 0"
 
     def _live(self) -> list[torch.Tensor]:
-        return [tensor for tensor, written in zip(self._all(), self._written, strict=True) if written]
+        return [tensor for tensor, writable in zip(self._all(), self._writable, strict=True) if writable]
 
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        if not self._count:
-            return
         live = self._live()
-        if self._before is None:
-            self._before = _Room(live)
-        self._has_kept, self._changed, self._arriving = False, None, []
+        if not live:
+            return
+        self._before = self._before or _Room(live)
+        self._changed, self._arriving = None, []
         with torch.no_grad():
             torch._foreach_copy_(self._before.views, live)
 
@@ -88,12 +86,9 @@ class StepBuffers:
 
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
-        if not self._count:
+        if self._before is None:
             return
-        assert self._before is not None
-        if self._kept is None:
-            self._kept = _Room(self._live())
-        self._has_kept = True
+        self._kept = self._kept or _Room(self._live())
         with torch.no_grad():
             torch._foreach_copy_(self._kept.views, self._live())
             unlike = self._kept.bytes.view(torch.int64) != self._before.bytes.view(torch.int64)
@@ -101,15 +96,26 @@ class StepBuffers:
             counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
             self._changed = to_host(counts[self._kept.last_words])
 
-    def share(self, group: Group, root: int) -> None:
-        """Launch that all get those of shard 0 that change now and then.
+    def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
+        """Launch that all get those of shard 0.
 
         Args:
             group: the members.
             root: the rank that has kept shard 0's.
+            numbers: of the buffers; None: of all that change now and then.
         """
-        travels = [not unused for unused in self._unused.items(_PHASE)]
-        self._launch(group, root, [number for number, one in enumerate(travels) if one])
+        if numbers is None:
+            numbers = [number for number, sums in enumerate(self._unchanged) if sums < PATIENCE]
+        if group.size == 1 or not numbers:
+            return
+        live = self._live()
+        room = self._kept = self._kept or _Room(live)
+        if len(numbers) < len(live):
+            room = _Room([live[number] for number in numbers])
+            if group.rank == root:
+                torch._foreach_copy_(room.views, [self._kept.views[number] for number in numbers])
+        group.copy(room.bytes, root)
+        self._arriving.append((numbers, room))
 
     def changed(self) -> bytes:
         """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
@@ -120,12 +126,8 @@ class StepBuffers:
 
     def missing(self, changed: bytes) -> list[int]:
         """Numbers of the buffers that were changed and did not travel."""
-        unused = self._unused.items(_PHASE)
-        return [number for number, one in enumerate(flags(changed, self._count)) if one and unused[number]]
-
-    def share_missing(self, group: Group, root: int, changed: bytes) -> None:
-        """Launch that all get these, too."""
-        self._launch(group, root, self.missing(changed))
+        is_changed = flags(changed, len(self._unchanged))
+        return [number for number, sums in enumerate(self._unchanged) if is_changed[number] and sums >= PATIENCE]
 
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
@@ -133,7 +135,7 @@ class StepBuffers:
             return
         live, wanted = self._live(), list(self._before.views)
         with torch.no_grad():
-            if self._has_kept:
+            if self._changed is not None:
                 assert self._kept is not None
                 wanted = self._kept.views
             else:
@@ -149,30 +151,15 @@ class StepBuffers:
 
     def count(self, changed: bytes) -> None:
         """The sum counts: learn from what all members say which buffers change."""
-        if self._count:
-            self._unused.count(_PHASE, flags(changed, self._count))
+        self._unchanged = count_unused(self._unchanged, flags(changed, len(self._unchanged)))
 
     def export(self) -> dict[str, list[int]]:
         """Return what a newcomer needs, as plain values."""
-        return self._unused.export()
+        return {_COUNTS: self._unchanged}
 
     def load(self, exported: dict[str, list[int]]) -> None:
         """Take over what was exported."""
-        self._unused.load(exported)
-
-    def _launch(self, group: Group, root: int, numbers: list[int]) -> None:
-        if group.size == 1 or not numbers:
-            return
-        live = self._live()
-        if self._kept is None:
-            self._kept = _Room(live)
-        room = self._kept
-        if len(numbers) < self._count:
-            room = _Room([live[number] for number in numbers])
-            if group.rank == root:
-                torch._foreach_copy_(room.views, [self._kept.views[number] for number in numbers])
-        group.copy(room.bytes, root)
-        self._arriving.append((numbers, room))
+        self._unchanged = exported.get(_COUNTS, [0] * len(self._unchanged))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,8 +62,9 @@ class Exact(Arithmetic):
         "sums of this round"
         self._peaks: list[tuple[int, list[int], torch.Tensor]] = []
         "body, parameters' indices, and one or several largest magnitudes of each"
-        self._arriving: torch.Tensor | None = None
-        self._parts: list[dict[int, int]] = []
+        self._host_peaks: torch.Tensor | None = None
+        "all of them in a row, on their way to the host"
+        self._parts: list[defaultdict[int, int]] = []
         "by body, the number of gradients by parameter's index"
         self._single_shard_weights: Sequence[float] = ()
         "by rank, weights of gradients that travel as they are; empty: integers do"
@@ -75,21 +78,18 @@ class Exact(Arithmetic):
         """Finished sums that were made again because a scale did not fit."""
         return self._scales.repeated
 
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """int64. Raises FallowError for complex parameters."""
-        if not dtype.is_floating_point:
-            raise FallowError(
-                f"a parameter is of type {str(dtype).removeprefix('torch.')}; reproducible=True takes real numbers: "
-                "hold it as a real parameter and use torch.view_as_complex in forward",
-                Exit.DATA,
-            )
-        return torch.int64
-
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Use this layout from now on. Raises FallowError for complex parameters."""
+        for bucket in buckets:
+            if not bucket.dtype.is_floating_point:
+                raise FallowError(
+                    f"a parameter is of type {str(bucket.dtype).removeprefix('torch.')}; reproducible=True takes real "
+                    "numbers: hold it as a real parameter and use torch.view_as_complex in forward",
+                    Exit.DATA,
+                )
         super().lay_out(buckets)
-        self._count = sum(len(bucket.members) for bucket in buckets)
         if buckets:
-            self._converter = Converter(buckets[0].device)
+            self._converter = Converter(buckets[0].params[0].device)
 
     def renew(self) -> None:
         super().renew()
@@ -101,12 +101,10 @@ class Exact(Arithmetic):
         super().begin(phase, idle)
         self._scales.begin(phase)
         self._main, self._launched = {}, []
-        self._peaks, self._arriving, self._parts = [], None, []
-
-    # ------------------------------------------------------------------------------------------------- adding
+        self._peaks, self._host_peaks, self._parts = [], None, []
 
     def begin_body(self) -> None:
-        self._parts.append({})
+        self._parts.append(defaultdict(int))
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.dtype if self._single_shard_weights else torch.int64
@@ -121,8 +119,7 @@ class Exact(Arithmetic):
         for place, grad in arrived:
             if not grad.numel():
                 continue
-            index = bucket.members[place]
-            counts[index] = counts.get(index, 0) + 1
+            counts[bucket.members[place]] += 1
             if grad.numel() >= self._converter.small:
                 self._add_large(bucket, total, place, grad, weight)
                 continue
@@ -172,8 +169,6 @@ class Exact(Arithmetic):
         for place in small:
             total.filled[place] = True
 
-    # ------------------------------------------------------------------------------------------------- sums
-
     def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
         """In pieces: a member turns one of them into gradients, not all of the sum."""
         total, scattered = self._sum(bucket, late=late), self._scattered.get(bucket.number)
@@ -187,34 +182,26 @@ class Exact(Arithmetic):
 
     def conclude(self, group: Group) -> None:
         """Turn this member's pieces into gradients, and launch that all get all pieces."""
-        if not self._launched:
-            return
-        if asynchronous(group.device):
+        if self._launched and asynchronous(group.device):
             group.stream_waits()
-        else:
+        elif self._launched:
             group.certain()
-        launched, self._launched = self._launched, []
-        for bucket, scattered in launched:
+        for bucket, scattered in self._launched:
             group.collect(self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered)))
+        self._launched = []
+        if self._peaks:
+            self._host_peaks = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
 
     def _turn(self, bucket: Bucket, scattered: Scattered, main: Scattered) -> torch.Tensor:
         """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
         whole = self._room(bucket, first=scattered is main, members=scattered.group.size)
-        position = 0
+        bounds = [*bucket.offsets, bucket.numel]
         for start in range(main.start, main.stop, self._converter.chunk):
             stop = min(start + self._converter.chunk, main.stop)
             # The parameters in this chunk, each with its own scale.
-            parts, shifts = [], []
-            while position < len(bucket.members):
-                offset = bucket.offsets[position]
-                end = offset + bucket.params[position].numel()
-                first, last = max(offset, start), min(end, stop)
-                if first < last:
-                    parts.append(slice(first - start, last - start))
-                    shifts.append(self._scales.shift(bucket.members[position]))
-                if end > stop:
-                    break
-                position += 1
+            places = range(bisect_right(bucket.offsets, start) - 1, bisect_left(bucket.offsets, stop))
+            parts = [slice(max(0, bounds[n] - start), min(stop, bounds[n + 1]) - start) for n in places]
+            shifts = [self._scales.shift(bucket.members[n]) for n in places]
             rows = main.contributions(start, stop)
             if self._single_shard_weights:
                 total = self._converter.sum_rows(rows, self._single_shard_weights, parts, shifts)
@@ -241,22 +228,16 @@ class Exact(Arithmetic):
                 view.fill_(torch.nan)
         return [view.detach() for view in views]
 
-    # ------------------------------------------------------------------------------------------------- judging
-
-    def prepare_extents(self) -> None:
-        if self._peaks:
-            self._arriving = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
-
     def extents(self) -> list[int]:
         """By parameter's index, the exponent of what one of this member's shards gives at most."""
         largest: dict[tuple[int, int], float] = {}
-        values = iter(self._arriving.tolist() if self._arriving is not None else [])
+        values = iter(self._host_peaks.tolist() if self._host_peaks is not None else [])
         for body, indices, _ in self._peaks:
             for index in indices:
                 value, known = abs(next(values)), largest.get((body, index), 0.0)
                 # NaN compares as nothing does, and must stay.
                 largest[body, index] = value if value != value or value > known else known
-        found = [NOTHING] * self._count
+        found = [NOTHING] * sum(len(bucket.members) for bucket in self._buckets)
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
             found[index] = max(found[index], exponent(value, self._parts[body][index]))
         return [*found, int(self._is_split)]
@@ -265,12 +246,10 @@ class Exact(Arithmetic):
         *exponents, is_split = extents
         if is_split:
             self._split_phases.add(self._phase)
-        return self._scales.judge(exponents) and not is_split
-
-    # ------------------------------------------------------------------------------------------------- state
-
-    def end(self) -> None:
-        self._scales.end()
+        is_good = self._scales.judge(exponents) and not is_split
+        if is_good:
+            self._scales.end()
+        return is_good
 
     def forget(self) -> None:
         self._scales.forget()

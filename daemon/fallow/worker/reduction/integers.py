@@ -16,11 +16,7 @@ _CHUNK_DEVICE = 1 << 23
 
 
 class Converter:
-    """Memory to convert a chunk in, and how that is done.
-
-    Args:
-        device: of the gradients.
-    """
+    """Memory to convert a chunk in, and how that is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.chunk = _CHUNK_DEVICE if asynchronous(device) else _CHUNK
@@ -31,7 +27,7 @@ class Converter:
         self._floats = torch.empty(size, dtype=torch.float64, device=device)
         self._singles = torch.empty(size, dtype=torch.float32, device=device)
         self._integers = torch.empty(size, dtype=torch.int64, device=device)
-        self._more = torch.empty_like(self._integers)
+        self._summand = torch.empty_like(self._integers)
 
     def add_large(
         self, grad: torch.Tensor, weight: float, shift: int, place: torch.Tensor, *, first: bool
@@ -98,14 +94,14 @@ class Converter:
             parts: where each parameter lies in the chunk.
             shifts: of each parameter.
         """
-        total, more = self._integers[: len(rows[0])], self._more[: len(rows[0])]
+        total, summand = self._integers[: len(rows[0])], self._summand[: len(rows[0])]
         for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             factors = [weight * 2.0**shift for shift in shifts]
             single = row.dtype != torch.float64 and all(_exact_in_single(weight, factor) for factor in factors)
             wide = (self._singles if single else self._floats)[: len(row)].copy_(row)
             torch._foreach_mul_([wide[part] for part in parts], factors)
             if number:
-                total.add_(more.copy_(wide))
+                total.add_(summand.copy_(wide))
             else:
                 total.copy_(wide)
         return total

@@ -62,11 +62,9 @@ class Scales:
     def begin(self, phase: str) -> None:
         """Begin an attempt at the sum of that phase."""
         self._known = self._references.setdefault(phase, {})
-        self._largest, self.spoilt = {}, set()
 
     def _exponent(self, index: int) -> int:
-        tried = self._trial.get(index)
-        return self._known.get(index, _GUESS) if tried is None else tried
+        return self._trial.get(index, self._known.get(index, _GUESS))
 
     def shift(self, index: int) -> int:
         """The s of the parameter's scale 2^s in this attempt."""
@@ -81,35 +79,29 @@ class Scales:
         Raises:
             FallowError: the gradients are others in each attempt.
         """
-        good = True
-        for index, found in enumerate(extents):
-            if found == NOTHING:
-                continue
-            if found == NOT_FINITE:
-                self.spoilt.add(index)
-                continue
-            used = self._exponent(index)
-            self._largest[index] = found
-            if not used - DECLINE <= found <= used + GROWTH:
-                good = False
-                self._trial[index] = found
-        if not good:
-            self._attempts += 1
-            if self._attempts > _ATTEMPTS:
-                raise FallowError(
-                    f"the scale of a gradient did not settle in {_ATTEMPTS} attempts at one step: the same shard gave "
-                    "other gradients each time; with reproducible=True a body must depend on its batch, the state "
-                    "and torch's, numpy's and random's own generators only",
-                    Exit.DATA,
-                )
-        return good
+        self.spoilt = {index for index, found in enumerate(extents) if found == NOT_FINITE}
+        self._largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
+        misfits = {
+            index: found
+            for index, found in self._largest.items()
+            if not -DECLINE <= found - self._exponent(index) <= GROWTH
+        }
+        self._trial |= misfits
+        self._attempts += bool(misfits)
+        if self._attempts > _ATTEMPTS:
+            raise FallowError(
+                f"the scale of a gradient did not settle in {_ATTEMPTS} attempts at one step: the same shard gave "
+                "other gradients each time; with reproducible=True a body must depend on its batch, the state "
+                "and torch's, numpy's and random's own generators only",
+                Exit.DATA,
+            )
+        return not misfits
 
     def end(self) -> None:
         """Let references follow: up at once, down by one power of two per sum unless the sum was repeated."""
         for index, found in self._largest.items():
-            known = self._known.get(index)
-            fits = known is not None and index not in self._trial
-            self._known[index] = max(found, (known or 0) - 1) if fits else found
+            falls_slowly = index in self._known and index not in self._trial
+            self._known[index] = max(found, self._known[index] - 1) if falls_slowly else found
         self.repeated += bool(self._attempts)
         self.forget()
 

@@ -17,15 +17,11 @@ def piece_length(numel: int, size: int) -> int:
 
 
 class Scattered:
-    """The sums over one bucket in one group.
-
-    Args:
-        flat: this member's contributions.
-        group: the members.
-    """
+    """The sums over one bucket in one group."""
 
     def __init__(self, flat: torch.Tensor, group: Group) -> None:
         self.flat = flat
+        "this member's contributions"
         self.group = group
         each, end = piece_length(flat.numel(), group.size), flat.numel()
         spans = [(min(end, rank * each), min(end, (rank + 1) * each)) for rank in range(group.size)]
@@ -33,15 +29,19 @@ class Scattered:
         "of this member's piece, in elements"
         # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
         own = group.rank not in (0, group.size - 1)
-        self._given = [stop - start if own or rank != group.rank else 0 for rank, (start, stop) in enumerate(spans)]
-        self._taken = [self.stop - self.start if own or rank != group.rank else 0 for rank in range(group.size)]
-        self._outer = flat if own else flat[self.stop :] if group.rank == 0 else flat[: self.start]
-        self._arrived = flat.new_empty(sum(self._taken))
-        self._rows = torch.split(self._arrived, self._taken)
+        self._sent_counts = [
+            stop - start if own or rank != group.rank else 0 for rank, (start, stop) in enumerate(spans)
+        ]
+        self._received_counts = [
+            self.stop - self.start if own or rank != group.rank else 0 for rank in range(group.size)
+        ]
+        self._sent = flat if own else flat[self.stop :] if group.rank == 0 else flat[: self.start]
+        self._received = flat.new_empty(sum(self._received_counts))
+        self._rows = torch.split(self._received, self._received_counts)
 
     def scatter(self) -> None:
         """Launch the first half: this member's piece of all others comes here."""
-        self.group.exchange(self._outer, self._given, self._arrived, self._taken)
+        self.group.exchange(self._sent, self._sent_counts, self._received, self._received_counts)
 
     def contributions(self, start: int, stop: int) -> list[torch.Tensor]:
         """By rank, what each has for these elements of this piece, once the first half is complete; to be used up."""

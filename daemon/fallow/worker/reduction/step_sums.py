@@ -1,10 +1,14 @@
-"""What members tell each other about the sums of a step."""
+"""What members tell each other about the sums of a step, and for how long unused items still travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
+
+PATIENCE = 16
+"""Bodies, or sums, in which something may be missing before nobody waits for it any more."""
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
@@ -35,14 +39,13 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
 
 def bitmap(flags: Iterable[bool]) -> bytes:
     """Pack flags, eight to a byte."""
-    text = "".join("1" if flag else "0" for flag in flags)
-    return int(text[::-1] or "0", 2).to_bytes(-(-len(text) // 8), "little")
+    return np.packbits(np.fromiter(flags, dtype=bool), bitorder="little").tobytes()
 
 
 def flags(packed: bytes, count: int) -> list[bool]:
-    """Unpack the first `count` flags."""
-    text = f"{int.from_bytes(packed, 'little'):0{count}b}"[::-1]
-    return [digit == "1" for digit in text[:count]]
+    """Unpack the first `count` flags; those that were not packed are False."""
+    bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=count, bitorder="little")
+    return bits.astype(bool).tolist()
 
 
 def _either(bitmaps: Iterable[bytes]) -> bytes:
@@ -51,3 +54,13 @@ def _either(bitmaps: Iterable[bytes]) -> bytes:
         found |= int.from_bytes(one, "little")
         length = max(length, len(one))
     return found.to_bytes(length, "little")
+
+
+def count_unused(sums: Sequence[int], used: Sequence[bool]) -> list[int]:
+    """Count by item the sums in a row without use for it, up to `PATIENCE`.
+
+    Args:
+        sums: the counts before a sum that counts.
+        used: by item, some member had use for it in that sum.
+    """
+    return [0 if use else min(count + 1, PATIENCE) for count, use in zip(sums, used, strict=True)]
