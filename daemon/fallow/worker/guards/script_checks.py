@@ -40,9 +40,15 @@ def check_prepared(prepared: Prepared, known: Sequence[nn.Parameter] | None) -> 
             "before run.prepare, members must agree on it",
             Exit.DATA,
         )
-    strange = prepared.strangers()
-    if strange:
-        raise FallowError(strange, Exit.DATA)
+    inside = set(map(id, now))
+    held = [p for optimizer in prepared.optimizers for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(parameter.requires_grad and id(parameter) not in inside for parameter in held)
+    if strangers:
+        raise FallowError(
+            f"a prepared optimizer holds {strangers} parameters that belong to no prepared module, so their "
+            "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
+            Exit.DATA,
+        )
     for number, optimizer in enumerate(prepared.optimizers):
         scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
         if scheduled and not any(_drives(thing, optimizer) for thing in prepared.others):
@@ -100,7 +106,7 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
         if isinstance(found, torch.amp.GradScaler):
             return found if found.is_enabled() else None
         if frame.f_back is None:
-            return None
+            break
         frame = frame.f_back
     return None
 

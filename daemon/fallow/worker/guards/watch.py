@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fallow.model import Exit, FallowError
 from fallow.worker.guards.script_checks import check_prepared
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.prepared.state import as_bytes
+from fallow.worker.prepared.state import as_bytes, named_parameters
 from fallow.worker.transport.device import to_host
 
 _its_version = attrgetter("_version")
@@ -23,16 +23,13 @@ _CANARY = 1024
 
 
 class Watch:
-    """Looks at what a script does to the prepared objects. One per run.
-
-    Args:
-        prepared: those objects.
-    """
+    """Looks at what a script does to the prepared objects. One per run."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._weights: list[nn.Parameter] = []
         self._known: list[nn.Parameter] | None = None
+        "all parameters, since the first run.updates call"
         self._unsummed: dict[str, nn.Parameter] = {}
         "by name: parameters that were frozen when gradients were first summed; they have no place in the sums"
         self._group_sizes: list[int] = []
@@ -48,12 +45,7 @@ class Watch:
         self._weights = [parameter for _, parameter in self._prepared.parameters()]
         if first:
             summed = set(map(id, self._weights))
-            named = [
-                (f"model.{n}.{name}", p)
-                for n, m in enumerate(self._prepared.modules)
-                for name, p in m.named_parameters()
-            ]
-            self._unsummed = {name: parameter for name, parameter in named if id(parameter) not in summed}
+            self._unsummed = {name: p for name, p in named_parameters(self._prepared.modules) if id(p) not in summed}
 
     def begin_step(self) -> None:
         """An inner loop begins.
@@ -74,13 +66,9 @@ class Watch:
                 Exit.DATA,
             )
 
-    # ------------------------------------------------------------------------------------- inside an inner loop
-
     def steering(self) -> tuple[int, int]:
         """What an inner loop must leave alone: versions of the weights, and the optimizers' rates."""
         return sum(map(_its_version, self._weights)), hash(self._rates())
-
-    # ------------------------------------------------------------------------------------- among members
 
     def start_piece(self, step: int) -> torch.Tensor:
         """A piece of one parameter, another one in each step, on its way to the host."""

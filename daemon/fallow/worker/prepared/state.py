@@ -13,7 +13,7 @@ import hashlib
 import io
 import mmap
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -56,17 +56,17 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoded:
     """A state taken apart."""
 
-    tree: bytes
+    tree: bytes = b""
     "MessagePack, tensors as numbers"
-    tensors: list[torch.Tensor] = field(repr=False)
+    tensors: list[torch.Tensor] = field(default_factory=list)
     "the live ones"
-    paths: list[Path] = field(repr=False)
+    paths: list[Path] = field(default_factory=list)
     "of the tensors"
-    plain: list[tuple[Path, Any]] = field(repr=False)
+    plain: list[tuple[Path, Any]] = field(default_factory=list)
     "the largest parts of the state in which there is no tensor"
 
     @property
@@ -99,10 +99,9 @@ def encode(value: Any, where: str) -> Encoded:
     Raises:
         FallowError: a value of another type; the text names the object and the type.
     """
-    encoded = Encoded(b"", [], [], [])
-    return Encoded(
-        msgspec.msgpack.encode(_pack(value, where, [], encoded)), encoded.tensors, encoded.paths, encoded.plain
-    )
+    encoded = Encoded()
+    encoded.tree = msgspec.msgpack.encode(_pack(value, where, [], encoded))
+    return encoded
 
 
 def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -155,7 +154,7 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
 
 
 def _pack_key(key: Any, where: str) -> list[Any]:
-    beside = Encoded(b"", [], [], [])
+    beside = Encoded()
     packed = _pack(key, where, [], beside)
     if beside.tensors:
         raise _refused(where, "tensor as a key")
@@ -286,12 +285,19 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], to
     return copies, devices.event(device)
 
 
-# --------------------------------------------------------------------------------------------------------- digests
+# ----------------------------------------------------------------------------------------------- names and digests
 
 
 def plain_name(name: str) -> str:
     """A tensor's name as it is without `torch.compile`, which gives a wrapped module's tensors a longer one."""
     return name.replace("_orig_mod.", "")
+
+
+def named_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The modules' parameters with their names; one that two modules share comes twice."""
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield plain_name(f"model.{number}.{name}"), parameter
 
 
 def digest(states: Sequence[dict[str, Any]]) -> str:
