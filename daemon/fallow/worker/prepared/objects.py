@@ -122,9 +122,13 @@ class Prepared:
         """Parameters (frozen ones too) and buffers, as they come in `export`; a generation's checksum is over them."""
         return [tensor for module in self.modules for tensor in _named(module).values()]
 
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def trained_weights(self) -> set[int]:
         """Numbers, among `weights`, of the parameters that prepared optimizers change."""
-        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = {id(parameter) for group in self.groups() for parameter in group["params"]}
         return {number for number, tensor in enumerate(self.weights()) if id(tensor) in held}
 
     def devices(self) -> set[torch.device]:
