@@ -48,10 +48,10 @@ class Prepared:
         self.arithmetic = Arithmetic()
         "how the run's gradients are added up"
         self.modes = Modes(self.modules)
-        self._buffer_places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._buffer_places: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
         "dicts and keys under which buffers are found: a forward may put another tensor in a buffer's place"
-        self._trainable: dict[int, nn.Parameter] = {}
-        "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+        self._trainable: set[torch.Tensor] = set()
+        "what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -67,9 +67,9 @@ class Prepared:
             _check_module(thing)
         if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
             encode(extra_state.read([thing]), f"prepare: {kind}")
-            self._buffer_places = []
+            self._buffer_places = None
             self.modules.append(thing)
-            self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
+            self._trainable |= {parameter for parameter in thing.parameters() if parameter.requires_grad}
         elif rng.is_generator(thing):
             self.generators.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):
@@ -108,11 +108,11 @@ class Prepared:
         return list(named.values())
 
     def _trains(self, tensor: torch.Tensor) -> bool:
-        return tensor.requires_grad or id(tensor) in self._trainable
+        return tensor.requires_grad or tensor in self._trainable
 
     def buffers(self) -> list[torch.Tensor]:
         """All buffers of all modules, in order, shared ones once."""
-        if not self._buffer_places:
+        if self._buffer_places is None:
             parts = (part for module in self.modules for part in module.modules())
             self._buffer_places = [(part._buffers, name) for part in parts for name in part._buffers]
         found = (inside[name] for inside, name in self._buffer_places)
@@ -212,19 +212,20 @@ class Prepared:
 
     def layout(self) -> list[str]:
         """One line per tensor and object, for comparing a joiner with the run."""
-        lines = [
-            f"model.{number}.{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-            + " frozen" * (isinstance(t, nn.Parameter) and not self._trains(t))
+        tensors = (
+            f"model.{number}.{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            + " frozen" * (isinstance(tensor, nn.Parameter) and not self._trains(tensor))
             for number, module in enumerate(self.modules)
-            for name, t in _named(module).items()
-        ]
-        for number, optimizer in enumerate(self.optimizers):
+            for name, tensor in _named(module).items()
+        )
+        return [
+            *tensors,
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
-            lines.append(f"optimizer.{number} {type(optimizer).__name__}")
-        lines += list(extra_state.holders(self.modules))
-        lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
-        lines += [f"dict.{number}" for number in range(len(self.dicts))]
-        return lines
+            *(f"optimizer.{number} {type(optimizer).__name__}" for number, optimizer in enumerate(self.optimizers)),
+            *extra_state.holders(self.modules),
+            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)),
+            *(f"dict.{number}" for number in range(len(self.dicts))),
+        ]
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> list[list[str]]:
@@ -320,16 +321,12 @@ def _named(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names_of(module: nn.Module) -> ModelNames:
-    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, tensor in ((plain_name(name), tensor) for name, tensor in every):
-        if first.setdefault(id(tensor), name) != name:
-            aliases[name] = first[id(tensor)]
-    transient = {
+    transient = frozenset(
         plain_name(".".join(filter(None, (within, name))))
         for within, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
-    }
-    kept = {name: own for name, own in aliases.items() if name not in transient}
-    return ModelNames(frozenset(transient), kept)
+    )
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    exported: dict[torch.Tensor, str] = {}
+    names = [(plain_name(name), exported.setdefault(tensor, plain_name(name))) for name, tensor in every]
+    return ModelNames(transient, {name: own for name, own in names if name != own and name not in transient})

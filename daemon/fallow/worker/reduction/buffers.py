@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from fallow.worker.reduction.step_sums import PATIENCE, bitmap, count_unused, flags
@@ -68,33 +68,33 @@ class StepBuffers:
     def _live(self) -> list[torch.Tensor]:
         return [tensor for tensor, writable in zip(self._all(), self._writable, strict=True) if writable]
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        live = self._live()
-        if not live:
+        if not self._unchanged:
             return
+        live = self._live()
         self._before = self._before or _Room(live)
         self._changed, self._arriving = None, []
-        with torch.no_grad():
-            torch._foreach_copy_(self._before.views, live)
+        torch._foreach_copy_(self._before.views, live)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the step's own buffers back: before another shard, or before the step is done again."""
         if self._before is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(self._live(), self._before.views)
+            torch._foreach_copy_(self._live(), self._before.views)
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
         if self._before is None:
             return
         self._kept = self._kept or _Room(self._live())
-        with torch.no_grad():
-            torch._foreach_copy_(self._kept.views, self._live())
-            unlike = self._kept.bytes.view(torch.int64) != self._before.bytes.view(torch.int64)
-            # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
-            counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
-            self._changed = to_host(counts[self._kept.last_words])
+        torch._foreach_copy_(self._kept.views, self._live())
+        unlike = self._kept.bytes.view(torch.int64) != self._before.bytes.view(torch.int64)
+        # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
+        counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
+        self._changed = to_host(counts[self._kept.last_words])
 
     def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
         """Launch that all get those of shard 0.
@@ -121,28 +121,26 @@ class StepBuffers:
         """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
         if self._changed is None:
             return b""
-        counts = [0, *self._changed.tolist()]
-        return bitmap(count > before for before, count in pairwise(counts))
+        return bitmap(np.diff(self._changed.numpy(), prepend=0) > 0)
 
     def missing(self, changed: bytes) -> list[int]:
         """Numbers of the buffers that were changed and did not travel."""
         is_changed = flags(changed, len(self._unchanged))
         return [number for number, sums in enumerate(self._unchanged) if is_changed[number] and sums >= PATIENCE]
 
+    @torch.no_grad()
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
         if self._before is None:
             return
-        live, wanted = self._live(), list(self._before.views)
-        with torch.no_grad():
-            if self._changed is not None:
-                assert self._kept is not None
-                wanted = self._kept.views
-            else:
-                for numbers, room in self._arriving:
-                    for number, view in zip(numbers, room.views, strict=True):
-                        wanted[number] = view
-            torch._foreach_copy_(live, wanted)
+        wanted = list(self._before.views)
+        if self._changed is not None:
+            assert self._kept is not None
+            wanted = self._kept.views
+        for numbers, room in self._arriving if self._changed is None else ():
+            for number, view in zip(numbers, room.views, strict=True):
+                wanted[number] = view
+        torch._foreach_copy_(self._live(), wanted)
         self._arriving = []
 
     def renew(self) -> None:

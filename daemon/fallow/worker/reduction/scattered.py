@@ -23,19 +23,16 @@ class Scattered:
         self.flat = flat
         "this member's contributions"
         self.group = group
-        each, end = piece_length(flat.numel(), group.size), flat.numel()
-        spans = [(min(end, rank * each), min(end, (rank + 1) * each)) for rank in range(group.size)]
-        self.start, self.stop = spans[group.rank]
+        each, numel = piece_length(flat.numel(), group.size), flat.numel()
+        self._sent, self._sent_counts = flat, [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
+        self.start = min(numel, group.rank * each)
+        self.stop = self.start + self._sent_counts[group.rank]
         "of this member's piece, in elements"
+        self._received_counts = [self.stop - self.start] * group.size
         # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
-        own = group.rank not in (0, group.size - 1)
-        self._sent_counts = [
-            stop - start if own or rank != group.rank else 0 for rank, (start, stop) in enumerate(spans)
-        ]
-        self._received_counts = [
-            self.stop - self.start if own or rank != group.rank else 0 for rank in range(group.size)
-        ]
-        self._sent = flat if own else flat[self.stop :] if group.rank == 0 else flat[: self.start]
+        if group.rank in (0, group.size - 1):
+            self._sent = flat[self.stop :] if group.rank == 0 else flat[: self.start]
+            self._sent_counts[group.rank] = self._received_counts[group.rank] = 0
         self._received = flat.new_empty(sum(self._received_counts))
         self._rows = torch.split(self._received, self._received_counts)
 
