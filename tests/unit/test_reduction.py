@@ -19,7 +19,7 @@ from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import PATIENCE, Sums
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, flags
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from members import build_world, telling, together, world
@@ -515,3 +515,10 @@ def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcom
     second.reduction.attach(Group(2, 0, 1))
     assert second.reduction.give_out(outcome[0])
     assert equal(first.gradients(), second.gradients())
+
+
+def test_flags_come_back_from_their_bitmap_and_those_that_were_not_packed_are_false() -> None:
+    for size in range(20):
+        some = [number % 3 == 1 for number in range(size)]
+        assert flags(bitmap(some), size + 9) == [*some, *[False] * 9]
+        assert flags(bitmap(some), size) == some

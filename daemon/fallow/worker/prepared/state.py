@@ -241,17 +241,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
     """New tensors: those of the host in one block of memory, those with `on_device` on `device` each by itself."""
-    here = [devices.asynchronous(device) and spec.on_device for spec in specs]
-    size = sum(_padded(spec.nbytes) for spec, away in zip(specs, here, strict=True) if not away)
-    block = _block(size, pinned=pinned)
+    is_away = [devices.asynchronous(device) and spec.on_device for spec in specs]
+    sizes = [0 if away else -(-spec.nbytes // _ALIGN) * _ALIGN for spec, away in zip(specs, is_away, strict=True)]
+    parts = torch.split(_block(sum(sizes), pinned=pinned), sizes)
     tensors: list[torch.Tensor] = []
-    at = 0
-    for spec, away in zip(specs, here, strict=True):
-        if away:
-            flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
-        else:
-            flat = block[at : at + spec.nbytes]
-            at += _padded(spec.nbytes)
+    for spec, away, part in zip(specs, is_away, parts, strict=True):
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if away else part[: spec.nbytes]
         order = spec.order or list(range(len(spec.shape)))
         lying = flat.view(dtype_named(spec.dtype)).reshape([spec.shape[side] for side in order])
         tensors.append(lying.permute([order.index(side) for side in range(len(order))]))
@@ -265,10 +260,6 @@ def _block(size: int, *, pinned: bool) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)  # the first touch of small pages costs more than the copy
     return torch.frombuffer(block, dtype=torch.uint8)
-
-
-def _padded(size: int) -> int:
-    return size + -size % _ALIGN
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -71,15 +71,14 @@ class Converter:
         Returns:
             The largest magnitude in each gradient.
         """
-        used, wide, whole = 0, [], []
-        for grad in grads:
-            wide.append(self._floats[used : used + grad.numel()].view(grad.shape))
-            whole.append(self._integers[used : used + grad.numel()].view(grad.shape))
-            used += grad.numel()
+        sizes = [grad.numel() for grad in grads]
+        floats, integers = self._floats[: sum(sizes)], self._integers[: sum(sizes)]
+        wide = [part.view(grad.shape) for part, grad in zip(torch.split(floats, sizes), grads, strict=True)]
+        whole = [part.view(grad.shape) for part, grad in zip(torch.split(integers, sizes), grads, strict=True)]
         torch._foreach_copy_(wide, grads)
         peaks = torch.stack(torch._foreach_norm(wide, math.inf))
         torch._foreach_mul_(wide, [weight * 2.0**shift for shift in shifts])
-        self._integers[:used].copy_(self._floats[:used])
+        integers.copy_(floats)
         torch._foreach_add_(places, whole)
         return peaks
 

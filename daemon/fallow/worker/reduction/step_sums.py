@@ -23,7 +23,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     order: list[int] | None = None
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
     buffers: bytes = b""
-    "bitmap by buffer: shard 0 has changed it"
+    "the member with shard 0 alone, bitmap by buffer: shard 0 has changed it"
 
     @staticmethod
     def joined(parts: Sequence[Sums]) -> Sums:
@@ -33,7 +33,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
             touched=_either(part.touched for part in parts),
             extents=[max(column) for column in zip(*(part.extents for part in parts), strict=True)],
             order=next((part.order for part in parts if part.order is not None), None),
-            buffers=_either(part.buffers for part in parts),
+            buffers=next((part.buffers for part in parts if part.buffers), b""),
         )
 
 
@@ -44,16 +44,14 @@ def bitmap(flags: Iterable[bool]) -> bytes:
 
 def flags(packed: bytes, count: int) -> list[bool]:
     """Unpack the first `count` flags; those that were not packed are False."""
-    bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=count, bitorder="little")
-    return bits.astype(bool).tolist()
+    whole = packed.ljust(-(-count // 8), b"\0")  # numpy's own padding of an empty bitmap is not zero
+    bits = np.unpackbits(np.frombuffer(whole, dtype=np.uint8), bitorder="little").astype(bool)
+    return bits.tolist()[:count]
 
 
 def _either(bitmaps: Iterable[bytes]) -> bytes:
-    found, length = 0, 0
-    for one in bitmaps:
-        found |= int.from_bytes(one, "little")
-        length = max(length, len(one))
-    return found.to_bytes(length, "little")
+    joined: bytes = np.bitwise_or.reduce([np.frombuffer(packed, dtype=np.uint8) for packed in bitmaps]).tobytes()
+    return joined
 
 
 def count_unused(sums: Sequence[int], used: Sequence[bool]) -> list[int]:
