@@ -6,9 +6,11 @@ everything listed here; a newcomer that differs is refused, with the first diffe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -100,15 +102,13 @@ def _short(dtype: torch.dtype) -> str:
 
 def _processor(source: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
     """Vendor and the flags that matter, of this process's processor."""
-    try:
-        text = source.read_text().partition("\n\n")[0]
-    except OSError:
-        return "(unknown)", []
-    known = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    known = {name.strip(): value.strip() for name, value in known.items()}
-    flags = known.get("flags", known.get("Features", "")).split()
-    vendor = known.get("vendor_id", known.get("CPU implementer", "(unknown)"))
-    return vendor, sorted(flag for flag in flags if flag.startswith(_FLAGS))
+    text = ""
+    with contextlib.suppress(OSError):
+        text = source.read_text()
+    vendor = re.search(r"^(?:vendor_id|CPU implementer)\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    chosen = [flag for flag in (flags[1] if flags else "").split() if flag.startswith(_FLAGS)]
+    return vendor[1] if vendor else "(unknown)", sorted(chosen)
 
 
 def _sample(kind: str) -> str:

@@ -27,7 +27,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.device import HOST
 
-_FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+_FACTORIES = {"": None, "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 _ALIGN = 64
 """Tensors begin at multiples of this in a block, so that they can be used in place."""
 
@@ -139,8 +139,8 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
         ]
         if kind is not defaultdict:
             return [kind.__name__, items]
-        factory = "" if value.default_factory is None else value.default_factory.__name__
-        if factory and _FACTORIES.get(factory) is not value.default_factory:
+        factory = getattr(value.default_factory, "__name__", "")
+        if _FACTORIES.get(factory) is not value.default_factory:
             raise _refused(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
     if kind is io.BytesIO:
@@ -183,7 +183,7 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
         items = [(_unpack(key, tensors), _unpack(value, tensors)) for key, value in tree[1]]
         if tag == "defaultdict":
-            return defaultdict(_FACTORIES[tree[2]] if tree[2] else None, items)
+            return defaultdict(_FACTORIES[tree[2]], items)
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](dict(items))
     if tag == "bytesio":
         return io.BytesIO(tree[1])

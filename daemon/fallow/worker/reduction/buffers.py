@@ -44,11 +44,7 @@ class _Room:
 
 
 class StepBuffers:
-    """Made once per run.
-
-    Args:
-        live: gives the modules' buffers, always as many, of the same shapes and types.
-    """
+    """Made once per run. `live` gives the modules' buffers, always as many, of the same shapes and types."""
 
     def __init__(self, live: Callable[[], Sequence[torch.Tensor]]) -> None:
         self._all = live

@@ -15,7 +15,6 @@ from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
 from fallow.worker.reduction.buckets import Bucket, Sum
 from fallow.worker.reduction.integers import Converter
 from fallow.worker.reduction.scales import NOTHING, Scales, exponent
-from fallow.worker.reduction.scattered import Scattered, piece_length
 from fallow.worker.transport.device import asynchronous, to_host
 from fallow.worker.transport.group import Group
 
@@ -54,11 +53,11 @@ class Exact(Arithmetic):
         self._scales = Scales()
         self._results: dict[int, Sum] = {}
         "gradients by bucket, in the parameters' type and padded to equal pieces"
-        self._scattered: dict[int, Scattered] = {}
+        self._scattered: dict[int, _Scattered] = {}
         "by bucket, for the group of the last sum"
-        self._main: dict[int, Scattered] = {}
+        self._main: dict[int, _Scattered] = {}
         "by bucket, the sums of this attempt to which late ones are added"
-        self._launched: list[tuple[Bucket, Scattered]] = []
+        self._launched: list[tuple[Bucket, _Scattered]] = []
         "sums of this round"
         self._peaks: list[tuple[int, list[int], torch.Tensor]] = []
         "body, parameters' indices, and one or several largest magnitudes of each"
@@ -174,7 +173,7 @@ class Exact(Arithmetic):
         total, scattered = self._sum(bucket, late=late), self._scattered.get(bucket.number)
         total.complete()
         if scattered is None or scattered.flat is not total.flat or scattered.group is not group:
-            scattered = Scattered(total.flat, group)
+            scattered = _Scattered(total.flat, group)
         if not late:
             self._scattered[bucket.number] = scattered
         scattered.scatter()
@@ -192,7 +191,7 @@ class Exact(Arithmetic):
         if self._peaks:
             self._host_peaks = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
 
-    def _turn(self, bucket: Bucket, scattered: Scattered, main: Scattered) -> torch.Tensor:
+    def _turn(self, bucket: Bucket, scattered: _Scattered, main: _Scattered) -> torch.Tensor:
         """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
         whole = self._room(bucket, first=scattered is main, members=scattered.group.size)
         bounds = [*bucket.offsets, bucket.numel]
@@ -215,7 +214,7 @@ class Exact(Arithmetic):
 
     def _room(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
         """Memory for the gradients of all pieces, in the parameters' type and padded to equal pieces."""
-        numel = members * piece_length(bucket.numel, members)
+        numel = members * _piece_length(bucket.numel, members)
         known = self._results.get(bucket.number)
         if known is None or len(known.flat) != numel or (first and known.shared):
             self._results[bucket.number] = known = Sum(bucket, bucket.dtype, numel)
@@ -270,3 +269,43 @@ def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     if tensor.stride() != place.stride():
         tensor = torch.empty_like(place, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class _Scattered:
+    """The sum over one bucket in one group, in two halves: each makes its piece of the result, then all get all pieces.
+
+    So what the sum is turned into is worked out once in the group instead of once by each member, and the second half
+    moves that, not the sum. In gloo reduce-scatter is an all-reduce; hence the exchange.
+    """
+
+    def __init__(self, flat: torch.Tensor, group: Group) -> None:
+        self.flat = flat
+        "this member's contributions"
+        self.group = group
+        each, numel = _piece_length(flat.numel(), group.size), flat.numel()
+        self._sent, self._sent_counts = flat, [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
+        self.start = min(numel, group.rank * each)
+        self.stop = self.start + self._sent_counts[group.rank]
+        "of this member's piece, in elements"
+        self._received_counts = [self.stop - self.start] * group.size
+        # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
+        if group.rank in (0, group.size - 1):
+            self._sent = flat[self.stop :] if group.rank == 0 else flat[: self.start]
+            self._sent_counts[group.rank] = self._received_counts[group.rank] = 0
+        self._received = flat.new_empty(sum(self._received_counts))
+        self._rows = torch.split(self._received, self._received_counts)
+
+    def scatter(self) -> None:
+        """Launch the first half: this member's piece of all others comes here."""
+        self.group.exchange(self._sent, self._sent_counts, self._received, self._received_counts)
+
+    def contributions(self, start: int, stop: int) -> list[torch.Tensor]:
+        """By rank, what each has for these elements of this piece, once the first half is complete; to be used up."""
+        rows = [row[start - self.start : stop - self.start] for row in self._rows]
+        rows[self.group.rank] = self.flat[start:stop]
+        return rows
+
+
+def _piece_length(numel: int, size: int) -> int:
+    """Elements in each member's piece of a bucket, the last one padded."""
+    return -(-numel // size)

@@ -58,10 +58,8 @@ class Reduction:
     `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks raise
     nothing: what goes wrong in one is raised by `end_body` or `finish`.
 
-    Args:
-        named: names and parameters that could train, in model order. What is frozen now may train later.
-        arithmetic: how gradients are added up.
-        buffers: of the modules; they are shared beside the sums.
+    `named` has all parameters that could train, in model order: what is frozen now may train later. The `buffers` of
+    the modules are shared beside the sums.
 
     Raises:
         FallowError: the parameters are on several devices, or the arithmetic has no sum for their type.
@@ -210,7 +208,7 @@ class Reduction:
         self._group.certain()  # only now may this member say that it has the sums
         is_first_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
-            late=bitmap(filling.is_late and not last for filling in self._fillings),
+            late=bitmap(filling.is_late for filling in self._fillings),
             touched=bitmap(index in self._touched for index in range(len(self._params))),
             extents=self.arithmetic.extents(),
             order=list(self._touched) if is_first_order else None,
@@ -366,8 +364,6 @@ class Reduction:
                 filling.has_left = True
                 self.arithmetic.launch(self._group, filling.bucket, late=False)
             self._next += 1
-
-    # ------------------------------------------------------------------------------------------------- helpers
 
     def _lay_out(self) -> None:
         trained = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
