@@ -25,9 +25,6 @@ class Arithmetic:
     Members call `launch` and `conclude` in the same order.
     """
 
-    hands_out_sums = True
-    "gradients lie in the memory of the sums"
-
     def __init__(self) -> None:
         self._buckets: Sequence[Bucket] = ()
         self._sums: list[Sum | None] = []
@@ -61,7 +58,7 @@ class Arithmetic:
         for bucket in self._buckets:
             if not idle[bucket.number]:
                 known, dtype = self._sums[bucket.number], self._dtype(bucket)
-                if known is None or known.flat.dtype != dtype or (self.hands_out_sums and known.shared):
+                if known is None or known.flat.dtype != dtype or known.shared:
                     self._sums[bucket.number] = known = Sum(bucket, dtype)
                 known.clear()
 

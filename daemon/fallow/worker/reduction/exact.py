@@ -46,8 +46,6 @@ class Exact(Arithmetic):
     GradScaler skips the step; its scale stays.
     """
 
-    hands_out_sums = False
-
     def __init__(self) -> None:
         super().__init__()
         self._scales = Scales()
@@ -245,10 +243,7 @@ class Exact(Arithmetic):
         *exponents, is_split = extents
         if is_split:
             self._split_phases.add(self._phase)
-        is_good = self._scales.judge(exponents) and not is_split
-        if is_good:
-            self._scales.end()
-        return is_good
+        return self._scales.judge(exponents, is_void=bool(is_split))
 
     def forget(self) -> None:
         self._scales.forget()
@@ -283,21 +278,22 @@ class _Scattered:
         "this member's contributions"
         self.group = group
         each, numel = _piece_length(flat.numel(), group.size), flat.numel()
-        self._sent, self._sent_counts = flat, [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
+        self._sent_counts = [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
         self.start = min(numel, group.rank * each)
         self.stop = self.start + self._sent_counts[group.rank]
         "of this member's piece, in elements"
         self._received_counts = [self.stop - self.start] * group.size
         # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
+        self._sent = slice(None)
         if group.rank in (0, group.size - 1):
-            self._sent = flat[self.stop :] if group.rank == 0 else flat[: self.start]
+            self._sent = slice(self.stop, None) if group.rank == 0 else slice(self.start)
             self._sent_counts[group.rank] = self._received_counts[group.rank] = 0
         self._received = flat.new_empty(sum(self._received_counts))
         self._rows = torch.split(self._received, self._received_counts)
 
     def scatter(self) -> None:
         """Launch the first half: this member's piece of all others comes here."""
-        self.group.exchange(self._sent, self._sent_counts, self._received, self._received_counts)
+        self.group.exchange(self.flat[self._sent], self._sent_counts, self._received, self._received_counts)
 
     def contributions(self, start: int, stop: int) -> list[torch.Tensor]:
         """By rank, what each has for these elements of this piece, once the first half is complete; to be used up."""

@@ -49,8 +49,7 @@ class Converter:
         single = grad.dtype != torch.float64 and _exact_in_single(weight, factor)
         scratch = self._singles if single else self._floats
         peaks: list[torch.Tensor] = []
-        for start in range(0, grad.numel(), self.chunk):
-            part, target = grad[start : start + self.chunk], place[start : start + self.chunk]
+        for part, target in zip(torch.split(grad, self.chunk), torch.split(place, self.chunk), strict=True):
             peaks.extend(torch.aminmax(part))
             scaled = scratch[: part.numel()]
             if part.dtype == scaled.dtype:

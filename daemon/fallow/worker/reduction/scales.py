@@ -51,8 +51,6 @@ class Scales:
         "those of the phase at work"
         self._trial: dict[int, int] = {}
         "exponents with which this sum is tried because the reference did not fit"
-        self._largest: dict[int, int] = {}
-        "exponents of this sum's gradients over all members"
         self._attempts = 0
         self.spoilt: set[int] = set()
         "parameters that are not finite in the sum that was judged last"
@@ -70,21 +68,22 @@ class Scales:
         """The s of the parameter's scale 2^s in this attempt."""
         return BITS - GROWTH - self._exponent(index)
 
-    def judge(self, extents: Sequence[int]) -> bool:
-        """Compare the gradients with what the scales are made for; False: all members try again with other scales.
+    def judge(self, extents: Sequence[int], *, is_void: bool = False) -> bool:
+        """Compare the gradients with what the scales are made for; False: all members try again.
+
+        Where they fit, the references follow: up at once, down by one power of two per sum unless the sum was repeated.
 
         Args:
             extents: by parameter's index, the greatest exponent on any member.
+            is_void: the sum is made again whatever the scales are.
 
         Raises:
             FallowError: the gradients are others in each attempt.
         """
         self.spoilt = {index for index, found in enumerate(extents) if found == NOT_FINITE}
-        self._largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
+        largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
         misfits = {
-            index: found
-            for index, found in self._largest.items()
-            if not -DECLINE <= found - self._exponent(index) <= GROWTH
+            index: found for index, found in largest.items() if not -DECLINE <= found - self._exponent(index) <= GROWTH
         }
         self._trial |= misfits
         self._attempts += bool(misfits)
@@ -95,19 +94,18 @@ class Scales:
                 "and torch's, numpy's and random's own generators only",
                 Exit.DATA,
             )
-        return not misfits
-
-    def end(self) -> None:
-        """Let references follow: up at once, down by one power of two per sum unless the sum was repeated."""
-        for index, found in self._largest.items():
+        if misfits or is_void:
+            return False
+        for index, found in largest.items():
             falls_slowly = index in self._known and index not in self._trial
             self._known[index] = max(found, self._known[index] - 1) if falls_slowly else found
         self.repeated += bool(self._attempts)
         self.forget()
+        return True
 
     def forget(self) -> None:
         """Go back to the references of the last finished sum."""
-        self._trial, self._largest, self._attempts = {}, {}, 0
+        self._trial, self._attempts = {}, 0
 
     def export(self) -> dict[str, Any]:
         """References in order, as plain values."""
