@@ -321,6 +321,21 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
         assert state["split_phases"] == ["g"]
 
 
+def test_a_gradient_of_a_bucket_that_was_never_used_comes_where_gradients_travel_as_they_are() -> None:
+    grad = torch.full((3,), 0.3)
+    exact, (bucket,) = Exact(), buckets_for([grad])
+    exact.lay_out([bucket])
+    good = []
+    while not any(good):
+        exact.begin("", [True], [1.0])
+        exact.begin_body()
+        exact.add(bucket, [(0, grad.clone())], 1.0, late=True)
+        exact.launch(Group(0, 0, 1), bucket, late=True)
+        exact.conclude(Group(0, 0, 1))
+        good.append(exact.judge(exact.extents()))
+    torch.testing.assert_close(exact.results(bucket)[0], grad, rtol=1e-7, atol=0)
+
+
 def test_extents_do_not_depend_on_who_has_which_shard() -> None:
     """One shard gives a large gradient, and another one several small ones."""
     shards = [[0.9], [0.2, 0.2], [0.1] * 3]

@@ -46,7 +46,7 @@ class Member:
         changed = b"".join(self.group.gather(self.shared.changed()))
         self.shared.share(self.group, root, self.shared.missing(changed))
         self.group.certain()
-        self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arriving))
+        self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arrivals))
         self.shared.count(changed)
         self.shared.settle()
 

@@ -47,50 +47,50 @@ class StepBuffers:
     """Made once per run. `live` gives the modules' buffers, always as many, of the same shapes and types."""
 
     def __init__(self, live: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._all = live
+        self._all_live = live
         # One that covers the same memory several times, as an expanded one does, cannot be written to.
         self._writable = [not _overlaps(tensor) for tensor in live()]
-        self._unchanged = [0] * sum(self._writable)
+        self._unchanged_sums = [0] * sum(self._writable)
         "by buffer, sums in a row in which shard 0 did not change it"
-        self._before: _Room | None = None
+        self._step_room: _Room | None = None
         "the step's own"
-        self._kept: _Room | None = None
+        self._shard_0_room: _Room | None = None
         "shard 0's"
-        self._arriving: list[tuple[Sequence[int], _Room]] = []
+        self._arrivals: list[tuple[Sequence[int], _Room]] = []
         "numbers of buffers on their way, and where they arrive"
-        self._changed: torch.Tensor | None = None
+        self._changed_words: torch.Tensor | None = None
         "by buffer, on the host: words that shard 0 changed, up to its end; None: another member has shard 0"
 
     def _live(self) -> list[torch.Tensor]:
-        return [tensor for tensor, writable in zip(self._all(), self._writable, strict=True) if writable]
+        return [tensor for tensor, writable in zip(self._all_live(), self._writable, strict=True) if writable]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the step's own buffers."""
-        if not self._unchanged:
+        if not self._unchanged_sums:
             return
         live = self._live()
-        self._before = self._before or _Room(live)
-        self._changed, self._arriving = None, []
-        torch._foreach_copy_(self._before.views, live)
+        self._step_room = self._step_room or _Room(live)
+        self._changed_words, self._arrivals = None, []
+        torch._foreach_copy_(self._step_room.views, live)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the step's own buffers back: before another shard, or before the step is done again."""
-        if self._before is not None:
-            torch._foreach_copy_(self._live(), self._before.views)
+        if self._step_room is not None:
+            torch._foreach_copy_(self._live(), self._step_room.views)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Shard 0's body is over, on this member: its buffers are the step's result."""
-        if self._before is None:
+        if self._step_room is None:
             return
-        self._kept = self._kept or _Room(self._live())
-        torch._foreach_copy_(self._kept.views, self._live())
-        unlike = self._kept.bytes.view(torch.int64) != self._before.bytes.view(torch.int64)
+        self._shard_0_room = self._shard_0_room or _Room(self._live())
+        torch._foreach_copy_(self._shard_0_room.views, self._live())
+        unlike = self._shard_0_room.bytes.view(torch.int64) != self._step_room.bytes.view(torch.int64)
         # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
         counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
-        self._changed = to_host(counts[self._kept.last_words])
+        self._changed_words = to_host(counts[self._shard_0_room.last_words])
 
     def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
         """Launch that all get those of shard 0.
@@ -101,59 +101,59 @@ class StepBuffers:
             numbers: of the buffers; None: of all that change now and then.
         """
         if numbers is None:
-            numbers = [number for number, sums in enumerate(self._unchanged) if sums < PATIENCE]
+            numbers = [number for number, sums in enumerate(self._unchanged_sums) if sums < PATIENCE]
         if group.size == 1 or not numbers:
             return
         live = self._live()
-        room = self._kept = self._kept or _Room(live)
+        room = self._shard_0_room = self._shard_0_room or _Room(live)
         if len(numbers) < len(live):
             room = _Room([live[number] for number in numbers])
             if group.rank == root:
-                torch._foreach_copy_(room.views, [self._kept.views[number] for number in numbers])
+                torch._foreach_copy_(room.views, [self._shard_0_room.views[number] for number in numbers])
         group.copy(room.bytes, root)
-        self._arriving.append((numbers, room))
+        self._arrivals.append((numbers, room))
 
     def changed(self) -> bytes:
         """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
-        if self._changed is None:
+        if self._changed_words is None:
             return b""
-        return bitmap(np.diff(self._changed.numpy(), prepend=0) > 0)
+        return bitmap(np.diff(self._changed_words.numpy(), prepend=0) > 0)
 
     def missing(self, changed: bytes) -> list[int]:
         """Numbers of the buffers that were changed and did not travel."""
-        is_changed = flags(changed, len(self._unchanged))
-        return [number for number, sums in enumerate(self._unchanged) if is_changed[number] and sums >= PATIENCE]
+        is_changed = flags(changed, len(self._unchanged_sums))
+        return [number for number, sums in enumerate(self._unchanged_sums) if is_changed[number] and sums >= PATIENCE]
 
     @torch.no_grad()
     def settle(self) -> None:
         """All members have shard 0's: they become the modules' own."""
-        if self._before is None:
+        if self._step_room is None:
             return
-        wanted = list(self._before.views)
-        if self._changed is not None:
-            assert self._kept is not None
-            wanted = self._kept.views
-        for numbers, room in self._arriving if self._changed is None else ():
+        wanted = list(self._step_room.views)
+        if self._changed_words is not None:
+            assert self._shard_0_room is not None
+            wanted = self._shard_0_room.views
+        for numbers, room in self._arrivals if self._changed_words is None else ():
             for number, view in zip(numbers, room.views, strict=True):
                 wanted[number] = view
         torch._foreach_copy_(self._live(), wanted)
-        self._arriving = []
+        self._arrivals = []
 
     def renew(self) -> None:
         """The group was abandoned: a late peer may still write into what was to arrive."""
-        self._kept, self._arriving = None, []
+        self._shard_0_room, self._arrivals = None, []
 
     def count(self, changed: bytes) -> None:
         """The sum counts: learn from what all members say which buffers change."""
-        self._unchanged = count_unused(self._unchanged, flags(changed, len(self._unchanged)))
+        self._unchanged_sums = count_unused(self._unchanged_sums, flags(changed, len(self._unchanged_sums)))
 
     def export(self) -> dict[str, list[int]]:
         """Return what a newcomer needs, as plain values."""
-        return {_COUNTS: self._unchanged}
+        return {_COUNTS: self._unchanged_sums}
 
     def load(self, exported: dict[str, list[int]]) -> None:
         """Take over what was exported."""
-        self._unchanged = exported.get(_COUNTS, [0] * len(self._unchanged))
+        self._unchanged_sums = exported.get(_COUNTS, [0] * len(self._unchanged_sums))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

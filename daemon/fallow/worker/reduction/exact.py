@@ -53,7 +53,7 @@ class Exact(Arithmetic):
         "gradients by bucket, in the parameters' type and padded to equal pieces"
         self._scattered: dict[int, _Scattered] = {}
         "by bucket, for the group of the last sum"
-        self._main: dict[int, _Scattered] = {}
+        self._main_sums: dict[int, _Scattered] = {}
         "by bucket, the sums of this attempt to which late ones are added"
         self._launched: list[tuple[Bucket, _Scattered]] = []
         "sums of this round"
@@ -61,7 +61,7 @@ class Exact(Arithmetic):
         "body, parameters' indices, and one or several largest magnitudes of each"
         self._host_peaks: torch.Tensor | None = None
         "all of them in a row, on their way to the host"
-        self._parts: list[defaultdict[int, int]] = []
+        self._gradient_counts: list[defaultdict[int, int]] = []
         "by body, the number of gradients by parameter's index"
         self._single_shard_weights: Sequence[float] = ()
         "by rank, weights of gradients that travel as they are; empty: integers do"
@@ -97,25 +97,24 @@ class Exact(Arithmetic):
         self._single_shard_weights = () if phase in self._split_phases else single_shard_weights
         super().begin(phase, idle)
         self._scales.begin(phase)
-        self._main, self._launched = {}, []
-        self._peaks, self._host_peaks, self._parts = [], None, []
+        self._main_sums, self._launched = {}, []
+        self._peaks, self._host_peaks, self._gradient_counts = [], None, []
 
     def begin_body(self) -> None:
-        self._parts.append(defaultdict(int))
+        self._gradient_counts.append(defaultdict(int))
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.dtype if self._single_shard_weights else torch.int64
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add trunc(weight x gradient x scale), or keep the gradient as it is."""
+        arrived = [(place, grad) for place, grad in arrived if grad.numel()]
         if self._single_shard_weights:
-            self._copy_raw(bucket, [(place, grad) for place, grad in arrived if grad.numel()], late=late)
+            self._copy_raw(bucket, arrived, late=late)
             return
         total = self._sum(bucket, late=late)
-        counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
+        counts, small, elements = self._gradient_counts[-1], dict[int, torch.Tensor](), 0
         for place, grad in arrived:
-            if not grad.numel():
-                continue
             counts[bucket.members[place]] += 1
             if grad.numel() >= self._converter.small:
                 self._add_large(bucket, total, place, grad, weight)
@@ -130,13 +129,13 @@ class Exact(Arithmetic):
 
     def _copy_raw(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
         """A late gradient counts as one that came in parts: it is rare, and the next attempt adds integers."""
-        total, places = self._sum(bucket, late=False), [place for place, _ in arrived]
-        if late or len(set(places)) < len(places) or any(total.filled[place] for place in places):
+        total, grads = self._sums[bucket.number], dict(arrived)
+        if late or total is None or len(grads) < len(arrived) or any(total.filled[place] for place in grads):
             self._is_split = True
             return
-        views = [total.views[place] for place in places]
-        torch._foreach_copy_(views, [grad for _, grad in arrived])
-        indices = [bucket.members[place] for place in places]
+        views = [total.views[place] for place in grads]
+        torch._foreach_copy_(views, list(grads.values()))
+        indices = [bucket.members[place] for place in grads]
         small = [n for n, view in enumerate(views) if view.numel() < self._converter.small]
         if small:
             norms = torch._foreach_norm([views[n] for n in small], math.inf)
@@ -144,9 +143,9 @@ class Exact(Arithmetic):
         for index, view in zip(indices, views, strict=True):
             if view.numel() >= self._converter.small:
                 self._peaks.append((0, [index] * 2, torch.stack(torch.aminmax(view))))
-        for place, index in zip(places, indices, strict=True):
+        for place, index in zip(grads, indices, strict=True):
             total.filled[place] = True
-            self._parts[0][index] = 1
+            self._gradient_counts[0][index] = 1
 
     def _add_large(self, bucket: Bucket, total: Sum, place: int, grad: torch.Tensor, weight: float) -> None:
         index, view = bucket.members[place], total.views[place]
@@ -155,14 +154,14 @@ class Exact(Arithmetic):
             _in_order(grad, view), weight, self._scales.shift(index), _in_order(view, view), first=first
         )
         total.filled[place] = True
-        self._peaks.append((len(self._parts) - 1, [index] * len(peaks), peaks))
+        self._peaks.append((len(self._gradient_counts) - 1, [index] * len(peaks), peaks))
 
     def _add_small(self, bucket: Bucket, total: Sum, small: dict[int, torch.Tensor], weight: float) -> None:
         indices = [bucket.members[place] for place in small]
         shifts = [self._scales.shift(index) for index in indices]
         places = [total.views[place] for place in small]
         peaks = self._converter.add_small(list(small.values()), weight, shifts, places)
-        self._peaks.append((len(self._parts) - 1, indices, peaks))
+        self._peaks.append((len(self._gradient_counts) - 1, indices, peaks))
         for place in small:
             total.filled[place] = True
 
@@ -184,14 +183,15 @@ class Exact(Arithmetic):
         elif self._launched:
             group.certain()
         for bucket, scattered in self._launched:
-            group.collect(self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered)))
+            group.collect(self._gradients_of_piece(bucket, scattered))
         self._launched = []
         if self._peaks:
             self._host_peaks = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
 
-    def _turn(self, bucket: Bucket, scattered: _Scattered, main: _Scattered) -> torch.Tensor:
-        """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
-        whole = self._room(bucket, first=scattered is main, members=scattered.group.size)
+    def _gradients_of_piece(self, bucket: Bucket, scattered: _Scattered) -> torch.Tensor:
+        """Add the contributions to this member's piece of the main sum, and make gradients of it, by chunks."""
+        main = self._main_sums.setdefault(bucket.number, scattered)
+        whole = self._result_memory(bucket, first=scattered is main, members=scattered.group.size)
         bounds = [*bucket.offsets, bucket.numel]
         for start in range(main.start, main.stop, self._converter.chunk):
             stop = min(start + self._converter.chunk, main.stop)
@@ -210,7 +210,7 @@ class Exact(Arithmetic):
             self._converter.back(total, parts, shifts, whole[start:stop])
         return whole
 
-    def _room(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
+    def _result_memory(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
         """Memory for the gradients of all pieces, in the parameters' type and padded to equal pieces."""
         numel = members * _piece_length(bucket.numel, members)
         known = self._results.get(bucket.number)
@@ -221,7 +221,7 @@ class Exact(Arithmetic):
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         views = self._results[bucket.number].views
         for index, view in zip(bucket.members, views, strict=True):
-            if index in self._scales.spoilt:
+            if index in self._scales.not_finite:
                 view.fill_(torch.nan)
         return [view.detach() for view in views]
 
@@ -236,7 +236,7 @@ class Exact(Arithmetic):
                 largest[body, index] = value if value != value or value > known else known
         found = [NOTHING] * sum(len(bucket.members) for bucket in self._buckets)
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
-            found[index] = max(found[index], exponent(value, self._parts[body][index]))
+            found[index] = max(found[index], exponent(value, self._gradient_counts[body][index]))
         return [*found, int(self._is_split)]
 
     def judge(self, extents: Sequence[int]) -> bool:

@@ -78,7 +78,7 @@ class Reduction:
         self.arithmetic = arithmetic
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
-        self._stale = False
+        self._memory_is_stale = False
         "an abandoned group may still write into the memory of the sums"
         self.order: list[int] | None = None
         "parameters as rank 0's gradients came in the run's first sum; None: there was none"
@@ -90,9 +90,9 @@ class Reduction:
         "phase -> by bucket, sums in a row for which no member had gradients"
         self._lay_out()
         self._phase = ""
-        self._open = False
+        self._takes_gradients = False
         "gradients are taken: between `begin` and `give_out`, in bodies that are not rehearsals"
-        self._in_body = self._live = self._final = self._in_backward = False
+        self._in_body = self._is_live = self._is_final = self._in_backward = False
         self._weight = 0.0
         self._script_thread = threading.get_ident()
         self._next = 0
@@ -101,7 +101,7 @@ class Reduction:
         "outermost backwards of this body"
         self._mistake: Exception | None = None
         "raised in a hook"
-        self._handed_out: list[torch.Tensor | None] = [None] * len(self._params)
+        self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
         self.held = False
         "this member's sums are complete and untouched"
         self.nothing = False
@@ -116,20 +116,20 @@ class Reduction:
 
     def attach(self, group: Group) -> None:
         """Sum over another generation's group from now on."""
-        self._stale = self._stale or self._group.broken is not None
+        self._memory_is_stale = self._memory_is_stale or self._group.broken is not None
         self._group = group
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase, see `Arithmetic.begin`. All gradients become None."""
-        self._handed_out = [None] * len(self._params)
+        self._handed_gradients = [None] * len(self._params)
         self._clear()
-        if self._stale:
+        if self._memory_is_stale:
             self.arithmetic.renew()
             self.buffers.renew()
-            self._stale = False
-        self._phase, self._open, self.held, self.nothing = phase, True, False, False
+            self._memory_is_stale = False
+        self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
         self._mistake, self._next, self._touched = None, 0, {}
         idle = [sums >= PATIENCE for sums in self._unused_sums()]
         for filling, is_idle in zip(self._fillings, idle, strict=True):
@@ -144,7 +144,7 @@ class Reduction:
             final: it is the member's last one in this attempt.
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
-        self._weight, self._final, self._live, self._in_body = weight, final, live, True
+        self._weight, self._is_final, self._is_live, self._in_body = weight, final, live, True
         self._in_backward, self.backwards, self._script_thread = False, 0, threading.get_ident()
         for filling, *counts in zip(self._fillings, *self._body_counts[self._phase], strict=True):
             filling.count, filling.expected = 0, max(counts)
@@ -165,7 +165,7 @@ class Reduction:
             )
         if self._mistake is not None and not isinstance(self._mistake, Interrupted):
             raise self._mistake
-        if self._live and self._open:
+        if self._is_live and self._takes_gradients:
             self._body_counts[self._phase].append([filling.count for filling in self._fillings])
 
     def resume_body(self) -> None:
@@ -229,7 +229,7 @@ class Reduction:
         self.held = False
         if not self.arithmetic.judge(sums.extents):
             return False
-        self._open = False
+        self._takes_gradients = False
         touched = flags(sums.touched, len(self._params))
         self.nothing = not any(touched)
         used = [any(touched[index] for index in filling.bucket.members) for filling in self._fillings]
@@ -238,7 +238,7 @@ class Reduction:
                 if is_used:
                     members, grads = filling.bucket.members, self.arithmetic.results(filling.bucket)
                     for index, grad in zip(members, grads, strict=True):
-                        self._handed_out[index] = self._params[index].grad = grad if touched[index] else None
+                        self._handed_gradients[index] = self._params[index].grad = grad if touched[index] else None
         self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
         if sums.order is not None and self.order is None:
@@ -248,7 +248,7 @@ class Reduction:
 
     def drop(self) -> None:
         """This attempt is void."""
-        self._open = self._in_body = self.held = False
+        self._takes_gradients = self._in_body = self.held = False
         self._clear()
 
     def forget(self) -> None:
@@ -259,7 +259,7 @@ class Reduction:
         """Return True if the script made gradients outside of inner loops."""
         return any(
             grad is not None and grad is not handed_out
-            for grad, handed_out in zip(map(attrgetter("grad"), self._params), self._handed_out, strict=True)
+            for grad, handed_out in zip(map(attrgetter("grad"), self._params), self._handed_gradients, strict=True)
         )
 
     def export(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Reduction:
         def hook(_: torch.Tensor) -> None:
             if not self._in_backward and not self._begin_backward(index):
                 return
-            if not self._live:
+            if not self._is_live:
                 return
             filling, place = places[index]
             filling.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ class Reduction:
         """Call for the first gradient of a backward; False if the backward is none of a body that takes gradients."""
         if not self._in_body:
             return False
-        if not self._open:
+        if not self._takes_gradients:
             # Only a loop that finishes inside of a body, at the end of its backward, can see this.
             self._mistake = self._mistake or FallowError(
                 f"{self._names[index]} received a gradient twice in one backward, or in a second one, when the step's "
@@ -332,7 +332,7 @@ class Reduction:
         try:
             with torch.no_grad():
                 self._add(filling)
-                if self._final and filling.count >= filling.expected:
+                if self._is_final and filling.count >= filling.expected:
                     self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error

@@ -47,22 +47,22 @@ class Scales:
     def __init__(self) -> None:
         self._references: dict[str, dict[int, int]] = {}
         "phase -> parameter's index -> exponent"
-        self._known: dict[int, int] = {}
+        self._phase_references: dict[int, int] = {}
         "those of the phase at work"
         self._trial: dict[int, int] = {}
         "exponents with which this sum is tried because the reference did not fit"
         self._attempts = 0
-        self.spoilt: set[int] = set()
+        self.not_finite: set[int] = set()
         "parameters that are not finite in the sum that was judged last"
         self.repeated = 0
         "finished sums that were made again because a scale did not fit"
 
     def begin(self, phase: str) -> None:
         """Begin an attempt at the sum of that phase."""
-        self._known = self._references.setdefault(phase, {})
+        self._phase_references = self._references.setdefault(phase, {})
 
     def _exponent(self, index: int) -> int:
-        return self._trial.get(index, self._known.get(index, _GUESS))
+        return self._trial.get(index, self._phase_references.get(index, _GUESS))
 
     def shift(self, index: int) -> int:
         """The s of the parameter's scale 2^s in this attempt."""
@@ -80,7 +80,7 @@ class Scales:
         Raises:
             FallowError: the gradients are others in each attempt.
         """
-        self.spoilt = {index for index, found in enumerate(extents) if found == NOT_FINITE}
+        self.not_finite = {index for index, found in enumerate(extents) if found == NOT_FINITE}
         largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
         misfits = {
             index: found for index, found in largest.items() if not -DECLINE <= found - self._exponent(index) <= GROWTH
@@ -97,8 +97,8 @@ class Scales:
         if misfits or is_void:
             return False
         for index, found in largest.items():
-            falls_slowly = index in self._known and index not in self._trial
-            self._known[index] = max(found, self._known[index] - 1) if falls_slowly else found
+            falls_slowly = index in self._phase_references and index not in self._trial
+            self._phase_references[index] = max(found, self._phase_references[index] - 1) if falls_slowly else found
         self.repeated += bool(self._attempts)
         self.forget()
         return True
