@@ -48,7 +48,7 @@ def attempt(
     Returns:
         Whether the sum is good; then its gradients.
     """
-    exact.begin(phase, [False] * len(buckets), weights)
+    exact.begin(phase, weights)
     for weight, grads in mine:
         exact.begin_body()
         for bucket in buckets if weight else ():
@@ -276,7 +276,7 @@ def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) 
     exact, buckets = Exact(), buckets_for([grad])
     exact.lay_out(buckets)
     for _ in range(2):
-        exact.begin("", [False])
+        exact.begin("")
         exact.begin_body()
         for _ in range(parts):
             exact.add(buckets[0], [(0, grad.clone())], 1.0, late=False)
@@ -297,7 +297,7 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
         exact.lay_out([bucket])
         good = []
         while not any(good):
-            exact.begin("g", [False], [0.5, 0.5])
+            exact.begin("g", [0.5, 0.5])
             exact.begin_body()
             exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
             again = late and group.rank == 1
@@ -327,7 +327,7 @@ def test_a_gradient_of_a_bucket_that_was_never_used_comes_where_gradients_travel
     exact.lay_out([bucket])
     good = []
     while not any(good):
-        exact.begin("", [True], [1.0])
+        exact.begin("", [1.0])
         exact.begin_body()
         exact.add(bucket, [(0, grad.clone())], 1.0, late=True)
         exact.launch(Group(0, 0, 1), bucket, late=True)
@@ -343,7 +343,7 @@ def test_extents_do_not_depend_on_who_has_which_shard() -> None:
     def extents(mine: Sequence[int]) -> list[int]:
         exact, buckets = Exact(), buckets_for([torch.zeros(3), torch.zeros(LARGE)])
         exact.lay_out(buckets)
-        exact.begin("", [False] * len(buckets))
+        exact.begin("")
         for shard in mine:
             exact.begin_body()
             for value in shards[shard]:

@@ -29,10 +29,7 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 def enforce(devices: Iterable[torch.device]) -> None:
-    """Choose deterministic kernels, for the whole process.
-
-    Args:
-        devices: where the prepared modules are.
+    """Choose deterministic kernels for the whole process, whose prepared modules are on these devices.
 
     Raises:
         FallowError: CUDA was started with settings under which its results are not repeatable.
@@ -58,10 +55,9 @@ def enforce(devices: Iterable[torch.device]) -> None:
 
 
 def signature(devices: Iterable[torch.device]) -> list[str]:
-    """One line per fact, always in the same order; each completes the sentence "it computes with ...".
+    """One line per fact about a process whose prepared modules are on these devices, always in the same order.
 
-    Args:
-        devices: where the prepared modules are.
+    Each completes the sentence "it computes with ...".
     """
     kinds = sorted({device.type for device in devices}) or ["cpu"]
     lines = [

@@ -26,11 +26,10 @@ class Arithmetic:
     """
 
     def __init__(self) -> None:
-        self._buckets: Sequence[Bucket] = ()
-        self._sums: list[Sum | None] = []
-        "by bucket, what this member gives to the sum; None: it was idle so far"
-        self._late: dict[int, Sum] = {}
-        "by bucket, what came late in this attempt"
+        self._memory: dict[int, Sum] = {}
+        "by bucket, used again in each attempt"
+        self._sums: dict[tuple[int, bool], Sum] = {}
+        "what this member gives in this attempt, by bucket and whether it is late"
 
     @property
     def repeated(self) -> int:
@@ -39,28 +38,20 @@ class Arithmetic:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Use this layout from now on. Raises FallowError for a type that cannot be summed."""
-        self._buckets = buckets
         self.renew()
 
     def renew(self) -> None:
         """Use new memory: a late peer may still write into the old one."""
-        self._sums = [None] * len(self._buckets)
+        self._memory, self._sums = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase.
 
         Args:
             phase: its name.
-            idle: by number, buckets that get no memory.
             single_shard_weights: by rank, the weight of each member's only shard; empty: some have more, or none.
         """
-        self._late = {}
-        for bucket in self._buckets:
-            if not idle[bucket.number]:
-                known, dtype = self._sums[bucket.number], self._dtype(bucket)
-                if known is None or known.flat.dtype != dtype or known.shared:
-                    self._sums[bucket.number] = known = Sum(bucket, dtype)
-                known.clear()
+        self._sums = {}
 
     def begin_body(self) -> None:
         """Begin with the gradients of another shard."""
@@ -105,13 +96,9 @@ class Arithmetic:
 
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the gradients by place. Their memory is not used again while somebody holds them."""
-        late, total = self._late.pop(bucket.number, None), self._sums[bucket.number]
-        if late is not None:
-            if total is not None:
-                total.flat.add_(late.flat)
-            else:
-                self._sums[bucket.number] = total = late
-        assert total is not None
+        total, *late = (self._sums[key] for key in ((bucket.number, False), (bucket.number, True)) if key in self._sums)
+        for one in late:
+            total.flat.add_(one.flat)
         return [view.detach() for view in total.views]
 
     def forget(self) -> None:
@@ -129,13 +116,16 @@ class Arithmetic:
         return bucket.dtype
 
     def _sum(self, bucket: Bucket, *, late: bool) -> Sum:
-        """What is added to; a late sum is zero as long as nothing has come."""
-        total = self._late.get(bucket.number) if late else self._sums[bucket.number]
+        """What is added to in this attempt; nothing at first."""
+        total, dtype = self._sums.get((bucket.number, late)), self._dtype(bucket)
         if total is None:
-            assert late
-            self._late[bucket.number] = total = Sum(bucket, self._dtype(bucket))
-            total.flat.zero_()
-            total.filled = [True] * len(bucket.members)
+            total = None if late else self._memory.get(bucket.number)
+            if total is None or total.flat.dtype != dtype or total.shared:
+                total = Sum(bucket, dtype)
+            if not late:
+                self._memory[bucket.number] = total
+            self._sums[bucket.number, late] = total
+            total.clear()
         return total
 
 

@@ -18,8 +18,6 @@ from fallow.worker.transport.device import to_device, to_host
 from fallow.worker.transport.group import Group
 
 _ALIGN = 16
-_COUNTS = ""
-"""Key of the counts in exported state."""
 
 
 class _Room:
@@ -93,13 +91,7 @@ class StepBuffers:
         self._changed_words = to_host(counts[self._shard_0_room.last_words])
 
     def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
-        """Launch that all get those of shard 0.
-
-        Args:
-            group: the members.
-            root: the rank that has kept shard 0's.
-            numbers: of the buffers; None: of all that change now and then.
-        """
+        """Launch that all members get shard 0's, which `root` has kept. `numbers`: default all that change at times."""
         if numbers is None:
             numbers = [number for number, sums in enumerate(self._unchanged_sums) if sums < PATIENCE]
         if group.size == 1 or not numbers:
@@ -149,11 +141,11 @@ class StepBuffers:
 
     def export(self) -> dict[str, list[int]]:
         """Return what a newcomer needs, as plain values."""
-        return {_COUNTS: self._unchanged_sums}
+        return {"": self._unchanged_sums}
 
     def load(self, exported: dict[str, list[int]]) -> None:
         """Take over what was exported."""
-        self._unchanged_sums = exported.get(_COUNTS, [0] * len(self._unchanged_sums))
+        self._unchanged_sums = exported.get("", [0] * len(self._unchanged_sums))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -85,6 +85,7 @@ class Exact(Arithmetic):
                     Exit.DATA,
                 )
         super().lay_out(buckets)
+        self._count = sum(len(bucket.members) for bucket in buckets)
         if buckets:
             self._converter = Converter(buckets[0].params[0].device)
 
@@ -92,10 +93,10 @@ class Exact(Arithmetic):
         super().renew()
         self._results, self._scattered = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         self._phase, self._is_split = phase, False
         self._single_shard_weights = () if phase in self._split_phases else single_shard_weights
-        super().begin(phase, idle)
+        super().begin(phase)
         self._scales.begin(phase)
         self._main_sums, self._launched = {}, []
         self._peaks, self._host_peaks, self._gradient_counts = [], None, []
@@ -129,8 +130,8 @@ class Exact(Arithmetic):
 
     def _copy_raw(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
         """A late gradient counts as one that came in parts: it is rare, and the next attempt adds integers."""
-        total, grads = self._sums[bucket.number], dict(arrived)
-        if late or total is None or len(grads) < len(arrived) or any(total.filled[place] for place in grads):
+        total, grads = self._sum(bucket, late=late), dict(arrived)
+        if late or len(grads) < len(arrived) or any(total.filled[place] for place in grads):
             self._is_split = True
             return
         views = [total.views[place] for place in grads]
@@ -234,7 +235,7 @@ class Exact(Arithmetic):
                 value, known = abs(next(values)), largest.get((body, index), 0.0)
                 # NaN compares as nothing does, and must stay.
                 largest[body, index] = value if value != value or value > known else known
-        found = [NOTHING] * sum(len(bucket.members) for bucket in self._buckets)
+        found = [NOTHING] * self._count
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
             found[index] = max(found[index], exponent(value, self._gradient_counts[body][index]))
         return [*found, int(self._is_split)]

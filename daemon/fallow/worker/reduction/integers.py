@@ -16,7 +16,10 @@ _CHUNK_DEVICE = 1 << 23
 
 
 class Converter:
-    """Memory to convert a chunk in, and how that is done."""
+    """Memory to convert a chunk in, and how that is done.
+
+    A parameter's scale is 2^`shift`. Where several parameters lie in one chunk, `parts` tells where, by parameter.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.chunk = _CHUNK_DEVICE if asynchronous(device) else _CHUNK
@@ -32,14 +35,7 @@ class Converter:
     def add_large(
         self, grad: torch.Tensor, weight: float, shift: int, place: torch.Tensor, *, first: bool
     ) -> torch.Tensor:
-        """Add trunc(weight x gradient x 2^shift) to the place, or put it there if it is the `first`.
-
-        Args:
-            grad: the gradient, flat.
-            weight: of the shard.
-            shift: of the parameter.
-            place: its integers, flat.
-            first: overwrite what is in the place.
+        """Add trunc(weight x gradient x 2^shift) to the place, or put it there if it is the `first`. Both are flat.
 
         Returns:
             The gradient's least and largest elements by chunk, flat.
@@ -86,11 +82,7 @@ class Converter:
     ) -> torch.Tensor:
         """Return the sum over members' gradients of a chunk: trunc(weight x gradient x 2^shift), as in `add_large`.
 
-        Args:
-            rows: by rank, gradients as they are.
-            weights: by rank, of their shards.
-            parts: where each parameter lies in the chunk.
-            shifts: of each parameter.
+        `rows` has the gradients as they are by rank, and `weights` those of their shards.
         """
         total, summand = self._integers[: len(rows[0])], self._summand[: len(rows[0])]
         for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
@@ -105,14 +97,7 @@ class Converter:
         return total
 
     def back(self, total: torch.Tensor, parts: list[slice], shifts: list[int], into: torch.Tensor) -> None:
-        """Turn a chunk of a sum into gradients: total x 2^-shift, rounded once.
-
-        Args:
-            total: integers.
-            parts: where each parameter lies in the chunk.
-            shifts: of each parameter.
-            into: the gradients.
-        """
+        """Turn a chunk of a sum of integers into gradients: total x 2^-shift, rounded once."""
         if all(_exact_in_type(into.dtype, shift) for shift in shifts):
             into.copy_(total)
             torch._foreach_mul_([into[part] for part in parts], [2.0**-shift for shift in shifts])

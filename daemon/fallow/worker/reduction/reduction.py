@@ -131,10 +131,9 @@ class Reduction:
             self._memory_is_stale = False
         self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
         self._mistake, self._next, self._touched = None, 0, {}
-        idle = [sums >= PATIENCE for sums in self._unused_sums()]
-        for filling, is_idle in zip(self._fillings, idle, strict=True):
-            filling.has_left, filling.is_late = is_idle, False
-        self.arithmetic.begin(phase, idle, single_shard_weights)
+        for filling, sums in zip(self._fillings, self._unused_sums(), strict=True):
+            filling.has_left, filling.is_late = sums >= PATIENCE, False
+        self.arithmetic.begin(phase, single_shard_weights)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
         """Begin with a shard.

@@ -55,10 +55,5 @@ def _either(bitmaps: Iterable[bytes]) -> bytes:
 
 
 def count_unused(sums: Sequence[int], used: Sequence[bool]) -> list[int]:
-    """Count by item the sums in a row without use for it, up to `PATIENCE`.
-
-    Args:
-        sums: the counts before a sum that counts.
-        used: by item, some member had use for it in that sum.
-    """
+    """Count by item, up to `PATIENCE`, the sums in a row in which no member had use for it: those before, and one."""
     return [0 if use else min(count + 1, PATIENCE) for count, use in zip(sums, used, strict=True)]
