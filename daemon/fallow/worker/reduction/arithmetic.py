@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from fallow.worker.reduction.buckets import Bucket, Sum
+from fallow.worker.reduction.buckets import Arrived, Bucket, Sum
 from fallow.worker.transport.group import Group
-
-Arrived = list[tuple[int, torch.Tensor]]
-"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
 
 
 class Arithmetic:

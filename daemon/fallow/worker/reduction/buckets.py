@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -30,9 +30,13 @@ SMALL = 1 << 14
 """Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Arrived = list[tuple[int, torch.Tensor]]
+"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
+
+
+@dataclass(slots=True, eq=False)
 class Bucket:
-    """One flat tensor that is reduced as a whole."""
+    """One flat tensor that is reduced as a whole: its layout, then what `Reduction` knows of it in this attempt."""
 
     number: int
     "the bucket's place in the order of reductions"
@@ -47,6 +51,16 @@ class Bucket:
     "elements at the front whose gradients are added together; the other parameters are added one by one"
     silent: bool
     "the parameters gave no gradient when the order was learned"
+    has_left: bool = False
+    "its sum was launched, or nobody is expected to have use for it"
+    is_late: bool = False
+    "gradients came when it had left"
+    waiting: Arrived = field(default_factory=list)
+    "gradients that are not added yet"
+    waiting_bytes: int = 0
+    count: int = 0
+    "gradients of this body"
+    expected: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
-from fallow.worker.reduction.buckets import Bucket, Sum
+from fallow.worker.reduction.arithmetic import Arithmetic
+from fallow.worker.reduction.buckets import Arrived, Bucket, Sum
 from fallow.worker.reduction.integers import Converter
 from fallow.worker.reduction.scales import NOTHING, Scales, exponent
 from fallow.worker.transport.device import asynchronous, to_host

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from fallow.model import Exit, FallowError
-from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
@@ -33,23 +32,6 @@ from fallow.worker.transport.waits import Interrupted
 
 _WAITING_BYTES = 256 << 10
 """So much of gradients waits to be added at once. More would have left the processor's cache until then."""
-
-
-@dataclass(slots=True)
-class _Filling:
-    """A bucket in the attempt at work."""
-
-    bucket: Bucket
-    has_left: bool = False
-    "its sum was launched, or nobody is expected to have use for it"
-    is_late: bool = False
-    "gradients came when it had left"
-    waiting: Arrived = field(default_factory=list)
-    "gradients that are not added yet"
-    waiting_bytes: int = 0
-    count: int = 0
-    "gradients of this body"
-    expected: int = 0
 
 
 class Reduction:
@@ -84,7 +66,7 @@ class Reduction:
         "parameters as rank 0's gradients came in the run's first sum; None: there was none"
         self._touched: dict[int, None] = {}
         "parameters that received a gradient in this attempt, as the first ones came"
-        self._places: list[tuple[_Filling, int]] = []
+        self._places: list[tuple[Bucket, int]] = []
         "by parameter: its bucket and its place in it"
         self._unused: dict[str, list[int]] = {}
         "phase -> by bucket, sums in a row for which no member had gradients"
@@ -131,8 +113,8 @@ class Reduction:
             self._memory_is_stale = False
         self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
         self._mistake, self._next, self._touched = None, 0, {}
-        for filling, sums in zip(self._fillings, self._unused_sums(), strict=True):
-            filling.has_left, filling.is_late = sums >= PATIENCE, False
+        for bucket, sums in zip(self._buckets, self._unused_sums(), strict=True):
+            bucket.has_left, bucket.is_late = sums >= PATIENCE, False
         self.arithmetic.begin(phase, single_shard_weights)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
@@ -145,8 +127,8 @@ class Reduction:
         """
         self._weight, self._is_final, self._is_live, self._in_body = weight, final, live, True
         self._in_backward, self.backwards, self._script_thread = False, 0, threading.get_ident()
-        for filling, *counts in zip(self._fillings, *self._body_counts[self._phase], strict=True):
-            filling.count, filling.expected = 0, max(counts)
+        for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
+            bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
 
     def end_body(self) -> None:
@@ -165,7 +147,7 @@ class Reduction:
         if self._mistake is not None and not isinstance(self._mistake, Interrupted):
             raise self._mistake
         if self._is_live and self._takes_gradients:
-            self._body_counts[self._phase].append([filling.count for filling in self._fillings])
+            self._body_counts[self._phase].append([bucket.count for bucket in self._buckets])
 
     def resume_body(self) -> None:
         """The sums were given out inside of a body: a gradient that comes until `end_body` is a mistake."""
@@ -192,12 +174,12 @@ class Reduction:
             self._launch_ready(rest=True)
             self.buffers.share(self._group, root)
             sums = self._round(tell, last=False)
-            late, missing = flags(sums.late, len(self._fillings)), self.buffers.missing(sums.buffers)
+            late, missing = flags(sums.late, len(self._buckets)), self.buffers.missing(sums.buffers)
             if not any(late) and not missing:
                 return sums
-            for filling, is_late in zip(self._fillings, late, strict=True):
+            for bucket, is_late in zip(self._buckets, late, strict=True):
                 if is_late:
-                    self.arithmetic.launch(self._group, filling.bucket, late=True)
+                    self.arithmetic.launch(self._group, bucket, late=True)
             self.buffers.share(self._group, root, missing)
             return self._round(tell, last=True)
 
@@ -207,7 +189,7 @@ class Reduction:
         self._group.certain()  # only now may this member say that it has the sums
         is_first_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
-            late=bitmap(filling.is_late for filling in self._fillings),
+            late=bitmap(bucket.is_late for bucket in self._buckets),
             touched=bitmap(index in self._touched for index in range(len(self._params))),
             extents=self.arithmetic.extents(),
             order=list(self._touched) if is_first_order else None,
@@ -231,12 +213,11 @@ class Reduction:
         self._takes_gradients = False
         touched = flags(sums.touched, len(self._params))
         self.nothing = not any(touched)
-        used = [any(touched[index] for index in filling.bucket.members) for filling in self._fillings]
+        used = [any(touched[index] for index in bucket.members) for bucket in self._buckets]
         with torch.no_grad():
-            for filling, is_used in zip(self._fillings, used, strict=True):
+            for bucket, is_used in zip(self._buckets, used, strict=True):
                 if is_used:
-                    members, grads = filling.bucket.members, self.arithmetic.results(filling.bucket)
-                    for index, grad in zip(members, grads, strict=True):
+                    for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
                         self._handed_gradients[index] = self._params[index].grad = grad if touched[index] else None
         self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
@@ -289,13 +270,13 @@ class Reduction:
                 return
             if not self._is_live:
                 return
-            filling, place = places[index]
-            filling.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
+            bucket, place = places[index]
+            bucket.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
             parameter.grad = None
-            filling.count += 1
-            filling.waiting_bytes += size
-            if filling.count == filling.expected or filling.waiting_bytes >= _WAITING_BYTES:
-                self._fill(filling)
+            bucket.count += 1
+            bucket.waiting_bytes += size
+            if bucket.count == bucket.expected or bucket.waiting_bytes >= _WAITING_BYTES:
+                self._fill(bucket)
 
         return hook
 
@@ -318,30 +299,30 @@ class Reduction:
 
     def _end_backward(self, outermost: bool) -> None:
         self._in_backward = False
-        for filling in self._fillings:
-            if filling.waiting:
-                self._fill(filling)
+        for bucket in self._buckets:
+            if bucket.waiting:
+                self._fill(bucket)
         # Where all gradients come in inner backwards, nobody tells the outermost one's end.
-        if outermost or all(filling.count >= filling.expected for filling in self._fillings):
+        if outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
             self.backwards += 1
             self.after_backward()
 
-    def _fill(self, filling: _Filling) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         """Add what has arrived, and launch what is complete."""
         try:
             with torch.no_grad():
-                self._add(filling)
-                if self._is_final and filling.count >= filling.expected:
+                self._add(bucket)
+                if self._is_final and bucket.count >= bucket.expected:
                     self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error
 
-    def _add(self, filling: _Filling) -> None:
-        arrived, filling.waiting, filling.waiting_bytes = filling.waiting, [], 0
+    def _add(self, bucket: Bucket) -> None:
+        arrived, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
         if not arrived or not self._weight or self._mistake is not None:
             return
         for place, grad in arrived:
-            index = filling.bucket.members[place]
+            index = bucket.members[place]
             if grad.layout is not torch.strided:
                 raise FallowError(
                     f"{self._names[index]} has a sparse gradient, which Fallow does not reduce; build the layer with "
@@ -349,42 +330,39 @@ class Reduction:
                     Exit.DATA,
                 )
             self._touched[index] = None
-        filling.is_late = filling.is_late or filling.has_left
-        self.arithmetic.add(filling.bucket, arrived, self._weight, late=filling.has_left)
+        bucket.is_late = bucket.is_late or bucket.has_left
+        self.arithmetic.add(bucket, arrived, self._weight, late=bucket.has_left)
 
     def _launch_ready(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
-        while self._next < len(self._fillings):
-            filling = self._fillings[self._next]
-            if not rest and filling.count < filling.expected:
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not rest and bucket.count < bucket.expected:
                 return
-            self._add(filling)
-            if not filling.has_left:
-                filling.has_left = True
-                self.arithmetic.launch(self._group, filling.bucket, late=False)
+            self._add(bucket)
+            if not bucket.has_left:
+                bucket.has_left = True
+                self.arithmetic.launch(self._group, bucket, late=False)
             self._next += 1
 
     def _lay_out(self) -> None:
         trained = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
-        buckets = lay_out(self._params, trained if self.order is None else self.order)
-        self._fillings = [_Filling(bucket) for bucket in buckets]
-        found = {
-            index: (filling, place) for filling in self._fillings for place, index in enumerate(filling.bucket.members)
-        }
+        self._buckets = lay_out(self._params, trained if self.order is None else self.order)
+        found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
         self._unused = {}
-        guess = [0 if bucket.silent else len(bucket.members) for bucket in buckets]
+        guess = [0 if bucket.silent else len(bucket.members) for bucket in self._buckets]
         self._body_counts: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
         "phase -> by body of late, the gradients by bucket; begins with a guess"
-        self.arithmetic.lay_out(buckets)
+        self.arithmetic.lay_out(self._buckets)
 
     def _unused_sums(self) -> list[int]:
         """Those of the phase at work; buckets that were silent count as unused until they are used."""
-        return self._unused.get(self._phase, [PATIENCE * filling.bucket.silent for filling in self._fillings])
+        return self._unused.get(self._phase, [PATIENCE * bucket.silent for bucket in self._buckets])
 
     def _clear(self) -> None:
         self._in_backward = False
         for parameter in self._params:
             parameter.grad = None
-        for filling in self._fillings:
-            filling.waiting, filling.waiting_bytes = [], 0
+        for bucket in self._buckets:
+            bucket.waiting, bucket.waiting_bytes = [], 0
