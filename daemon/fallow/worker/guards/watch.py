@@ -23,8 +23,6 @@ _its_version = attrgetter("_version")
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
 
-_SUMS = "fallow.worker.reduction"
-
 _CALLERS = 6
 """Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
 
@@ -100,7 +98,7 @@ class Watch:
                     Exit.DATA,
                 )
         hooks = [hook for p in now for hook in (p._post_accumulate_grad_hooks or {}).values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith(_SUMS) for hook in hooks):
+        if any(not str(getattr(hook, "__module__", "")).startswith("fallow.worker.reduction") for hook in hooks):
             raise FallowError(
                 "a prepared parameter has a hook of register_post_accumulate_grad_hook, which would see a part of the "
                 "step's gradient: do that work behind the inner loop, or use parameter.register_hook, which sees one "

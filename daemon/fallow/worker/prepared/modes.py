@@ -8,6 +8,7 @@ where all who have the state agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -15,21 +16,21 @@ from fallow.worker.prepared.checksum import checksum
 from fallow.worker.prepared.state import named_parameters, plain_name
 
 
+@dataclass(frozen=True, slots=True)
 class Modes:
     """Of all prepared modules."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    modules: Sequence[nn.Module]
 
     def export(self) -> list[str]:
         """Names of what is frozen and of what rests."""
-        frozen = [f"frozen {name}" for name, p in named_parameters(self._modules) if not p.requires_grad]
+        frozen = [f"frozen {name}" for name, p in named_parameters(self.modules) if not p.requires_grad]
         return [*frozen, *[f"resting {name}" for name, part in self._parts() if not part.training]]
 
     def load(self, names: Sequence[str]) -> None:
         """Switch everything as it was where `names` were exported."""
         known = set(names)
-        for name, parameter in named_parameters(self._modules):
+        for name, parameter in named_parameters(self.modules):
             parameter.requires_grad_(f"frozen {name}" not in known)
         for name, part in self._parts():
             part.training = f"resting {name}" not in known  # not `train()`, which goes on to all modules inside
@@ -39,6 +40,6 @@ class Modes:
         return checksum("\n".join(self.export()).encode())
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
-        for number, module in enumerate(self._modules):
+        for number, module in enumerate(self.modules):
             for name, part in module.named_modules():
                 yield plain_name(f"model.{number}.{name}"), part

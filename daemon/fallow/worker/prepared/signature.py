@@ -71,7 +71,7 @@ def signature(devices: Iterable[torch.device]) -> list[str]:
         f"deterministic algorithms {'on' if torch.are_deterministic_algorithms_enabled() else 'off'}",
         f"oneDNN {'on' if torch.backends.mkldnn.enabled else 'off'}",
         f"denormal numbers {'kept' if torch.tensor([1e-40], device='cpu').mul(1).item() else 'flushed to 0'}",
-        f"the default type {str(torch.get_default_dtype()).removeprefix('torch.')}",
+        f"the default type {_short(torch.get_default_dtype())}",
         f"autocast in {_short(torch.get_autocast_dtype('cpu'))} on the CPU",
     ]
     lines += [line for kind in kinds if kind != "cpu" for line in _device(kind)]

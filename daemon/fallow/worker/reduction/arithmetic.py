@@ -93,10 +93,10 @@ class Arithmetic:
 
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the gradients by place. Their memory is not used again while somebody holds them."""
-        total, *late = (self._sums[key] for key in ((bucket.number, False), (bucket.number, True)) if key in self._sums)
-        for one in late:
-            total.flat.add_(one.flat)
-        return [view.detach() for view in total.views]
+        sums = [self._sums[bucket.number, late] for late in (False, True) if (bucket.number, late) in self._sums]
+        for late_sum in sums[1:]:
+            sums[0].flat.add_(late_sum.flat)
+        return [view.detach() for view in sums[0].views]
 
     def forget(self) -> None:
         """The group changed: what was learned in attempts of an unfinished sum does not count."""

@@ -228,13 +228,12 @@ class Exact(Arithmetic):
 
     def extents(self) -> list[int]:
         """By parameter's index, the exponent of what one of this member's shards gives at most."""
-        largest: dict[tuple[int, int], float] = {}
-        values = iter(self._host_peaks.tolist() if self._host_peaks is not None else [])
-        for body, indices, _ in self._peaks:
-            for index in indices:
-                value, known = abs(next(values)), largest.get((body, index), 0.0)
-                # NaN compares as nothing does, and must stay.
-                largest[body, index] = value if value != value or value > known else known
+        places = [(body, index) for body, indices, _ in self._peaks for index in indices]
+        # NaN compares as nothing does, and must stay; an infinity means the same.
+        values = [] if self._host_peaks is None else self._host_peaks.abs().nan_to_num(math.inf, math.inf).tolist()
+        largest: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for place, value in zip(places, values, strict=True):
+            largest[place] = max(largest[place], value)
         found = [NOTHING] * self._count
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
             found[index] = max(found[index], exponent(value, self._gradient_counts[body][index]))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -187,12 +186,12 @@ class Reduction:
         self.held = False
         self.arithmetic.conclude(self._group)
         self._group.certain()  # only now may this member say that it has the sums
-        is_first_order = self._touched and self._group.rank == 0 and self.order is None
+        decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
             late=bitmap(bucket.is_late for bucket in self._buckets),
             touched=bitmap(index in self._touched for index in range(len(self._params))),
             extents=self.arithmetic.extents(),
-            order=list(self._touched) if is_first_order else None,
+            order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),
         )
         self.held = last or not (any(part.late) or self.buffers.missing(part.buffers))
@@ -237,10 +236,8 @@ class Reduction:
 
     def stray(self) -> bool:
         """Return True if the script made gradients outside of inner loops."""
-        return any(
-            grad is not None and grad is not handed_out
-            for grad, handed_out in zip(map(attrgetter("grad"), self._params), self._handed_gradients, strict=True)
-        )
+        pairs = zip(self._params, self._handed_gradients, strict=True)
+        return any(parameter.grad is not None and parameter.grad is not handed for parameter, handed in pairs)
 
     def export(self) -> dict[str, Any]:
         """Return replicated state that a newcomer needs, as plain values."""
