@@ -182,9 +182,8 @@ class Prepared:
         try:
             for module, tensors in zip(self.modules, state["models"], strict=True):
                 _load_module(module, tensors, received)
-            for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+            for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
                 _regroup(optimizer, groups, self._parameter_names())
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
                     _keep_dtypes(optimizer, saved)

@@ -229,7 +229,7 @@ class Exact(Arithmetic):
     def extents(self) -> list[int]:
         """By parameter's index, the exponent of what one of this member's shards gives at most."""
         places = [(body, index) for body, indices, _ in self._peaks for index in indices]
-        # NaN compares as nothing does, and must stay; an infinity means the same.
+        # `max` may drop a NaN, and an infinity counts alike.
         values = [] if self._host_peaks is None else self._host_peaks.abs().nan_to_num(math.inf, math.inf).tolist()
         largest: defaultdict[tuple[int, int], float] = defaultdict(float)
         for place, value in zip(places, values, strict=True):
