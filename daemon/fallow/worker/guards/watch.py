@@ -123,7 +123,11 @@ class Watch:
 
     def agreement(self) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""
-        numbers = [*self._rates(), *self._metrics(), self._prepared.modes.fingerprint()]
+        numbers = [*self._rates(), self._prepared.modes.fingerprint()]
+        if self._prepared.reproducible:
+            # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
+            plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
+            numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return zlib.crc32(repr(numbers).encode())
 
     def _rates(self) -> tuple[Any, ...]:
@@ -134,13 +138,6 @@ class Watch:
             found += [value for value in group.values() if _is_plain(value)]
             found += [value.item() for value in group.values() if _is_number(value)]
         return tuple(found)
-
-    def _metrics(self) -> tuple[float, ...]:
-        """Unlike ones show in the learning rate only when it is lowered next, and not where one member is left then."""
-        if not self._prepared.reproducible:
-            return ()
-        plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
-        return tuple(float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs))
 
 
 def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
