@@ -22,7 +22,7 @@ from accelerator.test_handover import Script as Newcomer
 from accelerator.test_handover import connected, hand_over
 from accelerator.test_reduction import STEPS, Script, expected, group_of
 from fallow.worker.reduction import buckets
-from fallow.worker.reduction.arithmetic import Floating
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport import communicators as transports
 from fallow.worker.transport import device as devices
@@ -68,7 +68,7 @@ def the_host_reads_at_once(patch: Patch) -> None:
 SUMMING = [
     (kind, rule)
     for kind, rule in itertools.product(
-        (Floating, Exact),
+        (Arithmetic, Exact),
         (
             no_stream_waits_for_sums,
             sums_leave_on_a_stream_of_their_own,
@@ -76,7 +76,7 @@ SUMMING = [
             the_host_reads_at_once,
         ),
     )
-    if (kind, rule) != (Floating, the_host_reads_at_once)  # nothing is read, but for aborts: below
+    if (kind, rule) != (Arithmetic, the_host_reads_at_once)  # nothing is read, but for aborts: below
 ]
 
 
@@ -122,7 +122,7 @@ def interrupted_with_the_other(member: Member, group: Group) -> Iterator[None]:
 
 @on_both
 @pytest.mark.parametrize(("kind", "rule"), SUMMING, ids=lambda one: one.__name__)
-def test_a_rule_of_the_sums(member: Member, kind: type[Floating | Exact], rule: Callable[[Patch], None]) -> None:
+def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callable[[Patch], None]) -> None:
     buckets._FIRST_BYTES = buckets._LAST_BYTES = 1 << 12
     with group_of(member) as group, broken(rule, member, group):
         for one in communicators():
@@ -161,7 +161,7 @@ def test_a_newcomers_state_does_not_wait_for_its_rehearsal(member: Member) -> No
 @on_both
 def test_who_does_not_wait_for_its_sums_uses_those_of_an_abort(member: Member) -> None:
     with group_of(member) as group, broken(the_host_reads_at_once, member, group):
-        script = Script(group, Floating())
+        script = Script(group, Arithmetic())
         for one in communicators():
             one.delay_s = 1.0
         script.step(0)

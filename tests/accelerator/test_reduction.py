@@ -16,7 +16,7 @@ import accelerator
 from accelerator.collectives import communicators
 from accelerator.crew import Member, on_both
 from fallow.worker.reduction import buckets
-from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.reduction.reduction import Reduction
@@ -26,7 +26,7 @@ from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
-KINDS: dict[str, Callable[[], Arithmetic]] = {"float": Floating, "exact": Exact}
+KINDS: dict[str, Callable[[], Arithmetic]] = {"float": Arithmetic, "exact": Exact}
 STEPS, SHARDS = 4, 4
 
 

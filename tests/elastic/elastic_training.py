@@ -269,7 +269,7 @@ def main() -> None:
             with device.watched():
                 two_levels(training, update, inputs, targets)
     device.check()
-    assert len({id(filling) for filling, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
+    assert len({id(bucket) for bucket, _ in run._member.reduction._places}) > 2, "it is not taken for a large model"
     place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     (args.gates / f"place-{WORKER}").write_text(json.dumps({**place, "rank": run.rank, "size": run.size}))
     while (args.gates / f"late-{WORKER}").exists():

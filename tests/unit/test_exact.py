@@ -48,7 +48,7 @@ def attempt(
     Returns:
         Whether the sum is good; then its gradients.
     """
-    exact.begin(phase, [False] * len(buckets), weights)
+    exact.begin(phase, weights)
     for weight, grads in mine:
         exact.begin_body()
         for bucket in buckets if weight else ():
@@ -57,7 +57,6 @@ def attempt(
     for bucket in buckets:
         exact.launch(group, bucket, late=False)
     exact.conclude(group)
-    exact.prepare_extents()
     group.certain()
     columns = zip(
         *(map(int, part.split()) for part in group.gather(" ".join(map(str, exact.extents())).encode())), strict=True
@@ -65,7 +64,6 @@ def attempt(
     if not exact.judge([max(column) for column in columns]):
         return False, []
     found = {index: g for bucket in buckets for index, g in zip(bucket.members, exact.results(bucket), strict=True)}
-    exact.end()
     return True, [found[index] for index in sorted(found)]
 
 
@@ -278,13 +276,12 @@ def test_several_gradients_of_one_shard_do_not_overflow(parts: int, numel: int) 
     exact, buckets = Exact(), buckets_for([grad])
     exact.lay_out(buckets)
     for _ in range(2):
-        exact.begin("", [False])
+        exact.begin("")
         exact.begin_body()
         for _ in range(parts):
             exact.add(buckets[0], [(0, grad.clone())], 1.0, late=False)
         exact.launch(Group(0, 0, 1), buckets[0], late=False)
         exact.conclude(Group(0, 0, 1))
-        exact.prepare_extents()
         if exact.judge(exact.extents()):
             break
     torch.testing.assert_close(exact.results(buckets[0])[0], parts * grad, rtol=1e-7, atol=0)
@@ -300,7 +297,7 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
         exact.lay_out([bucket])
         good = []
         while not any(good):
-            exact.begin("g", [False], [0.5, 0.5])
+            exact.begin("g", [0.5, 0.5])
             exact.begin_body()
             exact.add(bucket, [(0, grad.clone())], 0.5, late=False)
             again = late and group.rank == 1
@@ -313,7 +310,6 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
                     exact.add(bucket, [(0, grad.clone())], 0.5, late=True)
                 exact.launch(group, bucket, late=True)
                 exact.conclude(group)
-            exact.prepare_extents()
             group.certain()
             told = [text.decode().split() for text in group.gather(" ".join(map(str, exact.extents())).encode())]
             good.append(exact.judge([max(map(int, column)) for column in zip(*told, strict=True)]))
@@ -325,6 +321,21 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
         assert state["split_phases"] == ["g"]
 
 
+def test_a_gradient_of_a_bucket_that_was_never_used_comes_where_gradients_travel_as_they_are() -> None:
+    grad = torch.full((3,), 0.3)
+    exact, (bucket,) = Exact(), buckets_for([grad])
+    exact.lay_out([bucket])
+    good = []
+    while not any(good):
+        exact.begin("", [1.0])
+        exact.begin_body()
+        exact.add(bucket, [(0, grad.clone())], 1.0, late=True)
+        exact.launch(Group(0, 0, 1), bucket, late=True)
+        exact.conclude(Group(0, 0, 1))
+        good.append(exact.judge(exact.extents()))
+    torch.testing.assert_close(exact.results(bucket)[0], grad, rtol=1e-7, atol=0)
+
+
 def test_extents_do_not_depend_on_who_has_which_shard() -> None:
     """One shard gives a large gradient, and another one several small ones."""
     shards = [[0.9], [0.2, 0.2], [0.1] * 3]
@@ -332,7 +343,7 @@ def test_extents_do_not_depend_on_who_has_which_shard() -> None:
     def extents(mine: Sequence[int]) -> list[int]:
         exact, buckets = Exact(), buckets_for([torch.zeros(3), torch.zeros(LARGE)])
         exact.lay_out(buckets)
-        exact.begin("", [False] * len(buckets))
+        exact.begin("")
         for shard in mine:
             exact.begin_body()
             for value in shards[shard]:
@@ -343,7 +354,7 @@ def test_extents_do_not_depend_on_who_has_which_shard() -> None:
                         0.25,
                         late=False,
                     )
-        exact.prepare_extents()
+        exact.conclude(Group(0, 0, 1))
         return exact.extents()
 
     for first, second in (([0], [1, 2]), ([0, 1], [2]), ([], [2, 1, 0])):
@@ -389,4 +400,4 @@ def test_phases_have_scales_of_their_own() -> None:
 
 def test_complex_parameters_are_refused() -> None:
     with pytest.raises(FallowError, match="complex64"):
-        Exact().sum_dtype(torch.complex64)
+        Exact().lay_out(buckets_for([torch.zeros(1, dtype=torch.complex64)]))

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fallow.model import FallowError
 from fallow.worker.reduction import buckets
-from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.reduction.expectations import PATIENCE
 from fallow.worker.reduction.reduction import Reduction
-from fallow.worker.reduction.step_sums import Sums
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, flags
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 from members import build_world, telling, together, world
@@ -29,7 +28,7 @@ torch.set_num_threads(1)
 
 BLOCKS = 4
 EVERY = tuple(range(BLOCKS))
-KINDS = [Floating, Exact]
+KINDS = [Arithmetic, Exact]
 
 
 class Ways(nn.Module):
@@ -66,7 +65,7 @@ class Member:
     def __init__(self, group: Group, net: nn.Module, arithmetic: Arithmetic | None = None) -> None:
         self.group, self.net = group, copy.deepcopy(net)
         self.buffers = StepBuffers(lambda: list(self.net.buffers()))
-        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Floating(), self.buffers)
+        self.reduction = Reduction(list(self.net.named_parameters()), arithmetic or Arithmetic(), self.buffers)
         self.reduction.attach(group)
         self.rounds: list[int] = []
         "of each finished sum"
@@ -196,7 +195,7 @@ def test_any_way_through_the_model_gives_the_gradients_of_plain_pytorch(
         for step, body in enumerate(bodies):
             assert equal(results[step], found[0][0][step])
             assert_close(results[step], plain(net, body, 4), error=1e-12)
-            assert kind is Floating or equal(results[step], by_one[step])
+            assert kind is Arithmetic or equal(results[step], by_one[step])
 
 
 # ------------------------------------------------------------------------------------------------- late gradients
@@ -516,3 +515,10 @@ def test_who_told_and_was_interrupted_holds_the_sums_and_takes_the_others_outcom
     second.reduction.attach(Group(2, 0, 1))
     assert second.reduction.give_out(outcome[0])
     assert equal(first.gradients(), second.gradients())
+
+
+def test_flags_come_back_from_their_bitmap_and_those_that_were_not_packed_are_false() -> None:
+    for size in range(20):
+        some = [number % 3 == 1 for number in range(size)]
+        assert flags(bitmap(some), size + 9) == [*some, *[False] * 9]
+        assert flags(bitmap(some), size) == some

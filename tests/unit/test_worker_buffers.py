@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.expectations import PATIENCE
+from fallow.worker.reduction.step_sums import PATIENCE
 from fallow.worker.transport.group import Group
 from members import together, world
 
@@ -44,10 +44,9 @@ class Member:
         self.shared.share(self.group, root)
         self.group.certain()
         changed = b"".join(self.group.gather(self.shared.changed()))
-        if self.shared.missing(changed):
-            self.shared.share_missing(self.group, root, changed)
-            self.group.certain()
-        self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arriving))
+        self.shared.share(self.group, root, self.shared.missing(changed))
+        self.group.certain()
+        self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arrivals))
         self.shared.count(changed)
         self.shared.settle()
 

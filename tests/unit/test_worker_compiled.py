@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fallow.worker.reduction.arithmetic import Floating
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.compiled import graphs_cut_at_buckets
 from fallow.worker.reduction.reduction import Reduction
@@ -70,7 +70,7 @@ def test_gradients_of_a_compiled_model_come_in_pieces_and_are_summed() -> None:
     plain = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
     model = torch.compile(plain, backend="aot_eager")
     x = torch.ones(2, 600)
-    reduction = Reduction(list(plain.named_parameters()), Floating(), StepBuffers(list))
+    reduction = Reduction(list(plain.named_parameters()), Arithmetic(), StepBuffers(list))
     sent: list[int] = []
     group = Group(0, 0, 1)
     group.sum = lambda tensor: sent.append(torch._C._current_graph_task_id())  # type: ignore[method-assign]

@@ -553,7 +553,7 @@ def test_donors_go_on_while_weights_are_on_their_way_and_a_break_leaves_a_torn_n
 def test_only_what_optimizers_hold_may_come_while_donors_compute(name: str) -> None:
     """A forward changes buffers; a frozen parameter may be somebody's moving average."""
     member = Member(1, OPTIMIZERS[name])
-    tensors = member.prepared.weight_tensors()
+    tensors = member.prepared.weights()
     got = {tensors[number].data_ptr() for number in member.prepared.trained_weights()}
     assert got == {p.data_ptr() for group in member.optimizer.param_groups for p in group["params"]}
 

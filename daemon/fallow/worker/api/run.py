@@ -15,7 +15,7 @@ from fallow.worker.data.ledger import LAST_S
 from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Calls, Source
 from fallow.worker.data.stream_loader import StreamLoader
-from fallow.worker.guards.script_checks import steps_seen
+from fallow.worker.guards.watch import watch_steps
 from fallow.worker.loop.generations import Released
 from fallow.worker.loop.meeting import EndedAlone
 from fallow.worker.loop.member import Member
@@ -56,7 +56,7 @@ class Run:
         self._is_main = IsMain(self._speaks)
         self._call: Generator[Update, None, None] | None = None
         "the run.updates call at work, or the last one"
-        steps_seen(self._prepared, self._loop.check_step)
+        watch_steps(self._prepared, self._loop.check_step)
 
     # ------------------------------------------------------------------------------------------------ preparing
 

@@ -1,19 +1,21 @@
-"""What members compare in each step, and what may not change inside an inner loop."""
+"""What a script must not do to prepared objects, and what members compare in each step."""
 
 from __future__ import annotations
 
+import sys
 import zlib
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fallow.model import Exit, FallowError
-from fallow.worker.guards.script_checks import check_prepared
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.prepared.state import as_bytes
+from fallow.worker.prepared.state import as_bytes, named_parameters
 from fallow.worker.transport.device import to_host
 
 _its_version = attrgetter("_version")
@@ -21,18 +23,18 @@ _its_version = attrgetter("_version")
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
 
+_CALLERS = 6
+"""Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
+
 
 class Watch:
-    """Looks at what a script does to the prepared objects. One per run.
-
-    Args:
-        prepared: those objects.
-    """
+    """Looks at what a script does to the prepared objects. One per run."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._weights: list[nn.Parameter] = []
-        self._known: list[nn.Parameter] | None = None
+        self._known_parameters: list[nn.Parameter] | None = None
+        "all parameters, since the first run.updates call"
         self._unsummed: dict[str, nn.Parameter] = {}
         "by name: parameters that were frozen when gradients were first summed; they have no place in the sums"
         self._group_sizes: list[int] = []
@@ -43,17 +45,12 @@ class Watch:
         Raises:
             FallowError: what was prepared does not fit together, or has changed since the first call.
         """
-        first = self._known is None
-        self._known = check_prepared(self._prepared, self._known)
+        first = self._known_parameters is None
+        self._check_prepared()
         self._weights = [parameter for _, parameter in self._prepared.parameters()]
         if first:
             summed = set(map(id, self._weights))
-            named = [
-                (f"model.{n}.{name}", p)
-                for n, m in enumerate(self._prepared.modules)
-                for name, p in m.named_parameters()
-            ]
-            self._unsummed = {name: parameter for name, parameter in named if id(parameter) not in summed}
+            self._unsummed = {name: p for name, p in named_parameters(self._prepared.modules) if id(p) not in summed}
 
     def begin_step(self) -> None:
         """An inner loop begins.
@@ -61,9 +58,9 @@ class Watch:
         Raises:
             FallowError: parameters are trained whose gradients are not summed.
         """
-        sizes = [len(group["params"]) for optimizer in self._prepared.optimizers for group in optimizer.param_groups]
+        sizes = [len(group["params"]) for group in self._prepared.groups()]
         if sizes != self._group_sizes:
-            self._known = check_prepared(self._prepared, self._known)
+            self._check_prepared()
             self._group_sizes = sizes
         thawed = [name for name, parameter in self._unsummed.items() if parameter.requires_grad]
         if thawed:
@@ -74,13 +71,45 @@ class Watch:
                 Exit.DATA,
             )
 
-    # ------------------------------------------------------------------------------------- inside an inner loop
+    def _check_prepared(self) -> None:
+        """Refuse prepared objects that do not fit together, or that have changed since the first call."""
+        now = [parameter for module in self._prepared.modules for parameter in module.parameters()]
+        if self._known_parameters is not None and list(map(id, now)) != list(map(id, self._known_parameters)):
+            raise FallowError(
+                "the prepared modules have other parameters than in the first run.updates loop: build the whole model "
+                "before run.prepare, members must agree on it",
+                Exit.DATA,
+            )
+        inside = set(map(id, now))
+        held = [parameter for group in self._prepared.groups() for parameter in group["params"]]
+        strangers = sum(parameter.requires_grad and id(parameter) not in inside for parameter in held)
+        if strangers:
+            raise FallowError(
+                f"a prepared optimizer holds {strangers} parameters that belong to no prepared module, so their "
+                "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained",
+                Exit.DATA,
+            )
+        for number, optimizer in enumerate(self._prepared.optimizers):
+            scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+            if scheduled and not any(_drives(thing, optimizer) for thing in self._prepared.others):
+                raise FallowError(
+                    f"a learning-rate scheduler is attached to optimizer {number} ({type(optimizer).__name__}) but was "
+                    "not prepared, so a member that joins would not have its state; write run.prepare(..., scheduler)",
+                    Exit.DATA,
+                )
+        hooks = [hook for p in now for hook in (p._post_accumulate_grad_hooks or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("fallow.worker.reduction") for hook in hooks):
+            raise FallowError(
+                "a prepared parameter has a hook of register_post_accumulate_grad_hook, which would see a part of the "
+                "step's gradient: do that work behind the inner loop, or use parameter.register_hook, which sees one "
+                "shard's gradient",
+                Exit.DATA,
+            )
+        self._known_parameters = now
 
     def steering(self) -> tuple[int, int]:
         """What an inner loop must leave alone: versions of the weights, and the optimizers' rates."""
         return sum(map(_its_version, self._weights)), hash(self._rates())
-
-    # ------------------------------------------------------------------------------------- among members
 
     def start_piece(self, step: int) -> torch.Tensor:
         """A piece of one parameter, another one in each step, on its way to the host."""
@@ -94,24 +123,74 @@ class Watch:
 
     def agreement(self) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""
-        numbers = [*self._rates(), *self._metrics(), self._prepared.modes.fingerprint()]
+        numbers = [*self._rates(), self._prepared.modes.fingerprint()]
+        if self._prepared.reproducible:
+            # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
+            plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
+            numbers += [float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs)]
         return zlib.crc32(repr(numbers).encode())
 
     def _rates(self) -> tuple[Any, ...]:
         """Sizes and plain options of all optimizers' groups."""
-        groups = [group for optimizer in self._prepared.optimizers for group in optimizer.param_groups]
+        groups = self._prepared.groups()
         found: list[Any] = [len(group["params"]) for group in groups]
         for group in groups:
             found += [value for value in group.values() if _is_plain(value)]
             found += [value.item() for value in group.values() if _is_number(value)]
         return tuple(found)
 
-    def _metrics(self) -> tuple[float, ...]:
-        """Unlike ones show in the learning rate only when it is lowered next, and not where one member is left then."""
-        if not self._prepared.reproducible:
-            return ()
-        plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
-        return tuple(float(value) for thing in plateaus for value in (thing.best, thing.num_bad_epochs))
+
+def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
+    """Have each step of an optimizer looked at; `may_step` is asked before one that trains prepared modules.
+
+    Raises:
+        FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself, or
+            a scaler that was not prepared makes the step.
+    """
+
+    def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is known for known in prepared.optimizers):
+            scaler = _calling_scaler()
+            if scaler is not None and not any(scaler is known for thing in prepared.others for known in _parts(thing)):
+                raise FallowError(
+                    "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
+                    "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
+                    Exit.DATA,
+                )
+            may_step()
+            return
+        ours = {id(parameter) for module in prepared.modules for parameter in module.parameters()}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise FallowError(
+                f"{type(optimizer).__name__} trains a prepared module and was not prepared itself, so a member that "
+                "joins would not have its state; write run.prepare(model, optimizer, ...)",
+                Exit.DATA,
+            )
+
+    register_optimizer_step_pre_hook(check_step)
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """The scaler that makes the step at work."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.amp.GradScaler):
+            return found if found.is_enabled() else None
+        frame = frame.f_back or frame
+    return None
+
+
+def _parts(thing: Any) -> list[Any]:
+    """A prepared object, and what it has in its attributes."""
+    inside = list(getattr(thing, "__dict__", {}).values())
+    inside += [item for value in inside if isinstance(value, list | tuple) for item in value]
+    return [thing, *inside]
+
+
+def _drives(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """True if a prepared object is a scheduler of the optimizer, or has one in an attribute."""
+    return any(getattr(owner, "optimizer", None) is optimizer for owner in _parts(thing))
 
 
 def _is_number(value: Any) -> bool:

@@ -190,7 +190,7 @@ class Intake:
         outline = msgspec.msgpack.decode(text, type=Outline)
         place: dict[int, torch.Tensor] = {}
         if self._in_place:
-            for n, (live, spec) in enumerate(zip(self._prepared.weight_tensors(), outline.tensors, strict=False)):
+            for n, (live, spec) in enumerate(zip(self._prepared.weights(), outline.tensors, strict=False)):
                 if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
                     place[n] = live.detach()
         self.received = {id(tensor) for tensor in place.values()}

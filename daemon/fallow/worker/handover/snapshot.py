@@ -23,7 +23,7 @@ class Snapshot:
         encoded = state.encode(tree, "run")
         self._tree = encoded.tree
         self._specs = encoded.specs
-        self._weights = len(prepared.weight_tensors())
+        self._weights = len(prepared.weights())
         weights, _ = state.host_copies(encoded.tensors[: self._weights])  # by themselves: nobody takes them over
         others, self._copied = state.host_copies(encoded.tensors[self._weights :])
         self._copies = [*weights, *others]

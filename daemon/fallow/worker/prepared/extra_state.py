@@ -14,14 +14,11 @@ from torch import nn
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.state import plain_name
 
-_KEY = "_extra_state"
-"""As in torch's `state_dict`."""
-
 
 def holders(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Modules that have extra state, by name: `model.NUMBER.` and the key that `state_dict` has for it."""
     return {
-        plain_name(".".join(filter(None, ("model", str(number), name, _KEY)))): part
+        plain_name(".".join(filter(None, ("model", str(number), name, "_extra_state")))): part
         for number, module in enumerate(modules)
         for name, part in module.named_modules(remove_duplicate=False)
         if type(part).get_extra_state is not nn.Module.get_extra_state

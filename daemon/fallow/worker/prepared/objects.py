@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Set
+from itertools import takewhile
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fallow.model import Exit, FallowError
 from fallow.worker.data import rng
 from fallow.worker.prepared import extra_state
 from fallow.worker.prepared.modes import Modes
-from fallow.worker.prepared.state import decode, device_of, encode, plain_name
-from fallow.worker.reduction.arithmetic import Arithmetic, Floating
+from fallow.worker.prepared.state import decode, device_of, encode, named_parameters, plain_name
+from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport import device
 
 _ACTING = ("step", "update", "unscale_", "update_parameters")
 """Methods that change state once per step."""
-
-
-class _Home(NamedTuple):
-    """Where a buffer is found."""
-
-    inside: dict[str, torch.Tensor | None]
-    name: str
-    path: str
-    "its name in messages"
-    statistics: bool
-    "of a layer that normalizes: a forward changes it, and only one in evaluation reads it"
 
 
 class ModelNames(NamedTuple):
@@ -55,13 +45,13 @@ class Prepared:
         "of plain values and tensors"
         self.generators: list[Any] = []
         "of random numbers; no part of the state, for each shard and each step seeds them"
-        self.arithmetic: Arithmetic = Floating()
+        self.arithmetic = Arithmetic()
         "how the run's gradients are added up"
-        self.modes = Modes(lambda: self.modules)
-        self._homes: list[_Home] | None = None
-        "where buffers are found: a forward may put another tensor in a buffer's place"
-        self._trainable: dict[int, nn.Parameter] = {}
-        "by id: what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
+        self.modes = Modes(self.modules)
+        self._buffer_places: list[tuple[dict[str, torch.Tensor | None], str]] | None = None
+        "dicts and keys under which buffers are found: a forward may put another tensor in a buffer's place"
+        self._trainable: set[torch.Tensor] = set()
+        "what was trainable when it was prepared; what the script freezes later keeps its place in all sums"
 
     def add(self, thing: Any) -> None:
         """Take over one object (not a DataLoader).
@@ -77,9 +67,9 @@ class Prepared:
             _check_module(thing)
         if isinstance(thing, nn.Module) and not isinstance(thing, torch.optim.swa_utils.AveragedModel):
             encode(extra_state.read([thing]), f"prepare: {kind}")
-            self._homes = None
+            self._buffer_places = None
             self.modules.append(thing)
-            self._trainable |= {id(parameter): parameter for parameter in thing.parameters() if parameter.requires_grad}
+            self._trainable |= {parameter for parameter in thing.parameters() if parameter.requires_grad}
         elif rng.is_generator(thing):
             self.generators.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):
@@ -102,18 +92,6 @@ class Prepared:
         found = ((thing, [name for name in _ACTING if callable(getattr(thing, name, None))]) for thing in things)
         return [(thing, names) for thing, names in found if names]
 
-    def strangers(self) -> str:
-        """What to say of prepared optimizers that train what was not prepared; empty: there is nothing."""
-        inside = {id(parameter) for module in self.modules for parameter in module.parameters()}
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        strange = sum(id(parameter) not in inside for parameter in held if parameter.requires_grad)
-        if not strange:
-            return ""
-        return (
-            f"a prepared optimizer holds {strange} parameters that belong to no prepared module, so their "
-            "gradients would not be shared: run.prepare(model, optimizer, ...) with every module that is trained"
-        )
-
     @property
     def reproducible(self) -> bool:
         """True if gradients are summed so that the membership does not show in the result."""
@@ -123,58 +101,35 @@ class Prepared:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters that are trainable, or were when they were prepared, with names, in order, shared ones once."""
-        seen: set[int] = set()
-        named: list[tuple[str, nn.Parameter]] = []
-        for number, module in enumerate(self.modules):
-            for name, parameter in module.named_parameters():
-                if self._trains(parameter) and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    named.append((plain_name(f"model.{number}.{name}"), parameter))
-        return named
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in named_parameters(self.modules):
+            if self._trains(parameter):
+                named.setdefault(id(parameter), (name, parameter))
+        return list(named.values())
 
     def _trains(self, tensor: torch.Tensor) -> bool:
-        return tensor.requires_grad or id(tensor) in self._trainable
-
-    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """All buffers of all modules with their names, in order, shared ones once."""
-        found = ((home.path, home.inside[home.name]) for home in self._buffer_homes())
-        return list({id(buffer): (path, buffer) for path, buffer in found if buffer is not None}.values())
+        return tensor.requires_grad or tensor in self._trainable
 
     def buffers(self) -> list[torch.Tensor]:
-        """The tensors of `named_buffers`."""
-        return [buffer for _, buffer in self.named_buffers()]
-
-    def statistics(self) -> set[int]:
-        """Ids of buffers in which normalizing layers gather statistics: no backward looks at what is new there."""
-        return {id(home.inside[home.name]) for home in self._buffer_homes() if home.statistics}
-
-    def _buffer_homes(self) -> list[_Home]:
-        if self._homes is None:
-            self._homes = [
-                _Home(
-                    part._buffers,
-                    name,
-                    plain_name(".".join(filter(None, ("model", str(number), within, name)))),
-                    isinstance(part, _NormBase),
-                )
-                for number, module in enumerate(self.modules)
-                for within, part in module.named_modules()
-                for name in part._buffers
-            ]
-        return self._homes
+        """All buffers of all modules, in order, shared ones once."""
+        if self._buffer_places is None:
+            parts = (part for module in self.modules for part in module.modules())
+            self._buffer_places = [(part._buffers, name) for part in parts for name in part._buffers]
+        found = (inside[name] for inside, name in self._buffer_places)
+        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
     def weights(self) -> list[torch.Tensor]:
-        """Parameters (frozen ones too) and buffers: what the checksum of a generation is taken over."""
-        return [*(p for module in self.modules for p in module.parameters()), *self.buffers()]
-
-    def weight_tensors(self) -> list[torch.Tensor]:
-        """What modules contribute to `export`, in its order."""
+        """Parameters (frozen ones too) and buffers, as they come in `export`; a generation's checksum is over them."""
         return [tensor for module in self.modules for tensor in _named(module).values()]
 
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def trained_weights(self) -> set[int]:
-        """Numbers, among `weight_tensors`, of the parameters that prepared optimizers change."""
-        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        return {number for number, tensor in enumerate(self.weight_tensors()) if id(tensor) in held}
+        """Numbers, among `weights`, of the parameters that prepared optimizers change."""
+        held = {id(parameter) for group in self.groups() for parameter in group["params"]}
+        return {number for number, tensor in enumerate(self.weights()) if id(tensor) in held}
 
     def devices(self) -> set[torch.device]:
         """Where the modules are."""
@@ -203,7 +158,7 @@ class Prepared:
         """
         return {
             "models": [{name: tensor.detach() for name, tensor in _named(module).items()} for module in self.modules],
-            "groups": [_groups(optimizer, self._names()) for optimizer in self.optimizers],
+            "groups": [_groups(optimizer, self._parameter_names()) for optimizer in self.optimizers],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "others": [thing.state_dict() for thing in self.others],
             "dicts": [dict(values) for values in self.dicts],
@@ -227,9 +182,8 @@ class Prepared:
         try:
             for module, tensors in zip(self.modules, state["models"], strict=True):
                 _load_module(module, tensors, received)
-            for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
-                _regroup(optimizer, groups, self._names())
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
+                _regroup(optimizer, groups, self._parameter_names())
                 optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
                     _keep_dtypes(optimizer, saved)
@@ -252,51 +206,41 @@ class Prepared:
                 error.add_note(f"while this {type(thing).__name__} took over the run's state")
                 raise
 
-    def _names(self) -> dict[int, tuple[str, nn.Parameter]]:
-        """All modules' parameters by id."""
-        return {
-            id(parameter): (plain_name(f"model.{number}.{name}"), parameter)
-            for number, module in enumerate(self.modules)
-            for name, parameter in module.named_parameters()
-        }
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        return {parameter: name for name, parameter in named_parameters(self.modules)}
 
     def layout(self) -> list[str]:
         """One line per tensor and object, for comparing a joiner with the run."""
-        lines = [
-            f"model.{number}.{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}".replace(" [", "[")
-            + " frozen" * (isinstance(t, nn.Parameter) and not self._trains(t))
+        tensors = (
+            f"model.{number}.{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            + " frozen" * (isinstance(tensor, nn.Parameter) and not self._trains(tensor))
             for number, module in enumerate(self.modules)
-            for name, t in _named(module).items()
-        ]
-        for number, optimizer in enumerate(self.optimizers):
+            for name, tensor in _named(module).items()
+        )
+        return [
+            *tensors,
             # Not its groups: a script may add some on the way, of which a newcomer's has not come by.
-            lines.append(f"optimizer.{number} {type(optimizer).__name__}")
-        lines += list(extra_state.holders(self.modules))
-        lines += [f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)]
-        lines += [f"dict.{number}" for number in range(len(self.dicts))]
-        return lines
+            *(f"optimizer.{number} {type(optimizer).__name__}" for number, optimizer in enumerate(self.optimizers)),
+            *extra_state.holders(self.modules),
+            *(f"other.{number} {type(thing).__name__}" for number, thing in enumerate(self.others)),
+            *(f"dict.{number}" for number in range(len(self.dicts))),
+        ]
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: dict[int, tuple[str, nn.Parameter]]) -> list[list[str]]:
+def _groups(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> list[list[str]]:
     """Names of the parameters in each of its groups; those of no prepared module have none."""
-    return [[names[id(p)][0] if id(p) in names else "" for p in group["params"]] for group in optimizer.param_groups]
+    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _regroup(
-    optimizer: torch.optim.Optimizer, wanted: list[list[str]], names: dict[int, tuple[str, nn.Parameter]]
-) -> None:
+def _regroup(optimizer: torch.optim.Optimizer, wanted: list[list[str]], names: dict[torch.Tensor, str]) -> None:
     """Make the groups those of another member, whose script has added some, or of a checkpoint before that."""
-    have = _groups(optimizer, names)
-    if have == wanted:
-        return
-    alike = next((n for n, (a, b) in enumerate(zip(have, wanted, strict=False)) if a != b), min(len(have), len(wanted)))
-    known = dict(names.values())
-    named = any("param_names" in group for group in optimizer.param_groups)
+    alike = sum(takewhile(bool, map(eq, _groups(optimizer, names), wanted)))
+    parameters = {name: parameter for parameter, name in names.items()}
+    has_names = any("param_names" in group for group in optimizer.param_groups)
     del optimizer.param_groups[alike:]
     for group in wanted[alike:]:
-        params = [(name, known[name]) for name in group]
-        added = {"params": params if named else [parameter for _, parameter in params]}
-        optimizer.add_param_group(added)
+        params = [(name, parameters[name]) if has_names else parameters[name] for name in group]
+        optimizer.add_param_group({"params": params})
 
 
 def _check_module(module: nn.Module) -> None:
@@ -376,16 +320,12 @@ def _named(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names_of(module: nn.Module) -> ModelNames:
-    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, tensor in ((plain_name(name), tensor) for name, tensor in every):
-        if first.setdefault(id(tensor), name) != name:
-            aliases[name] = first[id(tensor)]
-    transient = {
+    transient = frozenset(
         plain_name(".".join(filter(None, (within, name))))
         for within, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
-    }
-    kept = {name: own for name, own in aliases.items() if name not in transient}
-    return ModelNames(frozenset(transient), kept)
+    )
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    exported: dict[torch.Tensor, str] = {}
+    names = [(plain_name(name), exported.setdefault(tensor, plain_name(name))) for name, tensor in every]
+    return ModelNames(transient, {name: own for name, own in names if name != own and name not in transient})

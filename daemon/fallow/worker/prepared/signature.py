@@ -6,9 +6,11 @@ everything listed here; a newcomer that differs is refused, with the first diffe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,10 +29,7 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 def enforce(devices: Iterable[torch.device]) -> None:
-    """Choose deterministic kernels, for the whole process.
-
-    Args:
-        devices: where the prepared modules are.
+    """Choose deterministic kernels for the whole process, whose prepared modules are on these devices.
 
     Raises:
         FallowError: CUDA was started with settings under which its results are not repeatable.
@@ -56,10 +55,9 @@ def enforce(devices: Iterable[torch.device]) -> None:
 
 
 def signature(devices: Iterable[torch.device]) -> list[str]:
-    """One line per fact, always in the same order; each completes the sentence "it computes with ...".
+    """One line per fact about a process whose prepared modules are on these devices, always in the same order.
 
-    Args:
-        devices: where the prepared modules are.
+    Each completes the sentence "it computes with ...".
     """
     kinds = sorted({device.type for device in devices}) or ["cpu"]
     lines = [
@@ -73,7 +71,7 @@ def signature(devices: Iterable[torch.device]) -> list[str]:
         f"deterministic algorithms {'on' if torch.are_deterministic_algorithms_enabled() else 'off'}",
         f"oneDNN {'on' if torch.backends.mkldnn.enabled else 'off'}",
         f"denormal numbers {'kept' if torch.tensor([1e-40], device='cpu').mul(1).item() else 'flushed to 0'}",
-        f"the default type {str(torch.get_default_dtype()).removeprefix('torch.')}",
+        f"the default type {_short(torch.get_default_dtype())}",
         f"autocast in {_short(torch.get_autocast_dtype('cpu'))} on the CPU",
     ]
     lines += [line for kind in kinds if kind != "cpu" for line in _device(kind)]
@@ -100,15 +98,13 @@ def _short(dtype: torch.dtype) -> str:
 
 def _processor(source: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:
     """Vendor and the flags that matter, of this process's processor."""
-    try:
-        text = source.read_text().partition("\n\n")[0]
-    except OSError:
-        return "(unknown)", []
-    known = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    known = {name.strip(): value.strip() for name, value in known.items()}
-    flags = known.get("flags", known.get("Features", "")).split()
-    vendor = known.get("vendor_id", known.get("CPU implementer", "(unknown)"))
-    return vendor, sorted(flag for flag in flags if flag.startswith(_FLAGS))
+    text = ""
+    with contextlib.suppress(OSError):
+        text = source.read_text()
+    vendor = re.search(r"^(?:vendor_id|CPU implementer)\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    chosen = [flag for flag in (flags[1] if flags else "").split() if flag.startswith(_FLAGS)]
+    return vendor[1] if vendor else "(unknown)", sorted(chosen)
 
 
 def _sample(kind: str) -> str:

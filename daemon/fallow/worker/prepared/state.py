@@ -13,7 +13,7 @@ import hashlib
 import io
 import mmap
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.device import HOST
 
-_FACTORIES: dict[str, type] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+_FACTORIES = {"": None, "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 _ALIGN = 64
 """Tensors begin at multiples of this in a block, so that they can be used in place."""
 
@@ -56,17 +56,17 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoded:
     """A state taken apart."""
 
-    tree: bytes
+    tree: bytes = b""
     "MessagePack, tensors as numbers"
-    tensors: list[torch.Tensor] = field(repr=False)
+    tensors: list[torch.Tensor] = field(default_factory=list)
     "the live ones"
-    paths: list[Path] = field(repr=False)
+    paths: list[Path] = field(default_factory=list)
     "of the tensors"
-    plain: list[tuple[Path, Any]] = field(repr=False)
+    plain: list[tuple[Path, Any]] = field(default_factory=list)
     "the largest parts of the state in which there is no tensor"
 
     @property
@@ -99,10 +99,9 @@ def encode(value: Any, where: str) -> Encoded:
     Raises:
         FallowError: a value of another type; the text names the object and the type.
     """
-    encoded = Encoded(b"", [], [], [])
-    return Encoded(
-        msgspec.msgpack.encode(_pack(value, where, [], encoded)), encoded.tensors, encoded.paths, encoded.plain
-    )
+    encoded = Encoded()
+    encoded.tree = msgspec.msgpack.encode(_pack(value, where, [], encoded))
+    return encoded
 
 
 def decode(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -140,8 +139,8 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
         ]
         if kind is not defaultdict:
             return [kind.__name__, items]
-        factory = "" if value.default_factory is None else value.default_factory.__name__
-        if factory and _FACTORIES.get(factory) is not value.default_factory:
+        factory = getattr(value.default_factory, "__name__", "")
+        if _FACTORIES.get(factory) is not value.default_factory:
             raise _refused(where, f"defaultdict of {factory}")
         return ["defaultdict", items, factory]
     if kind is io.BytesIO:
@@ -155,7 +154,7 @@ def _pack_kind(value: Any, where: str, path: Path, into: Encoded) -> list[Any]:
 
 
 def _pack_key(key: Any, where: str) -> list[Any]:
-    beside = Encoded(b"", [], [], [])
+    beside = Encoded()
     packed = _pack(key, where, [], beside)
     if beside.tensors:
         raise _refused(where, "tensor as a key")
@@ -184,7 +183,7 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
         items = [(_unpack(key, tensors), _unpack(value, tensors)) for key, value in tree[1]]
         if tag == "defaultdict":
-            return defaultdict(_FACTORIES[tree[2]] if tree[2] else None, items)
+            return defaultdict(_FACTORIES[tree[2]], items)
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](dict(items))
     if tag == "bytesio":
         return io.BytesIO(tree[1])
@@ -242,17 +241,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bool = False) -> list[torch.Tensor]:
     """New tensors: those of the host in one block of memory, those with `on_device` on `device` each by itself."""
-    here = [devices.asynchronous(device) and spec.on_device for spec in specs]
-    size = sum(_padded(spec.nbytes) for spec, away in zip(specs, here, strict=True) if not away)
-    block = _block(size, pinned=pinned)
+    is_away = [devices.asynchronous(device) and spec.on_device for spec in specs]
+    sizes = [0 if away else -(-spec.nbytes // _ALIGN) * _ALIGN for spec, away in zip(specs, is_away, strict=True)]
+    parts = torch.split(_block(sum(sizes), pinned=pinned), sizes)
     tensors: list[torch.Tensor] = []
-    at = 0
-    for spec, away in zip(specs, here, strict=True):
-        if away:
-            flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
-        else:
-            flat = block[at : at + spec.nbytes]
-            at += _padded(spec.nbytes)
+    for spec, away, part in zip(specs, is_away, parts, strict=True):
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8, device=device) if away else part[: spec.nbytes]
         order = spec.order or list(range(len(spec.shape)))
         lying = flat.view(dtype_named(spec.dtype)).reshape([spec.shape[side] for side in order])
         tensors.append(lying.permute([order.index(side) for side in range(len(order))]))
@@ -266,10 +260,6 @@ def _block(size: int, *, pinned: bool) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)  # the first touch of small pages costs more than the copy
     return torch.frombuffer(block, dtype=torch.uint8)
-
-
-def _padded(size: int) -> int:
-    return size + -size % _ALIGN
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -286,12 +276,19 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], to
     return copies, devices.event(device)
 
 
-# --------------------------------------------------------------------------------------------------------- digests
+# ----------------------------------------------------------------------------------------------- names and digests
 
 
 def plain_name(name: str) -> str:
     """A tensor's name as it is without `torch.compile`, which gives a wrapped module's tensors a longer one."""
     return name.replace("_orig_mod.", "")
+
+
+def named_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The modules' parameters with their names; one that two modules share comes twice."""
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield plain_name(f"model.{number}.{name}"), parameter
 
 
 def digest(states: Sequence[dict[str, Any]]) -> str:

@@ -2,102 +2,101 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fallow.worker.reduction.buckets import Bucket, Sum
+from fallow.worker.reduction.buckets import Arrived, Bucket, Sum
 from fallow.worker.transport.group import Group
-
-Arrived = list[tuple[int, torch.Tensor]]
-"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
 
 
 class Arithmetic:
     """Adds weight x gradient into buckets, launches their sums over the members, and turns sums into gradients.
 
+    This one sums in the gradients' own type: fast, but the last bits depend on who computed which shard. `Exact` sums
+    in integers instead.
+
     A *late* gradient comes when its bucket has left. It goes into a sum of its own, which a second round adds.
     Members call `launch` and `conclude` in the same order.
     """
 
-    hands_out_sums = True
-    "gradients lie in the memory of the sums"
-
     def __init__(self) -> None:
-        self._buckets: Sequence[Bucket] = ()
-        self._sums: list[Sum | None] = []
-        "by bucket, what this member gives to the sum; None: it was idle so far"
-        self._late: dict[int, Sum] = {}
-        "by bucket, what came late in this attempt"
+        self._memory: dict[int, Sum] = {}
+        "by bucket, used again in each attempt"
+        self._sums: dict[tuple[int, bool], Sum] = {}
+        "what this member gives in this attempt, by bucket and whether it is late"
 
     @property
     def repeated(self) -> int:
         """Finished sums that were made again because they had outgrown their scale."""
         return 0
 
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which gradients of `dtype` are summed. Raises FallowError if there is none."""
-        raise NotImplementedError
-
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Use this layout from now on. Raises FallowError for a type that cannot be summed."""
-        for bucket in buckets:
-            self.sum_dtype(bucket.dtype)
-        self._buckets = buckets
         self.renew()
 
     def renew(self) -> None:
         """Use new memory: a late peer may still write into the old one."""
-        self._sums = [None] * len(self._buckets)
+        self._memory, self._sums = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase.
 
         Args:
             phase: its name.
-            idle: by number, buckets that get no memory.
             single_shard_weights: by rank, the weight of each member's only shard; empty: some have more, or none.
         """
-        self._late = {}
-        for bucket in self._buckets:
-            if not idle[bucket.number]:
-                known, dtype = self._sums[bucket.number], self._dtype(bucket)
-                if known is None or known.flat.dtype != dtype or (self.hands_out_sums and known.shared):
-                    self._sums[bucket.number] = known = Sum(bucket, dtype)
-                known.clear()
+        self._sums = {}
 
     def begin_body(self) -> None:
         """Begin with the gradients of another shard."""
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add weight x gradient; the weight is not 0."""
-        raise NotImplementedError
+        total = self._sum(bucket, late=late)
+        small: dict[int, torch.Tensor] = {}
+        for place, grad in arrived:
+            view = total.views[place]
+            if bucket.offsets[place] < bucket.batched and place not in small:
+                small[place] = grad
+            elif total.filled[place] or place in small:
+                view.add_(grad, alpha=weight)
+            elif grad.dtype == torch.float32:
+                torch.mul(grad, _factor(weight), out=view)
+            else:  # half precision is multiplied by the number as it is, not by one that was rounded to it
+                torch.mul(grad, weight, out=view)
+            total.filled[place] = True
+        if small:
+            torch._foreach_add_([total.views[place] for place in small], list(small.values()), alpha=weight)
 
     def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
         """Launch the sum over the members."""
-        raise NotImplementedError
+        total = self._sum(bucket, late=late)
+        total.complete()
+        group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
 
     def conclude(self, group: Group) -> None:
-        """Launch what must follow when all launched sums are complete."""
-
-    def prepare_extents(self) -> None:
-        """Send what `extents` needs to the host; readable once the group is certain."""
+        """Launch what must follow the sums that were launched, and what sends to the host what `extents` needs."""
 
     def extents(self) -> list[int]:
-        """Return what the members must tell each other beside the sums: one number for each parameter, or none."""
+        """Return what the members must tell each other beside the sums: one number for each parameter, or none.
+
+        Readable once the group is certain.
+        """
         return []
 
     def judge(self, extents: Sequence[int]) -> bool:
-        """Given the greatest of all members' extents: False if all must do the sum again."""
+        """Given the greatest of all members' extents: True if the sum counts, False if all must make it again."""
         return True
 
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the gradients by place. Their memory is not used again while somebody holds them."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """The sum counts."""
+        sums = [self._sums[bucket.number, late] for late in (False, True) if (bucket.number, late) in self._sums]
+        for late_sum in sums[1:]:
+            sums[0].flat.add_(late_sum.flat)
+        return [view.detach() for view in sums[0].views]
 
     def forget(self) -> None:
         """The group changed: what was learned in attempts of an unfinished sum does not count."""
@@ -111,65 +110,23 @@ class Arithmetic:
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         """Of what this member gives to the sum."""
-        return self.sum_dtype(bucket.dtype)
+        return bucket.dtype
 
     def _sum(self, bucket: Bucket, *, late: bool) -> Sum:
-        """What is added to; a late sum is zero as long as nothing has come."""
-        total = self._late.get(bucket.number) if late else self._sums[bucket.number]
+        """What is added to in this attempt; nothing at first."""
+        total, dtype = self._sums.get((bucket.number, late)), self._dtype(bucket)
         if total is None:
-            assert late
-            self._late[bucket.number] = total = Sum(bucket, self._dtype(bucket))
-            total.flat.zero_()
-            total.filled = [True] * len(bucket.members)
+            total = None if late else self._memory.get(bucket.number)
+            if total is None or total.flat.dtype != dtype or total.shared:
+                total = Sum(bucket, dtype)
+            if not late:
+                self._memory[bucket.number] = total
+            self._sums[bucket.number, late] = total
+            total.clear()
         return total
 
 
-class Floating(Arithmetic):
-    """Sums in the gradients' own type: fast; the last bits depend on who computed which shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._factors: dict[float, torch.Tensor] = {}
-        "weights as tensors: of a Python number torch makes one in each call, which takes longer than a small sum"
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
-        total = self._sum(bucket, late=late)
-        small: dict[int, torch.Tensor] = {}
-        for place, grad in arrived:
-            view = total.views[place]
-            if bucket.offsets[place] < bucket.batched and place not in small:
-                small[place] = grad
-            elif total.filled[place] or place in small:
-                view.add_(grad, alpha=weight)
-            else:
-                self._multiply(grad, weight, view)
-            total.filled[place] = True
-        if small:
-            torch._foreach_add_([total.views[place] for place in small], list(small.values()), alpha=weight)
-
-    def _multiply(self, grad: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        # Half precision is multiplied by a number as it is, not by one that was rounded to it.
-        if grad.dtype == torch.float32:
-            if weight not in self._factors:
-                self._factors = {weight: torch.tensor(weight, dtype=torch.float32, device="cpu")}
-            torch.mul(grad, self._factors[weight], out=into)
-        else:
-            torch.mul(grad, weight, out=into)
-
-    def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
-        total = self._sum(bucket, late=late)
-        total.complete()
-        group.sum(torch.view_as_real(total.flat) if total.flat.is_complex() else total.flat)
-
-    def results(self, bucket: Bucket) -> list[torch.Tensor]:
-        late, total = self._late.pop(bucket.number, None), self._sums[bucket.number]
-        if late is not None:
-            if total is not None:
-                total.flat.add_(late.flat)
-            else:
-                self._sums[bucket.number] = total = late
-        assert total is not None
-        return [view.detach() for view in total.views]
+@functools.lru_cache(maxsize=4)
+def _factor(weight: float) -> torch.Tensor:
+    """The weight as a tensor: of a Python number torch makes one in each call, which takes longer than a small sum."""
+    return torch.tensor(weight, dtype=torch.float32, device="cpu")

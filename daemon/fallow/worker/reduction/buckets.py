@@ -6,9 +6,11 @@ no gradient while the order was learned lie in buckets of their own, behind the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -28,9 +30,13 @@ SMALL = 1 << 14
 """Gradients of fewer elements are worked on together, since calls would cost more than the work."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Arrived = list[tuple[int, torch.Tensor]]
+"""Gradients of one bucket with the numbers of their places. An arithmetic may change them in place."""
+
+
+@dataclass(slots=True, eq=False)
 class Bucket:
-    """One flat tensor that is reduced as a whole."""
+    """One flat tensor that is reduced as a whole: its layout, then what `Reduction` knows of it in this attempt."""
 
     number: int
     "the bucket's place in the order of reductions"
@@ -45,41 +51,36 @@ class Bucket:
     "elements at the front whose gradients are added together; the other parameters are added one by one"
     silent: bool
     "the parameters gave no gradient when the order was learned"
+    has_left: bool = False
+    "its sum was launched, or nobody is expected to have use for it"
+    is_late: bool = False
+    "gradients came when it had left"
+    waiting: Arrived = field(default_factory=list)
+    "gradients that are not added yet"
+    waiting_bytes: int = 0
+    count: int = 0
+    "gradients of this body"
+    expected: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
         return self.params[0].dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.params[0].device
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a tensor of at least `numel` elements into the places, each in its parameter's shape and strides."""
-        return [
-            _shaped(flat[offset : offset + parameter.numel()], parameter)
-            for offset, parameter in zip(self.offsets, self.params, strict=True)
-        ]
-
 
 class Sum:
-    """Memory for the sum over one bucket.
-
-    Args:
-        bucket: its layout.
-        dtype: type of the sum.
-        numel: elements, at least the bucket's; more are padding.
-    """
+    """Memory for the sum over one bucket: `numel` elements, of which those behind the bucket's own are padding."""
 
     __slots__ = ("_bucket", "_users", "filled", "flat", "views")
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, numel: int | None = None) -> None:
         self._bucket = bucket
-        self.flat = torch.empty(numel or bucket.numel, dtype=dtype, device=bucket.device)
-        self.views = bucket.views(self.flat)
-        "one for each place"
+        self.flat = torch.empty(numel or bucket.numel, dtype=dtype, device=bucket.params[0].device)
+        self.views = [
+            _shaped(self.flat[offset : offset + parameter.numel()], parameter)
+            for offset, parameter in zip(bucket.offsets, bucket.params, strict=True)
+        ]
+        "one for each place, in its parameter's shape and strides"
         self.filled = [False] * len(self.views)
         "by place: something was added there"
         self._users = _users(self.flat)
@@ -117,7 +118,7 @@ def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket
     """Lay all parameters out, one dtype to a bucket.
 
     Args:
-        params: all of the run, in model order.
+        params: all of the run, in model order, on one device.
         order: indices of those that are expected to get gradients, as a backward gives them. The others follow in
             buckets of their own, the last parameters of the model first.
 
@@ -131,34 +132,31 @@ def lay_out(params: Sequence[nn.Parameter], order: Iterable[int]) -> list[Bucket
 
 
 def _bucket(params: Sequence[nn.Parameter], number: int, members: list[int], silent: bool) -> Bucket:
-    together = asynchronous(params[members[0]].device)  # a call for each parameter is a kernel there
-    small = [index for index in members if together or params[index].numel() < SMALL]
-    members = [*small, *(index for index in members if not together and params[index].numel() >= SMALL)]
-    offsets, at = [], 0
-    for index in members:
-        offsets.append(at)
-        at += params[index].numel()
-    batched = sum(params[index].numel() for index in small)
-    return Bucket(number, members, [params[index] for index in members], offsets, at, batched, silent)
+    # On a device a call for each parameter is a kernel.
+    limit = math.inf if asynchronous(params[members[0]].device) else SMALL
+    members = sorted(members, key=lambda index: params[index].numel() >= limit)
+    sizes = [params[index].numel() for index in members]
+    *offsets, numel = accumulate(sizes, initial=0)
+    batched = sum(size for size in sizes if size < limit)
+    return Bucket(number, members, [params[index] for index in members], offsets, numel, batched, silent)
 
 
 def _spread(params: Sequence[nn.Parameter], order: Sequence[int]) -> list[list[int]]:
     """The indices, divided into buckets."""
     found: list[list[int]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[int, int, int]] = {}
-    left: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    open_bucket: dict[torch.dtype, tuple[int, int, int]] = {}
+    left: Counter[torch.dtype] = Counter()
     for index in order:
-        left[params[index].dtype, params[index].device] += params[index].nbytes
+        left[params[index].dtype] += params[index].nbytes
     for index in order:
-        parameter = params[index]
-        key = (parameter.dtype, parameter.device)
-        number, used, cap = open_bucket.get(key, (-1, 0, 0))
+        dtype, nbytes = params[index].dtype, params[index].nbytes
+        number, used, cap = open_bucket.get(dtype, (-1, 0, 0))
         if used >= cap:
-            part = left[key] if left[key] <= _LAST_BYTES else left[key] * 3 // 4
+            part = left[dtype] if left[dtype] <= _LAST_BYTES else left[dtype] * 3 // 4
             cap = min(BUCKET_BYTES, max(1, part)) if found else _FIRST_BYTES
             number, used = len(found), 0
             found.append([])
         found[number].append(index)
-        open_bucket[key] = (number, used + parameter.nbytes, cap)
-        left[key] -= parameter.nbytes
+        open_bucket[dtype] = (number, used + nbytes, cap)
+        left[dtype] -= nbytes
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -17,12 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fallow.worker.reduction.buckets import BUCKET_BYTES
 
 _NAME = "_active_ddp_module"
-
-
-class _Buckets:
-    """What dynamo wants to know of a DDP module."""
-
-    bucket_bytes_cap = BUCKET_BYTES
 
 
 @contextmanager
@@ -35,7 +30,7 @@ def graphs_cut_at_buckets() -> Iterator[None]:
     if getattr(owner, _NAME, owner) is not None:
         yield
         return
-    setattr(owner, _NAME, _Buckets())
+    setattr(owner, _NAME, SimpleNamespace(bucket_bytes_cap=BUCKET_BYTES))
     try:
         yield
     finally:

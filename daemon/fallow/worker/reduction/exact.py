@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fallow.model import Exit, FallowError
-from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
-from fallow.worker.reduction.buckets import Bucket, Sum
+from fallow.worker.reduction.arithmetic import Arithmetic
+from fallow.worker.reduction.buckets import Arrived, Bucket, Sum
 from fallow.worker.reduction.integers import Converter
 from fallow.worker.reduction.scales import NOTHING, Scales, exponent
-from fallow.worker.reduction.scattered import Scattered, piece_length
 from fallow.worker.transport.device import asynchronous, to_host
 from fallow.worker.transport.group import Group
 
@@ -45,23 +46,22 @@ class Exact(Arithmetic):
     GradScaler skips the step; its scale stays.
     """
 
-    hands_out_sums = False
-
     def __init__(self) -> None:
         super().__init__()
         self._scales = Scales()
         self._results: dict[int, Sum] = {}
         "gradients by bucket, in the parameters' type and padded to equal pieces"
-        self._scattered: dict[int, Scattered] = {}
+        self._scattered: dict[int, _Scattered] = {}
         "by bucket, for the group of the last sum"
-        self._main: dict[int, Scattered] = {}
+        self._main_sums: dict[int, _Scattered] = {}
         "by bucket, the sums of this attempt to which late ones are added"
-        self._launched: list[tuple[Bucket, Scattered]] = []
+        self._launched: list[tuple[Bucket, _Scattered]] = []
         "sums of this round"
         self._peaks: list[tuple[int, list[int], torch.Tensor]] = []
         "body, parameters' indices, and one or several largest magnitudes of each"
-        self._arriving: torch.Tensor | None = None
-        self._parts: list[dict[int, int]] = []
+        self._host_peaks: torch.Tensor | None = None
+        "all of them in a row, on their way to the host"
+        self._gradient_counts: list[defaultdict[int, int]] = []
         "by body, the number of gradients by parameter's index"
         self._single_shard_weights: Sequence[float] = ()
         "by rank, weights of gradients that travel as they are; empty: integers do"
@@ -75,54 +75,48 @@ class Exact(Arithmetic):
         """Finished sums that were made again because a scale did not fit."""
         return self._scales.repeated
 
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """int64. Raises FallowError for complex parameters."""
-        if not dtype.is_floating_point:
-            raise FallowError(
-                f"a parameter is of type {str(dtype).removeprefix('torch.')}; reproducible=True takes real numbers: "
-                "hold it as a real parameter and use torch.view_as_complex in forward",
-                Exit.DATA,
-            )
-        return torch.int64
-
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Use this layout from now on. Raises FallowError for complex parameters."""
+        for bucket in buckets:
+            if not bucket.dtype.is_floating_point:
+                raise FallowError(
+                    f"a parameter is of type {str(bucket.dtype).removeprefix('torch.')}; reproducible=True takes real "
+                    "numbers: hold it as a real parameter and use torch.view_as_complex in forward",
+                    Exit.DATA,
+                )
         super().lay_out(buckets)
         self._count = sum(len(bucket.members) for bucket in buckets)
         if buckets:
-            self._converter = Converter(buckets[0].device)
+            self._converter = Converter(buckets[0].params[0].device)
 
     def renew(self) -> None:
         super().renew()
         self._results, self._scattered = {}, {}
 
-    def begin(self, phase: str, idle: Sequence[bool], single_shard_weights: Sequence[float] = ()) -> None:
+    def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         self._phase, self._is_split = phase, False
         self._single_shard_weights = () if phase in self._split_phases else single_shard_weights
-        super().begin(phase, idle)
+        super().begin(phase)
         self._scales.begin(phase)
-        self._main, self._launched = {}, []
-        self._peaks, self._arriving, self._parts = [], None, []
-
-    # ------------------------------------------------------------------------------------------------- adding
+        self._main_sums, self._launched = {}, []
+        self._peaks, self._host_peaks, self._gradient_counts = [], None, []
 
     def begin_body(self) -> None:
-        self._parts.append({})
+        self._gradient_counts.append(defaultdict(int))
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.dtype if self._single_shard_weights else torch.int64
 
     def add(self, bucket: Bucket, arrived: Arrived, weight: float, *, late: bool) -> None:
         """Add trunc(weight x gradient x scale), or keep the gradient as it is."""
+        arrived = [(place, grad) for place, grad in arrived if grad.numel()]
         if self._single_shard_weights:
-            self._copy_raw(bucket, [(place, grad) for place, grad in arrived if grad.numel()], late=late)
+            self._copy_raw(bucket, arrived, late=late)
             return
         total = self._sum(bucket, late=late)
-        counts, small, elements = self._parts[-1], dict[int, torch.Tensor](), 0
+        counts, small, elements = self._gradient_counts[-1], dict[int, torch.Tensor](), 0
         for place, grad in arrived:
-            if not grad.numel():
-                continue
-            index = bucket.members[place]
-            counts[index] = counts.get(index, 0) + 1
+            counts[bucket.members[place]] += 1
             if grad.numel() >= self._converter.small:
                 self._add_large(bucket, total, place, grad, weight)
                 continue
@@ -136,13 +130,13 @@ class Exact(Arithmetic):
 
     def _copy_raw(self, bucket: Bucket, arrived: Arrived, *, late: bool) -> None:
         """A late gradient counts as one that came in parts: it is rare, and the next attempt adds integers."""
-        total, places = self._sum(bucket, late=False), [place for place, _ in arrived]
-        if late or len(set(places)) < len(places) or any(total.filled[place] for place in places):
+        total, grads = self._sum(bucket, late=late), dict(arrived)
+        if late or len(grads) < len(arrived) or any(total.filled[place] for place in grads):
             self._is_split = True
             return
-        views = [total.views[place] for place in places]
-        torch._foreach_copy_(views, [grad for _, grad in arrived])
-        indices = [bucket.members[place] for place in places]
+        views = [total.views[place] for place in grads]
+        torch._foreach_copy_(views, list(grads.values()))
+        indices = [bucket.members[place] for place in grads]
         small = [n for n, view in enumerate(views) if view.numel() < self._converter.small]
         if small:
             norms = torch._foreach_norm([views[n] for n in small], math.inf)
@@ -150,9 +144,9 @@ class Exact(Arithmetic):
         for index, view in zip(indices, views, strict=True):
             if view.numel() >= self._converter.small:
                 self._peaks.append((0, [index] * 2, torch.stack(torch.aminmax(view))))
-        for place, index in zip(places, indices, strict=True):
+        for place, index in zip(grads, indices, strict=True):
             total.filled[place] = True
-            self._parts[0][index] = 1
+            self._gradient_counts[0][index] = 1
 
     def _add_large(self, bucket: Bucket, total: Sum, place: int, grad: torch.Tensor, weight: float) -> None:
         index, view = bucket.members[place], total.views[place]
@@ -161,25 +155,23 @@ class Exact(Arithmetic):
             _in_order(grad, view), weight, self._scales.shift(index), _in_order(view, view), first=first
         )
         total.filled[place] = True
-        self._peaks.append((len(self._parts) - 1, [index] * len(peaks), peaks))
+        self._peaks.append((len(self._gradient_counts) - 1, [index] * len(peaks), peaks))
 
     def _add_small(self, bucket: Bucket, total: Sum, small: dict[int, torch.Tensor], weight: float) -> None:
         indices = [bucket.members[place] for place in small]
         shifts = [self._scales.shift(index) for index in indices]
         places = [total.views[place] for place in small]
         peaks = self._converter.add_small(list(small.values()), weight, shifts, places)
-        self._peaks.append((len(self._parts) - 1, indices, peaks))
+        self._peaks.append((len(self._gradient_counts) - 1, indices, peaks))
         for place in small:
             total.filled[place] = True
-
-    # ------------------------------------------------------------------------------------------------- sums
 
     def launch(self, group: Group, bucket: Bucket, *, late: bool) -> None:
         """In pieces: a member turns one of them into gradients, not all of the sum."""
         total, scattered = self._sum(bucket, late=late), self._scattered.get(bucket.number)
         total.complete()
         if scattered is None or scattered.flat is not total.flat or scattered.group is not group:
-            scattered = Scattered(total.flat, group)
+            scattered = _Scattered(total.flat, group)
         if not late:
             self._scattered[bucket.number] = scattered
         scattered.scatter()
@@ -187,34 +179,27 @@ class Exact(Arithmetic):
 
     def conclude(self, group: Group) -> None:
         """Turn this member's pieces into gradients, and launch that all get all pieces."""
-        if not self._launched:
-            return
-        if asynchronous(group.device):
+        if self._launched and asynchronous(group.device):
             group.stream_waits()
-        else:
+        elif self._launched:
             group.certain()
-        launched, self._launched = self._launched, []
-        for bucket, scattered in launched:
-            group.collect(self._turn(bucket, scattered, self._main.setdefault(bucket.number, scattered)))
+        for bucket, scattered in self._launched:
+            group.collect(self._gradients_of_piece(bucket, scattered))
+        self._launched = []
+        if self._peaks:
+            self._host_peaks = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
 
-    def _turn(self, bucket: Bucket, scattered: Scattered, main: Scattered) -> torch.Tensor:
-        """Add the contributions to this member's piece of the `main` sum, and make gradients of it, by chunks."""
-        whole = self._room(bucket, first=scattered is main, members=scattered.group.size)
-        position = 0
+    def _gradients_of_piece(self, bucket: Bucket, scattered: _Scattered) -> torch.Tensor:
+        """Add the contributions to this member's piece of the main sum, and make gradients of it, by chunks."""
+        main = self._main_sums.setdefault(bucket.number, scattered)
+        whole = self._result_memory(bucket, first=scattered is main, members=scattered.group.size)
+        bounds = [*bucket.offsets, bucket.numel]
         for start in range(main.start, main.stop, self._converter.chunk):
             stop = min(start + self._converter.chunk, main.stop)
             # The parameters in this chunk, each with its own scale.
-            parts, shifts = [], []
-            while position < len(bucket.members):
-                offset = bucket.offsets[position]
-                end = offset + bucket.params[position].numel()
-                first, last = max(offset, start), min(end, stop)
-                if first < last:
-                    parts.append(slice(first - start, last - start))
-                    shifts.append(self._scales.shift(bucket.members[position]))
-                if end > stop:
-                    break
-                position += 1
+            places = range(bisect_right(bucket.offsets, start) - 1, bisect_left(bucket.offsets, stop))
+            parts = [slice(max(0, bounds[n] - start), min(stop, bounds[n + 1]) - start) for n in places]
+            shifts = [self._scales.shift(bucket.members[n]) for n in places]
             rows = main.contributions(start, stop)
             if self._single_shard_weights:
                 total = self._converter.sum_rows(rows, self._single_shard_weights, parts, shifts)
@@ -226,9 +211,9 @@ class Exact(Arithmetic):
             self._converter.back(total, parts, shifts, whole[start:stop])
         return whole
 
-    def _room(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
+    def _result_memory(self, bucket: Bucket, *, first: bool, members: int) -> torch.Tensor:
         """Memory for the gradients of all pieces, in the parameters' type and padded to equal pieces."""
-        numel = members * piece_length(bucket.numel, members)
+        numel = members * _piece_length(bucket.numel, members)
         known = self._results.get(bucket.number)
         if known is None or len(known.flat) != numel or (first and known.shared):
             self._results[bucket.number] = known = Sum(bucket, bucket.dtype, numel)
@@ -237,40 +222,28 @@ class Exact(Arithmetic):
     def results(self, bucket: Bucket) -> list[torch.Tensor]:
         views = self._results[bucket.number].views
         for index, view in zip(bucket.members, views, strict=True):
-            if index in self._scales.spoilt:
+            if index in self._scales.not_finite:
                 view.fill_(torch.nan)
         return [view.detach() for view in views]
 
-    # ------------------------------------------------------------------------------------------------- judging
-
-    def prepare_extents(self) -> None:
-        if self._peaks:
-            self._arriving = to_host(torch.cat([peaks.double() for _, _, peaks in self._peaks]))
-
     def extents(self) -> list[int]:
         """By parameter's index, the exponent of what one of this member's shards gives at most."""
-        largest: dict[tuple[int, int], float] = {}
-        values = iter(self._arriving.tolist() if self._arriving is not None else [])
-        for body, indices, _ in self._peaks:
-            for index in indices:
-                value, known = abs(next(values)), largest.get((body, index), 0.0)
-                # NaN compares as nothing does, and must stay.
-                largest[body, index] = value if value != value or value > known else known
+        places = [(body, index) for body, indices, _ in self._peaks for index in indices]
+        # `max` may drop a NaN, and an infinity counts alike.
+        values = [] if self._host_peaks is None else self._host_peaks.abs().nan_to_num(math.inf, math.inf).tolist()
+        largest: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for place, value in zip(places, values, strict=True):
+            largest[place] = max(largest[place], value)
         found = [NOTHING] * self._count
         for (body, index), value in largest.items():  # by shard: the members' maximum must not depend on who has which
-            found[index] = max(found[index], exponent(value, self._parts[body][index]))
+            found[index] = max(found[index], exponent(value, self._gradient_counts[body][index]))
         return [*found, int(self._is_split)]
 
     def judge(self, extents: Sequence[int]) -> bool:
         *exponents, is_split = extents
         if is_split:
             self._split_phases.add(self._phase)
-        return self._scales.judge(exponents) and not is_split
-
-    # ------------------------------------------------------------------------------------------------- state
-
-    def end(self) -> None:
-        self._scales.end()
+        return self._scales.judge(exponents, is_void=bool(is_split))
 
     def forget(self) -> None:
         self._scales.forget()
@@ -291,3 +264,44 @@ def _in_order(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     if tensor.stride() != place.stride():
         tensor = torch.empty_like(place, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class _Scattered:
+    """The sum over one bucket in one group, in two halves: each makes its piece of the result, then all get all pieces.
+
+    So what the sum is turned into is worked out once in the group instead of once by each member, and the second half
+    moves that, not the sum. In gloo reduce-scatter is an all-reduce; hence the exchange.
+    """
+
+    def __init__(self, flat: torch.Tensor, group: Group) -> None:
+        self.flat = flat
+        "this member's contributions"
+        self.group = group
+        each, numel = _piece_length(flat.numel(), group.size), flat.numel()
+        self._sent_counts = [max(0, min(each, numel - rank * each)) for rank in range(group.size)]
+        self.start = min(numel, group.rank * each)
+        self.stop = self.start + self._sent_counts[group.rank]
+        "of this member's piece, in elements"
+        self._received_counts = [self.stop - self.start] * group.size
+        # What is sent must lie in one: from the middle this member's own piece goes with it, to itself.
+        self._sent = slice(None)
+        if group.rank in (0, group.size - 1):
+            self._sent = slice(self.stop, None) if group.rank == 0 else slice(self.start)
+            self._sent_counts[group.rank] = self._received_counts[group.rank] = 0
+        self._received = flat.new_empty(sum(self._received_counts))
+        self._rows = torch.split(self._received, self._received_counts)
+
+    def scatter(self) -> None:
+        """Launch the first half: this member's piece of all others comes here."""
+        self.group.exchange(self.flat[self._sent], self._sent_counts, self._received, self._received_counts)
+
+    def contributions(self, start: int, stop: int) -> list[torch.Tensor]:
+        """By rank, what each has for these elements of this piece, once the first half is complete; to be used up."""
+        rows = [row[start - self.start : stop - self.start] for row in self._rows]
+        rows[self.group.rank] = self.flat[start:stop]
+        return rows
+
+
+def _piece_length(numel: int, size: int) -> int:
+    """Elements in each member's piece of a bucket, the last one padded."""
+    return -(-numel // size)

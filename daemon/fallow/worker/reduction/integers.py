@@ -18,8 +18,7 @@ _CHUNK_DEVICE = 1 << 23
 class Converter:
     """Memory to convert a chunk in, and how that is done.
 
-    Args:
-        device: of the gradients.
+    A parameter's scale is 2^`shift`. Where several parameters lie in one chunk, `parts` tells where, by parameter.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,19 +30,12 @@ class Converter:
         self._floats = torch.empty(size, dtype=torch.float64, device=device)
         self._singles = torch.empty(size, dtype=torch.float32, device=device)
         self._integers = torch.empty(size, dtype=torch.int64, device=device)
-        self._more = torch.empty_like(self._integers)
+        self._summand = torch.empty_like(self._integers)
 
     def add_large(
         self, grad: torch.Tensor, weight: float, shift: int, place: torch.Tensor, *, first: bool
     ) -> torch.Tensor:
-        """Add trunc(weight x gradient x 2^shift) to the place, or put it there if it is the `first`.
-
-        Args:
-            grad: the gradient, flat.
-            weight: of the shard.
-            shift: of the parameter.
-            place: its integers, flat.
-            first: overwrite what is in the place.
+        """Add trunc(weight x gradient x 2^shift) to the place, or put it there if it is the `first`. Both are flat.
 
         Returns:
             The gradient's least and largest elements by chunk, flat.
@@ -53,8 +45,7 @@ class Converter:
         single = grad.dtype != torch.float64 and _exact_in_single(weight, factor)
         scratch = self._singles if single else self._floats
         peaks: list[torch.Tensor] = []
-        for start in range(0, grad.numel(), self.chunk):
-            part, target = grad[start : start + self.chunk], place[start : start + self.chunk]
+        for part, target in zip(torch.split(grad, self.chunk), torch.split(place, self.chunk), strict=True):
             peaks.extend(torch.aminmax(part))
             scaled = scratch[: part.numel()]
             if part.dtype == scaled.dtype:
@@ -75,15 +66,14 @@ class Converter:
         Returns:
             The largest magnitude in each gradient.
         """
-        used, wide, whole = 0, [], []
-        for grad in grads:
-            wide.append(self._floats[used : used + grad.numel()].view(grad.shape))
-            whole.append(self._integers[used : used + grad.numel()].view(grad.shape))
-            used += grad.numel()
+        sizes = [grad.numel() for grad in grads]
+        floats, integers = self._floats[: sum(sizes)], self._integers[: sum(sizes)]
+        wide = [part.view(grad.shape) for part, grad in zip(torch.split(floats, sizes), grads, strict=True)]
+        whole = [part.view(grad.shape) for part, grad in zip(torch.split(integers, sizes), grads, strict=True)]
         torch._foreach_copy_(wide, grads)
         peaks = torch.stack(torch._foreach_norm(wide, math.inf))
         torch._foreach_mul_(wide, [weight * 2.0**shift for shift in shifts])
-        self._integers[:used].copy_(self._floats[:used])
+        integers.copy_(floats)
         torch._foreach_add_(places, whole)
         return peaks
 
@@ -92,33 +82,22 @@ class Converter:
     ) -> torch.Tensor:
         """Return the sum over members' gradients of a chunk: trunc(weight x gradient x 2^shift), as in `add_large`.
 
-        Args:
-            rows: by rank, gradients as they are.
-            weights: by rank, of their shards.
-            parts: where each parameter lies in the chunk.
-            shifts: of each parameter.
+        `rows` has the gradients as they are by rank, and `weights` those of their shards.
         """
-        total, more = self._integers[: len(rows[0])], self._more[: len(rows[0])]
+        total, summand = self._integers[: len(rows[0])], self._summand[: len(rows[0])]
         for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             factors = [weight * 2.0**shift for shift in shifts]
             single = row.dtype != torch.float64 and all(_exact_in_single(weight, factor) for factor in factors)
             wide = (self._singles if single else self._floats)[: len(row)].copy_(row)
             torch._foreach_mul_([wide[part] for part in parts], factors)
             if number:
-                total.add_(more.copy_(wide))
+                total.add_(summand.copy_(wide))
             else:
                 total.copy_(wide)
         return total
 
     def back(self, total: torch.Tensor, parts: list[slice], shifts: list[int], into: torch.Tensor) -> None:
-        """Turn a chunk of a sum into gradients: total x 2^-shift, rounded once.
-
-        Args:
-            total: integers.
-            parts: where each parameter lies in the chunk.
-            shifts: of each parameter.
-            into: the gradients.
-        """
+        """Turn a chunk of a sum of integers into gradients: total x 2^-shift, rounded once."""
         if all(_exact_in_type(into.dtype, shift) for shift in shifts):
             into.copy_(total)
             torch._foreach_mul_([into[part] for part in parts], [2.0**-shift for shift in shifts])

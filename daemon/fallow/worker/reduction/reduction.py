@@ -4,27 +4,27 @@ A hook of each parameter takes the gradient out of `.grad`. Small gradients wait
 is added to the parameter's place in a flat bucket. In a member's last body a bucket leaves for its sum over the members
 as soon as it has all gradients that are expected of it. Buckets leave in a fixed order, the same on all members.
 
-What is expected is a guess from the bodies before. Gradients that come when their bucket has left are added up apart,
-and a second round sums them over the members.
+What is expected is a guess from the bodies before. A guess that is too high makes a bucket leave at the end of the sum.
+One that is too low costs a second round: gradients that come when their bucket has left are added up apart, and the
+second round sums them over the members.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from fallow.model import Exit, FallowError
-from fallow.worker.reduction.arithmetic import Arithmetic, Arrived
-from fallow.worker.reduction.backwards import Backwards
+from fallow.worker.reduction.arithmetic import Arithmetic
+from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
-from fallow.worker.reduction.expectations import Expected, Unused
-from fallow.worker.reduction.step_sums import Sums, bitmap, flags
+from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, flags
 from fallow.worker.transport.device import asynchronous
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -33,36 +33,14 @@ _WAITING_BYTES = 256 << 10
 """So much of gradients waits to be added at once. More would have left the processor's cache until then."""
 
 
-@dataclass(slots=True)
-class _Filling:
-    """A bucket in the attempt at work."""
-
-    bucket: Bucket
-    touched: list[bool]
-    "by place: a gradient was added"
-    left: bool
-    "its sum was launched, or nobody is expected to have use for it"
-    late: bool = False
-    "gradients came when it had left"
-    arrived: Arrived = field(default_factory=list)
-    "gradients that are not added yet"
-    waiting: int = 0
-    "their bytes"
-    count: int = 0
-    "gradients of this body"
-    expected: int = 0
-
-
 class Reduction:
     """Sums gradients over shards and members. Made once per run.
 
     `begin`, then `begin_body` and `end_body` for each shard of this member, then `finish` and `give_out`. Hooks raise
     nothing: what goes wrong in one is raised by `end_body` or `finish`.
 
-    Args:
-        named: names and parameters that could train, in model order. What is frozen now may train later.
-        arithmetic: how gradients are added up.
-        buffers: of the modules; they are shared beside the sums.
+    `named` has all parameters that could train, in model order: what is frozen now may train later. The `buffers` of
+    the modules are shared beside the sums.
 
     Raises:
         FallowError: the parameters are on several devices, or the arithmetic has no sum for their type.
@@ -81,30 +59,35 @@ class Reduction:
         self.arithmetic = arithmetic
         self.buffers = buffers
         self._group = Group(0, 0, 1, None)
-        self._stale = False
+        self._memory_is_stale = False
         "an abandoned group may still write into the memory of the sums"
         self.order: list[int] | None = None
         "parameters as rank 0's gradients came in the run's first sum; None: there was none"
-        self._came: list[int] = []
-        self._places: list[tuple[_Filling, int]] = []
+        self._touched: dict[int, None] = {}
+        "parameters that received a gradient in this attempt, as the first ones came"
+        self._places: list[tuple[Bucket, int]] = []
         "by parameter: its bucket and its place in it"
+        self._unused: dict[str, list[int]] = {}
+        "phase -> by bucket, sums in a row for which no member had gradients"
         self._lay_out()
         self._phase = ""
-        self._open = False
+        self._takes_gradients = False
         "gradients are taken: between `begin` and `give_out`, in bodies that are not rehearsals"
-        self._in_body = self._live = self._final = False
+        self._in_body = self._is_live = self._is_final = self._in_backward = False
         self._weight = 0.0
+        self._script_thread = threading.get_ident()
         self._next = 0
         "number of the bucket that leaves next"
-        self._backwards = Backwards(self._backward_ended)
+        self.backwards = 0
+        "outermost backwards of this body"
         self._mistake: Exception | None = None
         "raised in a hook"
-        self._given: list[torch.Tensor | None] = [None] * len(self._params)
+        self._handed_gradients: list[torch.Tensor | None] = [None] * len(self._params)
         self.held = False
         "this member's sums are complete and untouched"
         self.nothing = False
         "no member made a backward in the last sum"
-        self.after_backward: Callable[[], None] = _nothing
+        self.after_backward: Callable[[], None] = lambda: None
         "called when an outermost backward is over"
         for index, parameter in enumerate(self._params):
             frozen = not parameter.requires_grad
@@ -114,26 +97,24 @@ class Reduction:
 
     def attach(self, group: Group) -> None:
         """Sum over another generation's group from now on."""
-        self._stale = self._stale or self._group.broken is not None
+        self._memory_is_stale = self._memory_is_stale or self._group.broken is not None
         self._group = group
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
     def begin(self, phase: str, single_shard_weights: Sequence[float] = ()) -> None:
         """Begin an attempt at the sum of a phase, see `Arithmetic.begin`. All gradients become None."""
-        self._given = [None] * len(self._params)
+        self._handed_gradients = [None] * len(self._params)
         self._clear()
-        if self._stale:
+        if self._memory_is_stale:
             self.arithmetic.renew()
             self.buffers.renew()
-            self._stale = False
-        self._phase, self._open, self.held, self.nothing = phase, True, False, False
-        self._mistake, self._next, self._came = None, 0, []
-        idle = self._idle.items(phase)
-        for filling, unused in zip(self._fillings, idle, strict=True):
-            filling.touched = [False] * len(filling.touched)
-            filling.left, filling.late = unused, False
-        self.arithmetic.begin(phase, idle, single_shard_weights)
+            self._memory_is_stale = False
+        self._phase, self._takes_gradients, self.held, self.nothing = phase, True, False, False
+        self._mistake, self._next, self._touched = None, 0, {}
+        for bucket, sums in zip(self._buckets, self._unused_sums(), strict=True):
+            bucket.has_left, bucket.is_late = sums >= PATIENCE, False
+        self.arithmetic.begin(phase, single_shard_weights)
 
     def begin_body(self, weight: float, *, final: bool, live: bool = True) -> None:
         """Begin with a shard.
@@ -143,11 +124,10 @@ class Reduction:
             final: it is the member's last one in this attempt.
             live: False in a rehearsal: gradients stay as autograd makes them.
         """
-        self._weight, self._final, self._live, self._in_body = weight, final, live, True
-        self._backwards.begin_body()
-        first = [0 if f.bucket.silent else len(f.bucket.members) for f in self._fillings]
-        for filling, expected in zip(self._fillings, self._expected.counts(self._phase, first), strict=True):
-            filling.count, filling.expected = 0, expected
+        self._weight, self._is_final, self._is_live, self._in_body = weight, final, live, True
+        self._in_backward, self.backwards, self._script_thread = False, 0, threading.get_ident()
+        for bucket, *counts in zip(self._buckets, *self._body_counts[self._phase], strict=True):
+            bucket.count, bucket.expected = 0, max(counts)
         self.arithmetic.begin_body()
 
     def end_body(self) -> None:
@@ -157,7 +137,7 @@ class Reduction:
             FallowError: a backward raised and the body went on, or something went wrong in a hook.
         """
         self._in_body = False
-        if self._backwards.running:
+        if self._in_backward:
             raise FallowError(
                 "a backward raised and the body went on, though a part of its gradients is counted already: let the "
                 "exception end the script, or leave the batch out before its backward",
@@ -165,17 +145,12 @@ class Reduction:
             )
         if self._mistake is not None and not isinstance(self._mistake, Interrupted):
             raise self._mistake
-        if self._live and self._open:
-            self._expected.learn(self._phase, [filling.count for filling in self._fillings])
+        if self._is_live and self._takes_gradients:
+            self._body_counts[self._phase].append([bucket.count for bucket in self._buckets])
 
     def resume_body(self) -> None:
         """The sums were given out inside of a body: a gradient that comes until `end_body` is a mistake."""
         self._in_body = True
-
-    @property
-    def backwards(self) -> int:
-        """Outermost backwards of this body."""
-        return self._backwards.count
 
     def finish(self, tell: Callable[[Sums], Sums], *, root: int = 0) -> Sums:
         """Complete the sums of this attempt on all members.
@@ -198,32 +173,29 @@ class Reduction:
             self._launch_ready(rest=True)
             self.buffers.share(self._group, root)
             sums = self._round(tell, last=False)
-            late, moved = flags(sums.late, len(self._fillings)), self.buffers.missing(sums.buffers)
-            if not any(late) and not moved:
+            late, missing = flags(sums.late, len(self._buckets)), self.buffers.missing(sums.buffers)
+            if not any(late) and not missing:
                 return sums
-            for filling, is_late in zip(self._fillings, late, strict=True):
+            for bucket, is_late in zip(self._buckets, late, strict=True):
                 if is_late:
-                    self.arithmetic.launch(self._group, filling.bucket, late=True)
-            if moved:
-                self.buffers.share_missing(self._group, root, sums.buffers)
+                    self.arithmetic.launch(self._group, bucket, late=True)
+            self.buffers.share(self._group, root, missing)
             return self._round(tell, last=True)
 
     def _round(self, tell: Callable[[Sums], Sums], *, last: bool) -> Sums:
         self.held = False
         self.arithmetic.conclude(self._group)
-        self.arithmetic.prepare_extents()
         self._group.certain()  # only now may this member say that it has the sums
-        touched = [filling.touched[place] for filling, place in self._places]
-        first = self._group.rank == 0 and self.order is None
-        mine = Sums(
-            late=bitmap(filling.late and not last for filling in self._fillings),
-            touched=bitmap(touched),
+        decides_order = self._touched and self._group.rank == 0 and self.order is None
+        part = Sums(
+            late=bitmap(bucket.is_late for bucket in self._buckets),
+            touched=bitmap(index in self._touched for index in range(len(self._params))),
             extents=self.arithmetic.extents(),
-            order=list(dict.fromkeys(self._came)) if first and self._came else None,
+            order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),
         )
-        self.held = last or not (any(mine.late) or self.buffers.missing(mine.buffers))
-        return tell(mine)
+        self.held = last or not (any(part.late) or self.buffers.missing(part.buffers))
+        return tell(part)
 
     def give_out(self, sums: Sums) -> bool:
         """Make gradients of the sums that all members have; None for a parameter that nobody touched.
@@ -234,23 +206,20 @@ class Reduction:
         Returns:
             False if all members must do the phase again, because gradients left the range of their scales.
         """
+        self.held = False
         if not self.arithmetic.judge(sums.extents):
-            self.held = False
             return False
-        self._open, self.held = False, False
+        self._takes_gradients = False
         touched = flags(sums.touched, len(self._params))
         self.nothing = not any(touched)
-        used = []
+        used = [any(touched[index] for index in bucket.members) for bucket in self._buckets]
         with torch.no_grad():
-            for filling in self._fillings:
-                bucket = filling.bucket
-                used.append(any(touched[index] for index in bucket.members))
-                if used[-1]:
+            for bucket, is_used in zip(self._buckets, used, strict=True):
+                if is_used:
                     for index, grad in zip(bucket.members, self.arithmetic.results(bucket), strict=True):
-                        self._given[index] = self._params[index].grad = grad if touched[index] else None
-        self._idle.count(self._phase, used)
+                        self._handed_gradients[index] = self._params[index].grad = grad if touched[index] else None
+        self._unused[self._phase] = count_unused(self._unused_sums(), used)
         self.buffers.count(sums.buffers)
-        self.arithmetic.end()
         if sums.order is not None and self.order is None:
             self.order = sums.order
             self._lay_out()
@@ -258,7 +227,7 @@ class Reduction:
 
     def drop(self) -> None:
         """This attempt is void."""
-        self._open = self._in_body = self.held = False
+        self._takes_gradients = self._in_body = self.held = False
         self._clear()
 
     def forget(self) -> None:
@@ -267,16 +236,14 @@ class Reduction:
 
     def stray(self) -> bool:
         """Return True if the script made gradients outside of inner loops."""
-        return any(
-            grad is not None and grad is not given
-            for grad, given in zip(map(attrgetter("grad"), self._params), self._given, strict=True)
-        )
+        pairs = zip(self._params, self._handed_gradients, strict=True)
+        return any(parameter.grad is not None and parameter.grad is not handed for parameter, handed in pairs)
 
     def export(self) -> dict[str, Any]:
         """Return replicated state that a newcomer needs, as plain values."""
         return {
             "scales": self.arithmetic.export(),
-            "idle": self._idle.export(),
+            "idle": dict(sorted(self._unused.items())),
             "buffers": self.buffers.export(),
             "order": self.order,
         }
@@ -286,118 +253,113 @@ class Reduction:
         self.arithmetic.load(state["scales"])
         self.order = state["order"]
         self._lay_out()
-        self._idle.load(state["idle"])
+        self._unused = dict(state["idle"])
         self.buffers.load(state["buffers"])
 
     # ------------------------------------------------------------------------------------------------- in backward
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        parameter, places, backwards = self._params[index], self._places, self._backwards
+        parameter, places = self._params[index], self._places
         size = 0 if asynchronous(parameter.device) else parameter.nbytes  # a kernel for all of a bucket is best there
 
         def hook(_: torch.Tensor) -> None:
-            if not backwards.running and not self._takes(index):
+            if not self._in_backward and not self._begin_backward(index):
                 return
-            if not self._live:
+            if not self._is_live:
                 return
-            filling, place = places[index]
-            arrived = filling.arrived
-            arrived.append((place, parameter.grad))  # type: ignore[arg-type]
+            bucket, place = places[index]
+            bucket.waiting.append((place, parameter.grad))  # type: ignore[arg-type]
             parameter.grad = None
-            filling.count += 1
-            filling.waiting += size
-            if filling.count == filling.expected or filling.waiting >= _WAITING_BYTES:
-                self._fill(filling)
+            bucket.count += 1
+            bucket.waiting_bytes += size
+            if bucket.count == bucket.expected or bucket.waiting_bytes >= _WAITING_BYTES:
+                self._fill(bucket)
 
         return hook
 
-    def _takes(self, index: int) -> bool:
-        """Whether a body's backward begins, at its first gradient."""
+    def _begin_backward(self, index: int) -> bool:
+        """Call for the first gradient of a backward; False if the backward is none of a body that takes gradients."""
         if not self._in_body:
             return False
-        if not self._open:
-            self._mistake = self._mistake or self._behind_the_sums(index)
+        if not self._takes_gradients:
+            # Only a loop that finishes inside of a body, at the end of its backward, can see this.
+            self._mistake = self._mistake or FallowError(
+                f"{self._names[index]} received a gradient twice in one backward, or in a second one, when the step's "
+                "sums were complete; call torch.utils.checkpoint with use_reentrant=False, and make one backward per "
+                "body or use the loop in two levels, `for update in run.updates(loader)`",
+                Exit.DATA,
+            )
             return False
-        self._backwards.begin()
+        self._in_backward = True
+        call_at_end(self._script_thread, self._end_backward)
         return True
 
-    def _behind_the_sums(self, index: int) -> FallowError:
-        """Only a loop that finishes inside of a body, at the end of its backward, can see this."""
-        return FallowError(
-            f"{self._names[index]} received a gradient twice in one backward, or in a second one, when the step's "
-            "sums were complete; call torch.utils.checkpoint with use_reentrant=False, and make one backward per body "
-            "or use the loop in two levels, `for update in run.updates(loader)`",
-            Exit.DATA,
-        )
+    def _end_backward(self, outermost: bool) -> None:
+        self._in_backward = False
+        for bucket in self._buckets:
+            if bucket.waiting:
+                self._fill(bucket)
+        # Where all gradients come in inner backwards, nobody tells the outermost one's end.
+        if outermost or all(bucket.count >= bucket.expected for bucket in self._buckets):
+            self.backwards += 1
+            self.after_backward()
 
-    def _fill(self, filling: _Filling) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         """Add what has arrived, and launch what is complete."""
         try:
             with torch.no_grad():
-                self._add(filling)
-                if self._final and filling.count >= filling.expected:
+                self._add(bucket)
+                if self._is_final and bucket.count >= bucket.expected:
                     self._launch_ready()
         except Exception as error:
             self._mistake = self._mistake or error
 
-    def _add(self, filling: _Filling) -> None:
-        arrived, filling.arrived, filling.waiting = filling.arrived, [], 0
+    def _add(self, bucket: Bucket) -> None:
+        arrived, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
         if not arrived or not self._weight or self._mistake is not None:
             return
         for place, grad in arrived:
+            index = bucket.members[place]
             if grad.layout is not torch.strided:
                 raise FallowError(
-                    f"{self._names[filling.bucket.members[place]]} has a sparse gradient, which Fallow does not "
-                    "reduce; build the layer with sparse=False",
+                    f"{self._names[index]} has a sparse gradient, which Fallow does not reduce; build the layer with "
+                    "sparse=False",
                     Exit.DATA,
                 )
-            filling.touched[place] = True
-        filling.late = filling.late or filling.left
-        if self.order is None:
-            self._came.extend(filling.bucket.members[place] for place, _ in arrived)
-        self.arithmetic.add(filling.bucket, arrived, self._weight, late=filling.left)
+            self._touched[index] = None
+        bucket.is_late = bucket.is_late or bucket.has_left
+        self.arithmetic.add(bucket, arrived, self._weight, late=bucket.has_left)
 
     def _launch_ready(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete, or the `rest` of them. Raises Interrupted."""
-        while self._next < len(self._fillings):
-            filling = self._fillings[self._next]
-            if not rest and filling.count < filling.expected:
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not rest and bucket.count < bucket.expected:
                 return
-            self._add(filling)
-            if not filling.left:
-                filling.left = True
-                self.arithmetic.launch(self._group, filling.bucket, late=False)
+            self._add(bucket)
+            if not bucket.has_left:
+                bucket.has_left = True
+                self.arithmetic.launch(self._group, bucket, late=False)
             self._next += 1
-
-    def _backward_ended(self, outermost: bool) -> None:
-        for filling in self._fillings:
-            if filling.arrived:
-                self._fill(filling)
-        # Where all gradients come in inner backwards, nobody tells the outermost one's end.
-        if outermost or all(filling.count >= filling.expected for filling in self._fillings):
-            self._backwards.count += 1
-            self.after_backward()
-
-    # ------------------------------------------------------------------------------------------------- helpers
 
     def _lay_out(self) -> None:
         trained = [index for index in reversed(range(len(self._params))) if self._params[index].requires_grad]
-        buckets = lay_out(self._params, trained if self.order is None else self.order)
-        self._fillings = [_Filling(bucket, [False] * len(bucket.members), bucket.silent) for bucket in buckets]
-        found = {
-            index: (filling, place) for filling in self._fillings for place, index in enumerate(filling.bucket.members)
-        }
+        self._buckets = lay_out(self._params, trained if self.order is None else self.order)
+        found = {index: (bucket, place) for bucket in self._buckets for place, index in enumerate(bucket.members)}
         self._places[:] = [found[index] for index in range(len(self._params))]
-        self._idle = Unused([bucket.silent for bucket in buckets])
-        self._expected = Expected()
-        self.arithmetic.lay_out(buckets)
+        self._unused = {}
+        guess = [0 if bucket.silent else len(bucket.members) for bucket in self._buckets]
+        self._body_counts: defaultdict[str, deque[list[int]]] = defaultdict(lambda: deque([guess], maxlen=PATIENCE))
+        "phase -> by body of late, the gradients by bucket; begins with a guess"
+        self.arithmetic.lay_out(self._buckets)
+
+    def _unused_sums(self) -> list[int]:
+        """Those of the phase at work; buckets that were silent count as unused until they are used."""
+        return self._unused.get(self._phase, [PATIENCE * bucket.silent for bucket in self._buckets])
 
     def _clear(self) -> None:
-        self._backwards.running = False
+        self._in_backward = False
         for parameter in self._params:
             parameter.grad = None
-        for filling in self._fillings:
-            filling.arrived, filling.waiting = [], 0
-
-
-def _nothing() -> None: ...
+        for bucket in self._buckets:
+            bucket.waiting, bucket.waiting_bytes = [], 0

@@ -47,75 +47,65 @@ class Scales:
     def __init__(self) -> None:
         self._references: dict[str, dict[int, int]] = {}
         "phase -> parameter's index -> exponent"
-        self._known: dict[int, int] = {}
+        self._phase_references: dict[int, int] = {}
         "those of the phase at work"
         self._trial: dict[int, int] = {}
         "exponents with which this sum is tried because the reference did not fit"
-        self._largest: dict[int, int] = {}
-        "exponents of this sum's gradients over all members"
         self._attempts = 0
-        self.spoilt: set[int] = set()
+        self.not_finite: set[int] = set()
         "parameters that are not finite in the sum that was judged last"
         self.repeated = 0
         "finished sums that were made again because a scale did not fit"
 
     def begin(self, phase: str) -> None:
         """Begin an attempt at the sum of that phase."""
-        self._known = self._references.setdefault(phase, {})
-        self._largest, self.spoilt = {}, set()
+        self._phase_references = self._references.setdefault(phase, {})
 
     def _exponent(self, index: int) -> int:
-        tried = self._trial.get(index)
-        return self._known.get(index, _GUESS) if tried is None else tried
+        return self._trial.get(index, self._phase_references.get(index, _GUESS))
 
     def shift(self, index: int) -> int:
         """The s of the parameter's scale 2^s in this attempt."""
         return BITS - GROWTH - self._exponent(index)
 
-    def judge(self, extents: Sequence[int]) -> bool:
-        """Compare the gradients with what the scales are made for; False: all members try again with other scales.
+    def judge(self, extents: Sequence[int], *, is_void: bool = False) -> bool:
+        """Compare the gradients with what the scales are made for; False: all members try again.
+
+        Where they fit, the references follow: up at once, down by one power of two per sum unless the sum was repeated.
 
         Args:
             extents: by parameter's index, the greatest exponent on any member.
+            is_void: the sum is made again whatever the scales are.
 
         Raises:
             FallowError: the gradients are others in each attempt.
         """
-        good = True
-        for index, found in enumerate(extents):
-            if found == NOTHING:
-                continue
-            if found == NOT_FINITE:
-                self.spoilt.add(index)
-                continue
-            used = self._exponent(index)
-            self._largest[index] = found
-            if not used - DECLINE <= found <= used + GROWTH:
-                good = False
-                self._trial[index] = found
-        if not good:
-            self._attempts += 1
-            if self._attempts > _ATTEMPTS:
-                raise FallowError(
-                    f"the scale of a gradient did not settle in {_ATTEMPTS} attempts at one step: the same shard gave "
-                    "other gradients each time; with reproducible=True a body must depend on its batch, the state "
-                    "and torch's, numpy's and random's own generators only",
-                    Exit.DATA,
-                )
-        return good
-
-    def end(self) -> None:
-        """Let references follow: up at once, down by one power of two per sum unless the sum was repeated."""
-        for index, found in self._largest.items():
-            known = self._known.get(index)
-            fits = known is not None and index not in self._trial
-            self._known[index] = max(found, (known or 0) - 1) if fits else found
+        self.not_finite = {index for index, found in enumerate(extents) if found == NOT_FINITE}
+        largest = {index: found for index, found in enumerate(extents) if found not in (NOTHING, NOT_FINITE)}
+        misfits = {
+            index: found for index, found in largest.items() if not -DECLINE <= found - self._exponent(index) <= GROWTH
+        }
+        self._trial |= misfits
+        self._attempts += bool(misfits)
+        if self._attempts > _ATTEMPTS:
+            raise FallowError(
+                f"the scale of a gradient did not settle in {_ATTEMPTS} attempts at one step: the same shard gave "
+                "other gradients each time; with reproducible=True a body must depend on its batch, the state "
+                "and torch's, numpy's and random's own generators only",
+                Exit.DATA,
+            )
+        if misfits or is_void:
+            return False
+        for index, found in largest.items():
+            falls_slowly = index in self._phase_references and index not in self._trial
+            self._phase_references[index] = max(found, self._phase_references[index] - 1) if falls_slowly else found
         self.repeated += bool(self._attempts)
         self.forget()
+        return True
 
     def forget(self) -> None:
         """Go back to the references of the last finished sum."""
-        self._trial, self._largest, self._attempts = {}, {}, 0
+        self._trial, self._attempts = {}, 0
 
     def export(self) -> dict[str, Any]:
         """References in order, as plain values."""

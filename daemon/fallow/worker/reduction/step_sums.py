@@ -1,10 +1,14 @@
-"""What members tell each other about the sums of a step."""
+"""What members tell each other about the sums of a step, and for how long unused items still travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
+
+PATIENCE = 16
+"""Bodies, or sums, in which something may be missing before nobody waits for it any more."""
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True):
@@ -19,7 +23,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
     order: list[int] | None = None
     "rank 0 alone, in the run's first sum: parameters as their gradients came"
     buffers: bytes = b""
-    "bitmap by buffer: shard 0 has changed it"
+    "the member with shard 0 alone, bitmap by buffer: shard 0 has changed it"
 
     @staticmethod
     def joined(parts: Sequence[Sums]) -> Sums:
@@ -29,25 +33,27 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
             touched=_either(part.touched for part in parts),
             extents=[max(column) for column in zip(*(part.extents for part in parts), strict=True)],
             order=next((part.order for part in parts if part.order is not None), None),
-            buffers=_either(part.buffers for part in parts),
+            buffers=next((part.buffers for part in parts if part.buffers), b""),
         )
 
 
 def bitmap(flags: Iterable[bool]) -> bytes:
     """Pack flags, eight to a byte."""
-    text = "".join("1" if flag else "0" for flag in flags)
-    return int(text[::-1] or "0", 2).to_bytes(-(-len(text) // 8), "little")
+    return np.packbits(np.fromiter(flags, dtype=bool), bitorder="little").tobytes()
 
 
 def flags(packed: bytes, count: int) -> list[bool]:
-    """Unpack the first `count` flags."""
-    text = f"{int.from_bytes(packed, 'little'):0{count}b}"[::-1]
-    return [digit == "1" for digit in text[:count]]
+    """Unpack the first `count` flags; those that were not packed are False."""
+    whole = packed.ljust(-(-count // 8), b"\0")  # numpy's own padding of an empty bitmap is not zero
+    bits = np.unpackbits(np.frombuffer(whole, dtype=np.uint8), bitorder="little").astype(bool)
+    return bits.tolist()[:count]
 
 
 def _either(bitmaps: Iterable[bytes]) -> bytes:
-    found, length = 0, 0
-    for one in bitmaps:
-        found |= int.from_bytes(one, "little")
-        length = max(length, len(one))
-    return found.to_bytes(length, "little")
+    joined: bytes = np.bitwise_or.reduce([np.frombuffer(packed, dtype=np.uint8) for packed in bitmaps]).tobytes()
+    return joined
+
+
+def count_unused(sums: Sequence[int], used: Sequence[bool]) -> list[int]:
+    """Count by item, up to `PATIENCE`, the sums in a row in which no member had use for it: those before, and one."""
+    return [0 if use else min(count + 1, PATIENCE) for count, use in zip(sums, used, strict=True)]
