@@ -16,11 +16,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class Questions:
-    """Those that are under way.
-
-    Args:
-        send: sends one to the head.
-    """
+    """Those that are under way."""
 
     def __init__(self, send: Callable[[KvRequest], None]) -> None:
         self._send = send
