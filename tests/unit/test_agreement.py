@@ -15,17 +15,18 @@ from fallow.core.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
 from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked
-from fallow.worker.loop.opening import Kind, Opening, decode, encode
+from fallow.worker.loop.opening import Call, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import Part
 
 CUT = Cut((4, 4), (7, 8), last=False)
 
 
 def opening(**fields: Any) -> Opening:
-    """Of one member; the same but for `fields`."""
-    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "shards": 2, "batch_size": 4, "since": 1}
-    usual |= {"standing": HOLDS, "epochs": 1, "max_steps": -1, "loop": -1, "epoch": -1}
-    return Opening(**{**usual, **fields})
+    """Of one member; the same but for `fields`, of which some are those of its call."""
+    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "standing": HOLDS}
+    call = Call(shards=2, batch_size=4, samples=0, epochs=1)
+    call = call._replace(**{name: fields.pop(name) for name in Call._fields if name in fields})
+    return Opening(**{**usual, "call": call, **fields})
 
 
 def two(**second: Any) -> list[Part]:
@@ -35,9 +36,10 @@ def two(**second: Any) -> list[Part]:
 
 @given(st.data())
 def test_openings_arrive_as_they_are_and_are_equally_long(data: st.DataObject) -> None:
-    numbers = {name: data.draw(st.integers(-(2**62), 2**62)) for name in Opening._fields}
-    numbers |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
-    sent = Opening(**numbers)
+    numbers = st.integers(-(2**62), 2**62)
+    fields: dict[str, Any] = {name: data.draw(numbers) for name in Opening._fields}
+    fields |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
+    sent = Opening(**fields | {"call": Call(*(data.draw(numbers) for _ in Call._fields))})
     assert decode(encode(sent)) == sent
     assert len(encode(sent)) == len(encode(opening()))
 
@@ -86,7 +88,7 @@ def test_who_came_first_decides_how_a_step_is_cut() -> None:
 @pytest.mark.parametrize("other", [{"max_steps": 9}, {"epochs": 2}, {"loop": 0, "epoch": 1}])
 def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(other: dict[str, int]) -> None:
     old, new = opening(max_steps=7), opening(max_steps=7, since=3)
-    odd = new._replace(**other)
+    odd = opening(**{"max_steps": 7, "since": 3, **other})
     assert check_calls([new, old], 0) == ""
     assert check_calls([odd, old], 1).startswith("rank 0 is in run.updates(")
     text = r"^rank 0 is in run.updates\(.*, rank 1 in run.updates\(epochs=1, max_steps=7\): every"

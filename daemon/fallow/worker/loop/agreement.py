@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fallow.core.failures import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.worker.handover.standing import HOLDS
-from fallow.worker.loop.opening import JOINT, Kind, Opening
+from fallow.worker.loop.opening import JOINT, Call, Kind, Opening
 from fallow.worker.loop.outcome import Part, strangers
 
 _WHERE = {
@@ -76,9 +76,9 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
     first = min(range(len(openings)), key=lambda rank: openings[rank].since)
     usual, refused = openings[first], {}
     for rank, one in enumerate(openings):
-        if (one.cut, one.call) == (usual.cut, usual.call):
+        if one.call == usual.call:
             continue
-        text = _difference(one, rank, usual, first)
+        text = _difference(one.call, rank, usual.call, first)
         if one.since == usual.since:
             raise Apart(text)
         refused[rank] = text
@@ -161,8 +161,8 @@ def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
     return found
 
 
-def _difference(one: Opening, rank: int, usual: Opening, first: int) -> str:
-    """What two members do unlike each other."""
+def _difference(one: Call, rank: int, usual: Call, first: int) -> str:
+    """What the members of two ranks do unlike each other."""
     if (one.shards, one.batch_size) != (usual.shards, usual.batch_size):
         return (
             f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
@@ -177,9 +177,9 @@ def _difference(one: Opening, rank: int, usual: Opening, first: int) -> str:
     )
 
 
-def _call(opening: Opening) -> str:
-    most = "" if opening.max_steps < 0 else f", max_steps={opening.max_steps}"
-    return f"epochs={opening.epochs}{most})" + (f" of epoch {opening.epoch}" if opening.epoch >= 0 else "")
+def _call(call: Call) -> str:
+    most = "" if call.max_steps < 0 else f", max_steps={call.max_steps}"
+    return f"epochs={call.epochs}{most})" + (f" of epoch {call.epoch}" if call.epoch >= 0 else "")
 
 
 def _whose(pieces: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
+from fallow.worker.loop.opening import JOINT, Call, Kind, Opening, decode, encode
 from fallow.worker.loop.outcome import exact_sum
 from fallow.worker.loop.position import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
@@ -33,18 +33,6 @@ _ANSWER = struct.Struct("<d")
 
 class EndedAlone(Exception):
     """This member's script has ended while the others go on in the loop."""
-
-
-class Call(NamedTuple):
-    """A run.updates call, as members compare it; see `Opening`."""
-
-    shards: int = 0
-    batch_size: int = 0
-    samples: int = -1
-    epochs: int = 0
-    max_steps: int = -1
-    loop: int = -1
-    epoch: int = -1
 
 
 class Met(NamedTuple):
@@ -60,12 +48,7 @@ class Met(NamedTuple):
 
 
 class Meeting:
-    """Of one member.
-
-    Args:
-        member: this worker.
-        generations: its way into the next one.
-    """
+    """Of one member."""
 
     def __init__(self, member: Member, generations: Generations) -> None:
         self._member = member
@@ -74,43 +57,29 @@ class Meeting:
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
         self._told: Told | None = None
-        self._heard: list[Opening] | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
         self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, amid: bool = False, ended: bool = False
     ) -> None:
-        """Tell where this member is, once for each operation in a generation. Raises Interrupted."""
-        if self._told is None:
-            mine = self._opening(kind, value, sums_of=sums_of, amid=amid, ended=ended)
-            self._told = self._member.group.tell(encode(mine))
+        """Tell where this member is, once for each operation in a generation.
 
-    def hear(self) -> list[Opening]:
-        """All members' openings, by rank.
+        Args:
+            kind: of the operation.
+            value: this member's part of a joint call.
+            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            amid: inside of an update, behind the place where newcomers begin it.
+            ended: its script is over.
 
         Raises:
-            Interrupted: the group broke, or a member's script has ended.
-            EndedAlone: it is this member's.
-            Apart: the members are at different places of the script.
-            Stranger: this newcomer is.
+            Interrupted: the group broke.
         """
-        if self._heard is None:
-            assert self._told is not None, "an opening is told before it is heard"
-            self._heard = [decode(text) for text in self._told.wait()]
-            if not self._generations.fresh:
-                self._check(self._heard, list(range(len(self._heard))))
-        return self._heard
-
-    def forget(self) -> None:
-        """The operation is over, or the generation is."""
-        self._told = self._heard = None
-
-    def _opening(self, kind: Kind, value: float, *, sums_of: int, amid: bool, ended: bool) -> Opening:
-        member = self._member
+        if self._told is not None:
+            return
+        member, fresh = self._member, self._generations.fresh
         standing, place, prepared = member.standing, member.place, member.prepared
-        fresh = self._generations.fresh
-        return Opening(
+        mine = Opening(
             generation=member.group.generation,
             op=place.position.op,
             kind=kind,
@@ -126,10 +95,30 @@ class Meeting:
             modes=prepared.modes.fingerprint() if fresh else 0,
             pace=member.pace.value,
             value=value,
-            **self.call._asdict(),
+            call=self.call,
         )
+        self._told = member.group.tell(encode(mine))
 
-    def _check(self, openings: Sequence[Opening], ranks: list[int]) -> None:
+    def hear(self) -> list[Opening]:
+        """All members' openings, by rank.
+
+        Raises:
+            Interrupted: the group broke, or a member's script has ended.
+            EndedAlone: it is this member's.
+            Apart: the members are at different places of the script.
+            Stranger: this newcomer is.
+        """
+        assert self._told is not None, "an opening is told before it is heard"
+        openings = [decode(text) for text in self._told.wait()]
+        if not self._generations.fresh:
+            self._check(openings, range(len(openings)))
+        return openings
+
+    def forget(self) -> None:
+        """The operation is over, or the generation is."""
+        self._told = None
+
+    def _check(self, openings: Sequence[Opening], ranks: Sequence[int]) -> None:
         """Compare where those members are."""
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
@@ -152,25 +141,13 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------------- coming together
 
-    def come_together(
-        self,
-        kind: Kind,
-        *,
-        value: float = 0.0,
-        sums_of: int = 0,
-        amid: bool = False,
-        ended: bool = False,
-        rewind: Callable[[], None] = lambda: None,
-    ) -> Met:
+    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> Met:
         """Wait until all members are at this operation, however often the membership changes meanwhile.
 
         Args:
             kind: of the operation.
-            value: this member's part of a joint call.
-            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
-            amid: inside of an update, behind the place where newcomers begin it.
-            ended: its script is over.
             rewind: called before state is handed over: puts it back to the operation's beginning.
+            opening: as for `open`.
 
         Raises:
             FallowError: see `hear`; or nobody is left who has the state.
@@ -183,7 +160,7 @@ class Meeting:
                     self.forget()
                     generations.enter()
                 began = time.monotonic()
-                self.open(kind, value=value, sums_of=sums_of, amid=amid, ended=ended)
+                self.open(kind, **opening)
                 openings = self.hear()
                 if not generations.fresh:
                     return Met(kind, openings)
@@ -205,8 +182,9 @@ class Meeting:
                 if ranks.late:
                     continue
                 met = Met(where, openings)
-                if member.group.rank in ranks.stale:
-                    self._find_place(met)
+                if member.group.rank in ranks.stale:  # the members trained without this one
+                    self._follow(met)
+                    member.place.trained_without()
                 return met
             except Interrupted:
                 self.forget()
@@ -217,11 +195,6 @@ class Meeting:
             return Kind.STEP
         there = [openings[rank] for rank in ranks.newest] or openings
         return next((Kind(one.kind) for one in there if one.kind != Kind.COMING), Kind.STEP)
-
-    def _find_place(self, met: Met) -> None:
-        """The members trained without this one, which has their state now: its script may be elsewhere."""
-        self._follow(met)
-        self._member.place.trained_without()
 
     def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:
         """Those who are one operation behind learn what the others have concluded; None: this member is not."""
@@ -242,20 +215,21 @@ class Meeting:
         self._check(openings, there)
         if any(openings[rank].amid for rank in there) and (ranks.stale or any(not one.since for one in openings)):
             self._interrupt("the members are amid an update: who is to take part waits for its end")
-        if self._generations.prepare.rollback:
+        rollback = self._generations.prepare.rollback
+        if rollback:
             standing.value = FRESH
         began = time.monotonic()
         donors, healed = self._donors(openings, there)
-        usable = bool(there) or self._generations.prepare.rollback
+        usable = bool(there) or rollback
         able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
+        standing.whole = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
             begun=bool(there),
-            whole=any(one.whole for one in openings) or not there or bool(healed) or bool(ranks.stale),
+            whole=standing.whole or not there or bool(healed) or bool(ranks.stale),
             modes=len({openings[rank].modes for rank in donors}) == 1,
         )
-        standing.whole = any(one.whole for one in openings)
         if not there and group.rank == donors[0]:
             saved = self._generations.restore()
             if saved is not None:
@@ -268,7 +242,6 @@ class Meeting:
         self._generations.entered(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),
-            standing.latest,
             healed=group.rank in healed,
         )
 

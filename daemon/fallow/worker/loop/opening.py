@@ -26,6 +26,23 @@ class Kind(IntEnum):
 JOINT = (Kind.END, Kind.MEAN, Kind.BARRIER)
 
 
+class Call(NamedTuple):
+    """A run.updates call, as members compare it."""
+
+    shards: int = 0
+    "in a full step"
+    batch_size: int = 0
+    samples: int = -1
+    "in one epoch of the data, see `Source`"
+    epochs: int = 0
+    max_steps: int = -1
+    "-1: as many as there are"
+    loop: int = -1
+    "number of the run.epochs loop that the call is in; -1: none"
+    epoch: int = -1
+    "of that loop"
+
+
 class Opening(NamedTuple):
     """Of one member."""
 
@@ -46,21 +63,8 @@ class Opening(NamedTuple):
     "generation + 1 in which the last operation was concluded; 0: there was none"
     whole: int
     "1: state must be handed over while nobody computes, see `Standing`"
-    shards: int
-    "in a full step of the call"
-    batch_size: int
-    samples: int
-    "in one epoch of the call's data, see `Source`"
     since: int
     "generation in which it became a member"
-    epochs: int
-    "of the call"
-    max_steps: int
-    "of the call; -1: as many as there are"
-    loop: int
-    "number of the run.epochs loop that the call is in; -1: none"
-    epoch: int
-    "of that loop"
     fingerprint: int
     "of its weights, where a generation begins; else 0"
     modes: int
@@ -69,26 +73,19 @@ class Opening(NamedTuple):
     "seconds per shard; 0: not measured"
     value: float
     "its part of a joint call"
-
-    @property
-    def cut(self) -> tuple[int, int, int]:
-        """How its call cuts data into steps and shards."""
-        return self.shards, self.batch_size, self.samples
-
-    @property
-    def call(self) -> tuple[int, int, int, int]:
-        """Which call it is in."""
-        return self.epochs, self.max_steps, self.loop, self.epoch
+    call: Call = Call()
 
 
-_FORM = struct.Struct(f"<{len(Opening._fields) - 2}q2d")
+_OWN = len(Opening._fields) - 1
+_FORM = struct.Struct(f"<{_OWN - 2}q2d{len(Call._fields)}q")
 
 
 def encode(opening: Opening) -> bytes:
     """Equally many bytes on all members."""
-    return _FORM.pack(*opening)
+    return _FORM.pack(*opening[:_OWN], *opening.call)
 
 
 def decode(text: bytes) -> Opening:
     """What `encode` gave."""
-    return Opening(*_FORM.unpack(text))
+    fields = _FORM.unpack(text)
+    return Opening._make([*fields[:_OWN], Call._make(fields[_OWN:])])

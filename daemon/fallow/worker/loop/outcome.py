@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 
 import msgspec
 
 from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.reduction.step_sums import Sums
-
-
-class Ended(Enum):
-    """How an attempt at an inner loop ended on this member."""
-
-    WHOLE = auto()
-    "all members have the sums, and the script may act"
-    AGAIN = auto()
-    "its shards are handed out once more: the group broke, or the sums outgrew their scale"
-    LEFT = auto()
-    "the script has left it in the middle"
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -17,11 +17,7 @@ _ASTRAY = (
 
 
 class Place:
-    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members.
-
-    Args:
-        in_sync: the script is where the position says; True from the start in a fixed world.
-    """
+    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members."""
 
     def __init__(self, *, in_sync: bool) -> None:
         self.position = Position()
@@ -31,7 +27,7 @@ class Place:
         self.since = 0
         "generation of that exchange"
         self.in_sync = in_sync
-        "the script has reached the place that `position` names"
+        "the script has reached the place that `position` names; from the start in a fixed world"
         self.wrong_epoch = False
         "`epochs` handed out another epoch than the members are in"
         self.went_back = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -84,7 +82,3 @@ class Position(msgspec.Struct, kw_only=True):
         self.inside = False
         self.loop_epoch = 0
         self.loop_call = self.call
-
-    def export(self) -> dict[str, Any]:
-        """As plain values."""
-        return dict(msgspec.structs.asdict(self))

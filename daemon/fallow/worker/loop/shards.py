@@ -1,4 +1,8 @@
-"""This member's shards of one inner loop, handed out again as long as the sums are not whole and certain."""
+"""An inner loop: this member's shards, handed out again as long as the sums are not whole and certain.
+
+A newcomer rehearses its first update by itself: whole, but for one batch only, and on throw-away state. That compiles,
+makes the optimizers' state, starts loader processes and fixes the order in which gradients come.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ import torch
 from fallow.core.shards import Duty
 from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
-from fallow.worker.data.source import Key, Source
+from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.loop.agreement import check_parts
 from fallow.worker.loop.figures import Figures
 from fallow.worker.loop.opening import Kind
-from fallow.worker.loop.outcome import Ended, Outcome, Part, decode_outcome, decode_part, encode
+from fallow.worker.loop.outcome import Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.waits import Interrupted
 
@@ -37,55 +41,103 @@ _IN_FRONT = (
 )
 
 
-class Shards(Iterator[Any]):
-    """Of one part of an update.
-
-    Args:
-        loop: of the run.
-        update: which this is a part of.
-        phase: its name; empty if the update has one inner loop only.
-    """
+class InnerLoop(Iterator[Any]):
+    """What `for batch in update` goes over; `phase` is empty if the update has one inner loop only."""
 
     def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+        assert loop.member.source is not None
         self._loop = loop
         self._member = loop.member
+        self._source = loop.member.source
         self._update = update
         self.phase = phase
-        self.ended: Ended = Ended.AGAIN
+        self.begun = False
         self.inside = False
         "the script has a batch in its hands"
-        self.begun = False
+        self._left = False
+        "the script has gone on without an end of it"
         self._queue: list[Duty] = []
-        self._dealt = False
-        "in the generation at work"
-        self._handed = False
-        "one of them was handed out"
-        self._sums_of = 0
-        "generation + 1 in which this member got their sums"
-        self._shard, self._weight, self._samples, self._crc = 0, 0.0, 0, 0
+        "shards that the script has not got yet"
+        self._shard, self._weight = 0, 0.0
+        "of the batch that it got last"
         self._figures = Figures()
-        self._steering = 0, 0
-        self._piece = torch.empty(0, device="cpu")
-        at = self._member.place.position
-        self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
-
-    @property
-    def _source(self) -> Source:
-        assert self._member.source is not None
-        return self._member.source
 
     @property
     def last_out(self) -> bool:
         """The script has this member's last shard in its hands."""
         return self.inside and not self._queue
 
+    def note(self, figures: dict[str, Any]) -> None:
+        """Figures of the shard that the script has in its hands."""
+        if self._weight:
+            self._figures.note(self._shard, self._weight, figures)
+
+    def leave(self) -> str:
+        """The script goes on without an end of this; returns what to say of it."""
+        self._left = True
+        self._member.reduction.drop()
+        return (
+            f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
+            "exception that the script caught), where other members would wait for its sums: leave a shard out by "
+            "`continue`, and leave the loop over run.updates by a break behind the inner loop"
+        )
+
+    def complete(self) -> bool:
+        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
+        return True
+
+
+class RehearsedShards(InnerLoop):
+    """A newcomer's: one batch, whose gradients stay as autograd made them. Nobody waits for it."""
+
     def __next__(self) -> Any:
-        if self.ended is Ended.LEFT:
+        member, batches = self._member, self._update.batches
+        if self.begun:
+            self.inside = False
+            member.reduction.end_body()
+            self._figures.send()
+            member.group.certain()
+            told = self._figures.told()
+            self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
+            raise StopIteration
+        self.begun, self._weight = True, 1.0
+        member.seed_random("batch", 0, 0)
+        if 0 not in batches:
+            batches[0] = self._source.example(member.reached)
+        member.seed_random("body", 0, self.phase, 0)
+        member.reduction.begin(self.phase)
+        member.reduction.begin_body(0.0, final=True, live=False)
+        self.inside = True
+        return batches[0]
+
+
+class Shards(InnerLoop):
+    """This member's shards, handed out again as long as the sums are not whole and certain."""
+
+    def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+        super().__init__(loop, update, phase)
+        self._whole = False
+        "all members have the sums, and the script may act"
+        self._dealt = False
+        "in the generation at work"
+        self._handed = False
+        "one of them was handed out"
+        self._sums_of = 0
+        "generation + 1 in which this member got their sums"
+        self._samples = self._crc = 0
+        "of the shards that it has computed"
+        self._steering = 0, 0
+        self._piece = torch.empty(0, device="cpu")
+        at = self._member.place.position
+        self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
+
+    def __next__(self) -> Any:
+        if self._left:
             raise FallowError(self.leave(), Exit.DATA)
-        if self.inside and self.ended is Ended.WHOLE:  # since the backward of the body that is over now
+        if self.inside and self._whole:  # since the backward of the body that is over now
             self.inside = False
             self._member.reduction.end_body()
-        while self.ended is not Ended.WHOLE:
+        while not self._whole:
             try:
                 if self.inside:
                     self._end_body()
@@ -102,32 +154,15 @@ class Shards(Iterator[Any]):
         raise StopIteration
 
     def complete(self) -> bool:
-        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
         try:
             self._end_body()
             self._finish()
         except Interrupted:
             self._come_together()
-        whole = self.ended is Ended.WHOLE
-        if whole:
+        if self._whole:
             self.inside = True
             self._member.reduction.resume_body()
-        return whole
-
-    def note(self, figures: dict[str, Any]) -> None:
-        """Figures of the shard that the script has in its hands."""
-        if self._weight:
-            self._figures.note(self._shard, self._weight, figures)
-
-    def leave(self) -> str:
-        """The script goes on without an end of this; returns what to say of it."""
-        self.ended = Ended.LEFT
-        self._member.reduction.drop()
-        return (
-            f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
-            "exception that the script caught), where other members would wait for its sums: leave a shard out by "
-            "`continue`, and leave the loop over run.updates by a break behind the inner loop"
-        )
+        return self._whole
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -172,7 +207,7 @@ class Shards(Iterator[Any]):
         if duty.counts:
             self._samples += size
             self._crc += self._cut.crcs[duty.shard]
-            self._record(duty.shard, size)
+            self._record(duty.shard)
         member.seed_random("body", at.step, self.phase, duty.shard)
         self._loop.generations.report_arrival()
         member.move()
@@ -190,19 +225,19 @@ class Shards(Iterator[Any]):
             kept[key.shard] = copied(batch)
         return batch
 
-    def _record(self, shard: int, size: int) -> None:
+    def _record(self, shard: int) -> None:
         """In the ledger, once in each generation."""
-        member, at = self._member, self._member.place.position
-        generation = member.group.generation
-        if self._update.recorded(generation, shard):
+        at, generation, recorded = self._member.place.position, self._member.group.generation, self._update.recorded
+        if (generation, shard) in recorded:
             return
-        member.ledger.add(
+        recorded.add((generation, shard))
+        self._member.ledger.add(
             Fed(
                 generation=generation,
                 epoch=at.data_epoch,
                 step=at.step,
                 shard=shard,
-                n=size,
+                n=self._cut.sizes[shard],
                 total=self._cut.samples,
                 crc=self._cut.crcs[shard],
             )
@@ -213,7 +248,7 @@ class Shards(Iterator[Any]):
         member.pace.end_body()
         member.move()
         member.reduction.end_body()
-        if self._shard == 0 and member.group.rank == member.first_with(0, len(self._cut.sizes)):
+        if self._shard == 0 and member.group.rank == 0:  # in every division rank 0 has shard 0; others may have a copy
             member.buffers.keep()
 
     # ------------------------------------------------------------------------------------------------- its end
@@ -239,7 +274,7 @@ class Shards(Iterator[Any]):
             check_parts(told, at.step, self._cut, drift=not member.prepared.reproducible)
             return Sums.joined([part.sums for part in told])
 
-        sums = member.reduction.finish(tell, root=member.first_with(0, len(self._cut.sizes)))
+        sums = member.reduction.finish(tell)
         self._take(Outcome.of(told, sums), sums)
 
     def _part(self, sums: Sums, number: int) -> Part:
@@ -277,8 +312,8 @@ class Shards(Iterator[Any]):
         self._loop.meeting.forget()
         if not adopted:
             self._loop.meeting.compared = member.group.generation, at.call
-        self.ended, self._queue = Ended.WHOLE, []
-        self._update.close(self, outcome, generation=-1 if adopted else self._sums_of - 1)
+        self._whole, self._queue = True, []
+        self._update.close(self.phase, outcome.means, outcome, -1 if adopted else self._sums_of - 1)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:

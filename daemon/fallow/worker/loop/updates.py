@@ -3,64 +3,65 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 
 from fallow.core.failures import Apart
+from fallow.core.joining import other_bits
 from fallow.model import Exit, FallowError, WorkerReady
 from fallow.model.bounds import MOST
+from fallow.worker.data import rng
 from fallow.worker.data.source import Source
 from fallow.worker.guards.watch import Watch
+from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.loop.boundary import Boundary
 from fallow.worker.loop.catch_up import CatchUp
 from fallow.worker.loop.generations import Generations
-from fallow.worker.loop.meeting import Call, EndedAlone, Meeting
+from fallow.worker.loop.meeting import EndedAlone, Meeting
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import Kind
-from fallow.worker.loop.rehearsal import RehearsedShards, rehearsal
-from fallow.worker.loop.shards import Shards
+from fallow.worker.loop.opening import Call, Kind
 from fallow.worker.loop.update import Update
-from fallow.worker.prepared.objects import signature_of
+from fallow.worker.prepared.objects import Prepared, signature_of
 from fallow.worker.prepared.signature import signature
 from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+from fallow.worker.session.session import Session
+from fallow.worker.transport.build import take_to_device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
+
+_MEETING_S = 300.0
+"""For so long the ranks of a fixed world wait for each other in front of the first step."""
 
 _MOST = 1 << 62
 """Epochs or steps of a call beyond this, as `math.inf` is, are told as this: members send whole numbers."""
 
 
 class Loop:
-    """Drives updates over shards, and changes the membership between them.
-
-    Args:
-        member: this worker.
-        on_resize: called after each change of the membership.
-    """
+    """Drives updates over shards, and changes the membership between them."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self.member = member
         self.watch = Watch(member.prepared)
         self.generations = Generations(member, on_resize)
         self.meeting = Meeting(member, self.generations)
-        self._boundary = Boundary(member, self.generations, self.meeting)
+        self._boundary = Boundary(member, self.generations)
         self._catch_up = CatchUp()
-        self._update: Update | None = None
+        self.update: Update | None = None
         "at work, or the last one"
         self._inside = False
         "a call is at work"
         self._call: int | None = None
         "number of the call whose end the members have not agreed on"
         self.rehearsing = False
-        self._rehearsed = False
         self.short = False
         "updates are driven by the short loop, whose gate tells what may act"
-        self._first_step = 0
-        "the members' step, as a newcomer has heard of it"
 
     # ------------------------------------------------------------------------------------------------ a call
 
     def updates(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
         """Updates of one `run.updates` call, see `Run.updates`."""
-        member, place = self.member, self.member.place
+        member, place, session = self.member, self.member.place, self.member.session
         if self._inside:
             raise FallowError(
                 "run.updates inside of another loop over run.updates: loops cannot be nested, nor read side by side "
@@ -78,16 +79,20 @@ class Loop:
         self.watch.begin_call()
         _ = member.reduction  # it chooses the kernels that the signature tells
         self.meeting.call = self._facts(source, epochs, max_steps)
-        alone = member.session is None and member.group.size == 1
+        alone = session is None and member.group.size == 1
         self._inside = True
         try:
             with nullcontext() if alone else graphs_cut_at_buckets():
                 if not place.joined:
-                    if member.session is not None and member.session.joins and not self._rehearsed:
-                        yield from self._rehearse()
-                    self._announce(source, epochs, max_steps)
-                    self._boundary.join()
-                    if member.session is not None:
+                    if session is not None:
+                        if session.joins:
+                            yield from self._rehearse()
+                        self._announce(session, source, epochs, max_steps)
+                    else:
+                        _check_fixed_world(member.group, member.prepared)
+                    member.boundary = time.monotonic()
+                    self.meeting.join()
+                    if session is not None:
                         call = place.meet(call)
                 if place.behind(call):
                     self._settle(call)
@@ -96,11 +101,13 @@ class Loop:
                 self._catch_up.put_back()
                 self._call = call
                 member.replan()  # this source may have missed changes while another one was at work
-                yield from self._run(source, epochs, max_steps)
+                yield from self._run(epochs, max_steps)
         except GeneratorExit:
             # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
             # come to the end of the call by it agree on that when they do the next thing together.
-            self._close_left()
+            update = self.update
+            if update is not None and update.open is None and update.phases_done:
+                self._close(update)
             raise
         finally:
             self._inside = False
@@ -108,26 +115,27 @@ class Loop:
             member.move(in_loop=False)
             member.seed_random("between", place.position.step)
 
-    def _run(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
+    def _run(self, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
         """Updates until the call is over, or its place is elsewhere."""
-        at = self.member.place
+        member, place = self.member, self.member.place
         while True:
-            while at.position.passes < epochs and (max_steps is None or at.position.call_steps < max_steps):
-                self._boundary.come_together()
-                if at.elsewhere(self._call):
+            while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
+                if self.generations.wanted or self.generations.fresh:
+                    self.meeting.come_together(Kind.STEP)
+                if place.elsewhere(self._call):
                     return self._go_elsewhere()
-                self._update = update = Update(self, rehearsal=False)
-                self.member.seed_random("in front", at.position.step)
+                self.update = update = Update(self, rehearsal=False)
+                member.seed_random("in front", place.position.step)
                 yield update
                 self._close(update)
-                self._boundary.take(update)
+                self._boundary.act_on(update)
             self.meeting.joint(Kind.END)
-            if not at.went_back:
+            if not place.went_back:
                 break
-            if at.elsewhere(self._call):
+            if place.elsewhere(self._call):
                 return self._go_elsewhere()
         self._call = None
-        self.member.ledger.flush()
+        member.ledger.flush()
 
     def _go_elsewhere(self) -> None:
         self._settle(self._call)
@@ -149,7 +157,12 @@ class Loop:
 
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
-        member = self.member
+        self._check_whole(update)
+        self._boundary.finish(update)
+        self.member.move()
+        self.update = None
+
+    def _check_whole(self, update: Update) -> None:
         if update.open is not None:
             raise FallowError(update.open.leave(), Exit.DATA)
         if not update.phases_done:
@@ -158,49 +171,37 @@ class Loop:
                 "of the optimizer's step; neither make a list of run.updates nor of an update",
                 Exit.DATA,
             )
-        self._boundary.finish(update)
-        assert member.source is not None
-        member.move()
-        self._update = None
-
-    def _close_left(self) -> None:
-        update = self._update
-        if update is not None and update.open is None and update.phases_done and not self.rehearsing:
-            self._close(update)
 
     @property
     def step(self) -> int:
         """Number of the update at work, or finished ones."""
-        return self._first_step if self.rehearsing else self.member.place.position.step
-
-    @property
-    def update(self) -> Update | None:
-        """The one at work."""
-        return self._update
+        return self.member.first_step if self.rehearsing else self.member.place.position.step
 
     # -------------------------------------------------------------------------------------------------- newcomers
 
     def _rehearse(self) -> Generator[Update, None, None]:
+        """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it."""
         member = self.member
-        self._first_step = member.first_step
         self.rehearsing = True
-        self._update = update = Update(self, rehearsal=True)
+        self.update = update = Update(self, rehearsal=True)
         try:
-            with rehearsal(member):
-                yield update
+            before = Snapshot(member.prepared)
+            try:
+                with rng.kept():
+                    yield update
+            finally:
+                before.restore()
+                for _, parameter in member.prepared.parameters():
+                    parameter.grad = None
+                if member.saver is not None:
+                    member.saver.asked = False
+            self._check_whole(update)
         finally:
-            self.rehearsing, self._update = False, None
-        if not update.phases_done:
-            raise FallowError(
-                "an update without its inner loop: `for batch in update: ...backward()` in front of the step", Exit.DATA
-            )
-        self._rehearsed = True
+            self.rehearsing, self.update = False, None
 
-    def _announce(self, source: Source, epochs: int, max_steps: int | None) -> None:
+    def _announce(self, session: Session, source: Source, epochs: int, max_steps: int | None) -> None:
         """Tell the head that this worker is ready, with a signature of the state."""
-        session, prepared = self.member.session, self.member.prepared
-        if session is None:
-            return
+        prepared = self.member.prepared
         ends = [max_steps, None if source.steps is None else source.steps * epochs]
         total = min((end for end in ends if end is not None), default=None)
         if total is not None:
@@ -251,23 +252,19 @@ class Loop:
         """
         place = self.member.place
         if self._call is not None and not self._inside:
-            if self._update is not None and self._update.open is not None:
-                self._left_amid(self._update.open, script)
-            self._update = None
+            update, self.update = self.update, None
+            if update is not None and update.open is not None:
+                text = update.open.leave()
+                if script:  # by `sys.exit`, say, whose code must not become another one
+                    sys.stderr.write(f"fallow: {text}\n")
+                    raise EndedAlone
+                if sys.exc_info()[0] is None:
+                    raise Apart(text)
             self._call = None
             self.meeting.joint(Kind.END, ended=script)
-            self._went_back()
+            self._follow_rollback()
         if not self._inside:
             place.finish_left_loop()
-
-    def _left_amid(self, shards: Shards | RehearsedShards, script: bool) -> None:
-        text = shards.leave()
-        self._update = None
-        if sys.exc_info()[0] is None and not script:
-            raise Apart(text)
-        if script:  # by `sys.exit`, say, whose code must not become another one
-            sys.stderr.write(f"fallow: {text}\n")
-            raise EndedAlone
 
     @property
     def answer(self) -> float:
@@ -280,7 +277,7 @@ class Loop:
         Raises:
             FallowError: where gradients are not whole.
         """
-        update = self._update
+        update = self.update
         if update is None:
             return
         if not self.rehearsing:
@@ -314,7 +311,7 @@ class Loop:
         if self.rehearsing:
             return value
         if self._inside:
-            if self._update is not None and self._update.open is not None:
+            if self.update is not None and self.update.open is not None:
                 raise FallowError(
                     f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "
                     "update.mean('x') behind it",
@@ -332,10 +329,26 @@ class Loop:
         if not place.in_sync:
             return value
         answer = self.meeting.joint(kind, value)
-        self._went_back()
+        self._follow_rollback()
         return answer
 
-    def _went_back(self) -> None:
+    def _follow_rollback(self) -> None:
         """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
         if self.member.place.elsewhere(None):
             self._settle(None)
+
+
+def _check_fixed_world(group: Group, prepared: Prepared) -> None:
+    """Refuse ranks without a connection, and in a reproducible world ranks that would compute other bits."""
+    own = signature(prepared.devices()) if prepared.reproducible else []
+    try:
+        take_to_device(group, prepared.device, _MEETING_S)
+        first, *others = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
+    except Interrupted as error:
+        raise FallowError(
+            f"the first exchange between the ranks failed: {error}; see the other ranks' output"
+        ) from None
+    for rank, other in enumerate(others, start=1):
+        problem = other_bits(first, other)
+        if problem is not None:
+            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)
