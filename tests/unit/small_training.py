@@ -136,9 +136,7 @@ SUMS = Sums(late=b"", touched=b"\x01", extents=[], order=None, buffers=b"")
 def part(**fields: Any) -> Part:
     """Of one member; the same but for `fields`."""
     usual = {
-        "op": 4,
-        "place": 9,
-        "round": 0,
+        "place": (4, 3, "", 0),
         "samples": 4,
         "crc": 7,
         "switch": 0,

@@ -10,7 +10,8 @@ from fallow.core.failures import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.worker.handover.standing import HOLDS
 from fallow.worker.loop.opening import JOINT, Call, Kind, Opening
-from fallow.worker.loop.outcome import Part, strangers
+from fallow.worker.loop.outcome import Part
+from fallow.worker.prepared.checksum import majority_and_others
 
 _WHERE = {
     Kind.STEP: "in the next step of a run.updates loop",
@@ -103,7 +104,7 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
         Apart: the members did not do the same work.
     """
     first = parts[0]
-    if any((part.op, part.place, part.round) != (first.op, first.place, first.round) for part in parts):
+    if any(part.place != first.place for part in parts):
         raise Apart(
             f"step {step}: the members are in different inner loops of the step: all run the same ones, with the same "
             "phases in the same order"
@@ -183,10 +184,10 @@ def _call(call: Call) -> str:
 
 
 def _whose(pieces: Sequence[int]) -> str:
-    ranks = strangers(pieces)
-    if not ranks:
+    most, others = majority_and_others(pieces)
+    if not len(most) > len(others) > 0:
         return ""
-    which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(pieces)}"
+    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(pieces)}"
     return (
         f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
         "wrongly: leave it out)"

@@ -54,7 +54,7 @@ class Boundary:
         """Behind a finished update: what its outcome asks for."""
         member, generations, outcome = self._member, self._generations, update.outcome
         assert outcome is not None
-        if update.generation != member.group.generation:  # not all of this one's members know of it
+        if update.generation != member.group.generation:  # not all members of the present one know of it
             return
         if outcome.checkpoint and member.saver is not None:
             at = member.place.position
@@ -73,18 +73,17 @@ class Boundary:
         if outcome.drifted and not self._align(outcome.pieces):
             return
         assert member.source is not None
-        if len(outcome.paces) == member.group.size:
-            old = member.division
-            member.division = old.revised(member.source.shards, outcome.paces, member.place.position.step)
-            if member.division is not old:
-                member.replan()
+        old = member.division
+        member.division = old.revised(member.source.shards, outcome.paces, member.place.position.step)
+        if member.division is not old:
+            member.replan()
 
     def _align(self, pieces: list[int]) -> bool:
         """Give all members one member's state, now and then; False: the group broke before it was done."""
         member = self._member
         group, step = member.group, member.place.position.step
         aligned_in, until = self._aligned
-        if (group.generation == aligned_in and step < until) or len(pieces) != group.size:
+        if group.generation == aligned_in and step < until:
             return True
         root = majority_and_others(pieces)[0][0]
         try:

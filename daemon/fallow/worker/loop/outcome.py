@@ -11,18 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.reduction.step_sums import Sums
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of one member, told behind a round of sums."""
 
-    op: int
-    "number of the operation, counted alike by all"
-    place: int
-    "checksum of the step and the phase"
-    round: int
+    place: tuple[int | str, ...]
+    "number of the operation, of the step, its phases until now, number of the round"
     samples: int
     "of the shards that it has computed"
     crc: int
@@ -74,12 +70,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def drifted(self) -> bool:
         """The members began the step with unlike weights."""
         return len(set(self.pieces)) > 1
-
-
-def strangers(pieces: Sequence[int]) -> list[int]:
-    """Ranks whose weights are not those of most members; empty where no side is the majority."""
-    most, others = majority_and_others(pieces)
-    return others if len(most) > len(others) else []
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -7,7 +7,6 @@ makes the optimizers' state, starts loader processes and fixes the order in whic
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -275,14 +274,12 @@ class Shards(InnerLoop):
             return Sums.joined([part.sums for part in told])
 
         sums = member.reduction.finish(tell)
-        self._take(Outcome.of(told, sums), sums)
+        self._take(Outcome.of(told, sums))
 
     def _part(self, sums: Sums, number: int) -> Part:
         member, at = self._member, self._member.place.position
         return Part(
-            op=at.op,
-            place=zlib.crc32(f"{at.step} {len(self._update.phases_done)} {self.phase}".encode()),
-            round=number,
+            place=(at.op, at.step, *self._update.phases_done, self.phase, number),
             samples=self._samples,
             crc=self._crc,
             switch=self._loop.generations.offered,
@@ -295,25 +292,24 @@ class Shards(InnerLoop):
             notes=self._figures.told(),
         )
 
-    def _take(self, outcome: Outcome, sums: Sums, *, adopted: bool = False) -> None:
+    def _take(self, outcome: Outcome) -> None:
         """Everybody has the sums: they become gradients, unless they have outgrown their scale."""
-        member, at = self._member, self._member.place.position
-        if not member.reduction.give_out(sums):
+        member, at, generation = self._member, self._member.place.position, self._sums_of - 1
+        if not member.reduction.give_out(outcome.sums):
             # The same shards in the same generation: they are in the ledger already, only their batches are used up.
             member.reduction.drop()
-            self._source.replan(Key(at.data_epoch, at.index, 0), member.shards)
+            member.replan()
             member.buffers.restore()
             self._dealt = False
             return
         member.buffers.settle()
         member.standing.settle()  # others told that they have what they took from here
-        at.finish_operation(encode(outcome), self._sums_of - 1)
+        at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()
-        if not adopted:
-            self._loop.meeting.compared = member.group.generation, at.call
+        self._loop.meeting.compared = generation, at.call
         self._whole, self._queue = True, []
-        self._update.close(self.phase, outcome.means, outcome, -1 if adopted else self._sums_of - 1)
+        self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
@@ -333,8 +329,7 @@ class Shards(InnerLoop):
         amid = bool(self._update.phases_done)
         met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, amid=amid, rewind=rewind)
         if met.outcome is not None:
-            concluded = decode_outcome(met.outcome)
-            self._take(concluded, concluded.sums, adopted=True)
+            self._take(decode_outcome(met.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._dealt and not member.place.went_back

@@ -34,7 +34,7 @@ class Update:
         self.outcome: Outcome | None = None
         "of the last of them"
         self.generation = -1
-        "in which it concluded that with the others; -1: it has learned it from them, in a later one"
+        "in which its members have concluded that"
         self.cut = Cut((), (), last=False)
         "its shards; a rehearsal has none"
         self.batches: dict[int, Any] = {}
@@ -109,7 +109,7 @@ class Update:
             phase: its name.
             means: of figures.
             outcome: what its members have concluded; None: a rehearsal.
-            generation: in which this member was among them.
+            generation: in which they have.
         """
         self.phases_done.append(phase)
         self.figures |= means
