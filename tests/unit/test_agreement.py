@@ -15,8 +15,7 @@ from fallow.core.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
 from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked
-from fallow.worker.loop.opening import Call, Kind, Opening, decode, encode
-from fallow.worker.loop.outcome import Part
+from fallow.worker.loop.exchange import Call, Kind, Opening, Part, pack, unpack
 
 CUT = Cut((4, 4), (7, 8), last=False)
 
@@ -40,8 +39,8 @@ def test_openings_arrive_as_they_are_and_are_equally_long(data: st.DataObject) -
     fields: dict[str, Any] = {name: data.draw(numbers) for name in Opening._fields}
     fields |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
     sent = Opening(**fields | {"call": Call(*(data.draw(numbers) for _ in Call._fields))})
-    assert decode(encode(sent)) == sent
-    assert len(encode(sent)) == len(encode(opening()))
+    assert unpack(pack(sent)) == sent
+    assert len(pack(sent)) == len(pack(opening()))
 
 
 # ------------------------------------------------------------------------------------------------------- places

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from small_training import SUMS, part
 
 from fallow.core.shares import divide
-from fallow.worker.loop import outcome as oc
-from fallow.worker.loop.outcome import Outcome, exact_sum
+from fallow.worker.loop.exchange import Outcome, decode_outcome, decode_part, encode, exact_sum
 from fallow.worker.reduction.step_sums import Sums
 
 SHARES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(lambda shares: [shares[0] + 1, *shares[1:]])
@@ -89,6 +88,6 @@ def test_what_is_told_arrives_as_it_is(shares: list[int], data: st.DataObject) -
         pace=data.draw(st.floats(0, 1e3)),
         sums=Sums(late=b"\x03", touched=b"\xff\x01", extents=[-3, 7], order=[2, 0, 1], buffers=b""),
     )
-    assert oc.decode_part(oc.encode(sent)) == sent
+    assert decode_part(encode(sent)) == sent
     concluded = Outcome.of([sent, part()], sent.sums)
-    assert oc.decode_outcome(oc.encode(concluded)) == concluded
+    assert decode_outcome(encode(concluded)) == concluded

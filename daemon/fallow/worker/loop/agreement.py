@@ -9,8 +9,7 @@ from typing import NamedTuple
 from fallow.core.failures import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.worker.handover.standing import HOLDS
-from fallow.worker.loop.opening import JOINT, Call, Kind, Opening
-from fallow.worker.loop.outcome import Part
+from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, Part
 from fallow.worker.prepared.checksum import majority_and_others
 
 _WHERE = {

@@ -8,9 +8,9 @@ import time
 from fallow.model import Aligned
 from fallow.worker.data.ledger import Done
 from fallow.worker.handover.align import EVERY, align
+from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.outcome import Outcome
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.transport.waits import Interrupted
@@ -34,21 +34,17 @@ class Boundary:
 
     def finish(self, update: Update) -> None:
         """Count a finished update."""
-        member, at, cut = self._member, self._member.place.position, update.cut
+        member, at, progress, cut = self._member, self._member.place.position, self._member.progress, update.cut
         member.boundary = time.monotonic()
         member.recorded_step = -1
         member.pace.end_step()
         member.ledger.add(Done(generation=member.group.generation, step=at.step))
         at.loss = update.figures.get("loss", at.loss)
         at.finish_step(cut.samples, last=cut.last)
-        if member.session is not None:
-            progress = member.session.progress
-            speed = cut.samples / max(member.boundary - update.began, 1e-9)
-            usual = progress.samples_per_s or speed
-            progress.samples_per_s = 0.9 * usual + 0.1 * speed
-            progress.step, progress.loss, progress.pace_s = at.step, at.loss, member.pace.value
-            progress.epoch = member.place.epoch
-            progress.reached = at.data_epoch, at.index
+        speed = cut.samples / max(member.boundary - update.began, 1e-9)
+        progress.samples_per_s = 0.9 * (progress.samples_per_s or speed) + 0.1 * speed
+        progress.step, progress.epoch, progress.reached = at.step, member.place.epoch, (at.data_epoch, at.index)
+        progress.loss, progress.pace_s = at.loss, member.pace.value
 
     def act_on(self, update: Update) -> None:
         """Behind a finished update: what its outcome asks for."""

@@ -52,12 +52,6 @@ class Generations:
         "of the pause, until the members of the next generation come together"
 
     @property
-    def offered(self) -> int:
-        """Planned generation to which this member can change over; 0: none."""
-        session = self._member.session
-        return session.switch_offered if session is not None else 0
-
-    @property
     def wanted(self) -> bool:
         """This member has to enter the next one before it can do anything together with others."""
         group = self._member.group
@@ -145,10 +139,9 @@ class Generations:
         member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
         member.replan()
+        member.progress.step, member.progress.reached = at.step, (at.data_epoch, at.index)
         session = member.session
         if session is not None:
-            session.progress.step = at.step
-            session.progress.reached = at.data_epoch, at.index
             session.reap_retired()
             self._unreported = Active(
                 worker=session.worker,
@@ -188,7 +181,7 @@ class Generations:
         assert session is not None
         if message.generation == self._member.group.generation:
             session.send(message)
-            session.progress.generation = message.generation
+            self._member.progress.generation = message.generation
 
     def _leave(self, upcoming: Upcoming) -> NoReturn:
         member = self._member

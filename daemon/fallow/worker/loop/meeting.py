@@ -18,11 +18,10 @@ from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, load_state, transfer
 from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
+from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, exact_sum, pack, unpack
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import JOINT, Call, Kind, Opening, decode, encode
-from fallow.worker.loop.outcome import exact_sum
-from fallow.worker.loop.position import Position
+from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
@@ -97,7 +96,7 @@ class Meeting:
             value=value,
             call=self.call,
         )
-        self._told = member.group.tell(encode(mine))
+        self._told = member.group.tell(pack(mine))
 
     def hear(self) -> list[Opening]:
         """All members' openings, by rank.
@@ -109,7 +108,7 @@ class Meeting:
             Stranger: this newcomer is.
         """
         assert self._told is not None, "an opening is told before it is heard"
-        openings = [decode(text) for text in self._told.wait()]
+        openings = [unpack(text) for text in self._told.wait()]
         if not self._generations.fresh:
             self._check(openings, range(len(openings)))
         return openings

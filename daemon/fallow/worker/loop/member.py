@@ -22,6 +22,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group
 
@@ -35,6 +36,7 @@ class Member:
         self.prepared = prepared
         self.seed = seed
         self.session = session
+        self.progress = session.progress if session is not None else Progress()
         self.group = group or Group(0, 0, 1, None)
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
@@ -81,14 +83,13 @@ class Member:
 
     def _unrecorded(self, step: int | None) -> None:
         """Tell the head, before it may have to count, that the ledger lacks records from this step on (None: none)."""
+        self.progress.unrecorded = step
         if self.session is not None:
-            self.session.progress.unrecorded = step
             self.session.beat()
 
     def move(self, *, in_loop: bool = True) -> None:
         """The script gets on: what the head takes for progress."""
-        if self.session is not None:
-            self.session.progress.move(in_loop=in_loop)
+        self.progress.move(in_loop=in_loop)
 
     def seed_random(self, *place: int | str) -> None:
         """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
@@ -107,8 +108,7 @@ class Member:
         if self.source is not None:
             at = self.place.position
             self.source.replan(Key(at.data_epoch, at.index, 0), self.shards)
-            if self.session is not None:
-                self.session.progress.shards = self.division.shares(self.source.shards)[self.group.rank]
+            self.progress.shards = self.division.shares(self.source.shards)[self.group.rank]
 
     def reached(self) -> Reached:
         """Where the members are; for a newcomer, as far as it has heard of them."""

@@ -18,9 +18,8 @@ from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.loop.agreement import check_parts
+from fallow.worker.loop.exchange import Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
-from fallow.worker.loop.opening import Kind
-from fallow.worker.loop.outcome import Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.waits import Interrupted
 
@@ -282,7 +281,7 @@ class Shards(InnerLoop):
             place=(at.op, at.step, *self._update.phases_done, self.phase, number),
             samples=self._samples,
             crc=self._crc,
-            switch=self._loop.generations.offered,
+            switch=member.session.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             pace=member.pace.value,
             piece=self._loop.watch.piece(self._piece),

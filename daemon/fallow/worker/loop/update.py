@@ -9,7 +9,7 @@ import torch
 
 from fallow.core.shards import Cut
 from fallow.model import Exit, FallowError
-from fallow.worker.loop.outcome import Outcome
+from fallow.worker.loop.exchange import Outcome
 from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from fallow.worker.guards.watch import Watch
 from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.loop.boundary import Boundary
 from fallow.worker.loop.catch_up import CatchUp
+from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.meeting import EndedAlone, Meeting
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import Call, Kind
 from fallow.worker.loop.update import Update
 from fallow.worker.prepared.objects import Prepared, signature_of
 from fallow.worker.prepared.signature import signature
@@ -207,7 +207,7 @@ class Loop:
         if total is not None:
             total *= self.member.place.epochs_in_loop
             total = total if total <= MOST else None
-        session.progress.total_steps = total
+        self.member.progress.total_steps = total
         layout = prepared.layout()
         session.announce(
             WorkerReady(
@@ -265,11 +265,6 @@ class Loop:
             self._follow_rollback()
         if not self._inside:
             place.finish_left_loop()
-
-    @property
-    def answer(self) -> float:
-        """What the last joint call of the members gave; 0: there was none."""
-        return self.meeting.answer
 
     def check_step(self) -> None:
         """A prepared optimizer is about to step.
