@@ -29,8 +29,8 @@ class Boundary:
         self._generations = generations
         self._aligned = -1, 0
         "generation whose members were aligned, and the step before which they are not again: the same on all of them"
-        self._told_in = -1
-        "generation in which this member has told that its weights were replaced"
+        self._warned_in = -1
+        "generation in which this member has said that its weights were replaced"
 
     def finish(self, update: Update) -> None:
         """Count a finished update."""
@@ -87,8 +87,8 @@ class Boundary:
         except Interrupted:
             return False
         self._aligned = group.generation, step + EVERY
-        if pieces[group.rank] != pieces[root] and self._told_in != group.generation:
-            self._told_in = group.generation
+        if pieces[group.rank] != pieces[root] and self._warned_in != group.generation:
+            self._warned_in = group.generation
             sys.stderr.write(_DRIFTED.format(generation=group.generation, step=step))
             if member.session is not None:
                 member.session.send(Aligned(worker=member.session.worker, generation=group.generation, step=step))

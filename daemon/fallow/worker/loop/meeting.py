@@ -55,7 +55,7 @@ class Meeting:
         self.call = Call()
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
-        self._told: Told | None = None
+        self._exchange: Told | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
@@ -74,7 +74,7 @@ class Meeting:
         Raises:
             Interrupted: the group broke.
         """
-        if self._told is not None:
+        if self._exchange is not None:
             return
         member, fresh = self._member, self._generations.fresh
         standing, place, prepared = member.standing, member.place, member.prepared
@@ -96,7 +96,7 @@ class Meeting:
             value=value,
             call=self.call,
         )
-        self._told = member.group.tell(pack(mine))
+        self._exchange = member.group.tell(pack(mine))
 
     def hear(self) -> list[Opening]:
         """All members' openings, by rank.
@@ -107,15 +107,15 @@ class Meeting:
             Apart: the members are at different places of the script.
             Stranger: this newcomer is.
         """
-        assert self._told is not None, "an opening is told before it is heard"
-        openings = [unpack(text) for text in self._told.wait()]
+        assert self._exchange is not None, "an opening is told before it is heard"
+        openings = [unpack(text) for text in self._exchange.wait()]
         if not self._generations.fresh:
             self._check(openings, range(len(openings)))
         return openings
 
     def forget(self) -> None:
         """The operation is over, or the generation is."""
-        self._told = None
+        self._exchange = None
 
     def _check(self, openings: Sequence[Opening], ranks: Sequence[int]) -> None:
         """Compare where those members are."""

@@ -80,19 +80,12 @@ class Position(msgspec.Struct, kw_only=True):
         self.call += 1
         self.passes = self.call_steps = 0
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Enter an epoch of the current run.epochs loop."""
+    def enter_epoch(self, epoch: int | None) -> None:
+        """Enter an epoch of the current run.epochs loop; None: count that loop as finished."""
         self.outside_since = self.op
-        self.inside = True
-        self.loop_epoch = epoch
-        self.loop_call = self.call
-
-    def finish_loop(self) -> None:
-        """Count one finished run.epochs loop."""
-        self.outside_since = self.op
-        self.loop += 1
-        self.inside = False
-        self.loop_epoch = 0
+        self.loop += epoch is None
+        self.inside = epoch is not None
+        self.loop_epoch = epoch or 0
         self.loop_call = self.call
 
 
@@ -150,7 +143,7 @@ class Place:
             return  # the members are past this loop
         epoch = self.position.loop_epoch if self.joined else hint()
         if not self.astray:
-            self._begin_epoch(epoch)
+            self._enter_epoch(epoch)
         elif (number, True) == self._members_where:
             self._jump()
         else:
@@ -179,21 +172,17 @@ class Place:
                 if self.astray:
                     raise self.stranger()
                 epoch += 1
-                self._begin_epoch(epoch)
-            self._finish_loop()
+                self._enter_epoch(epoch)
+            self._enter_epoch(None)
             self._leave_loop()
         except GeneratorExit:
             if self.epoch_entered is not None and self.epoch_entered[0] == number:
                 self._break_loop()
             raise
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _enter_epoch(self, epoch: int | None) -> None:
         self.asked = 0
-        self.position.begin_epoch(epoch)
-
-    def _finish_loop(self) -> None:
-        self.asked = 0
-        self.position.finish_loop()
+        self.position.enter_epoch(epoch)
 
     def _jump(self) -> None:
         """To the beginning of the epoch that the members are in, or to behind the loop that they have left last."""
@@ -214,7 +203,7 @@ class Place:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
         if self._loop_left:
             self._loop_left = False
-            self._finish_loop()
+            self._enter_epoch(None)
 
     @property
     def _where(self) -> tuple[int, bool]:

@@ -258,7 +258,7 @@ class Shards(InnerLoop):
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
         self._loop.meeting.hear()
         self._figures.send()
-        told: list[Part] = []
+        parts: list[Part] = []
         rounds = itertools.count()
 
         def tell(sums: Sums) -> Sums:
@@ -267,13 +267,13 @@ class Shards(InnerLoop):
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
-            mine = self._part(sums, next(rounds))
-            told[:] = [decode_part(text) for text in member.group.gather(encode(mine))]
-            check_parts(told, at.step, self._cut, drift=not member.prepared.reproducible)
-            return Sums.joined([part.sums for part in told])
+            own = self._part(sums, next(rounds))
+            parts[:] = [decode_part(text) for text in member.group.gather(encode(own))]
+            check_parts(parts, at.step, self._cut, drift=not member.prepared.reproducible)
+            return Sums.joined([part.sums for part in parts])
 
         sums = member.reduction.finish(tell)
-        self._take(Outcome.of(told, sums))
+        self._take(Outcome.of(parts, sums))
 
     def _part(self, sums: Sums, number: int) -> Part:
         member, at = self._member, self._member.place.position

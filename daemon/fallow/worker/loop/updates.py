@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from math import inf
 
 from fallow.core.failures import Apart
 from fallow.core.joining import other_bits
@@ -49,7 +50,7 @@ class Loop:
         self._catch_up = CatchUp()
         self.update: Update | None = None
         "at work, or the last one"
-        self._inside = False
+        self._in_call = False
         "a call is at work"
         self._call: int | None = None
         "number of the call whose end the members have not agreed on"
@@ -62,7 +63,7 @@ class Loop:
     def updates(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
         """Updates of one `run.updates` call, see `Run.updates`."""
         member, place, session = self.member, self.member.place, self.member.session
-        if self._inside:
+        if self._in_call:
             raise FallowError(
                 "run.updates inside of another loop over run.updates: loops cannot be nested, nor read side by side "
                 "with zip; make one dataset that gives both parts of a batch, write one loop after the other, or give "
@@ -78,9 +79,9 @@ class Loop:
         member.move()
         self.watch.begin_call()
         _ = member.reduction  # it chooses the kernels that the signature tells
-        self.meeting.call = self._facts(source, epochs, max_steps)
+        self.meeting.call = self._call_to_compare(source, epochs, max_steps)
         alone = session is None and member.group.size == 1
-        self._inside = True
+        self._in_call = True
         try:
             with nullcontext() if alone else graphs_cut_at_buckets():
                 if not place.joined:
@@ -110,7 +111,7 @@ class Loop:
                 self._close(update)
             raise
         finally:
-            self._inside = False
+            self._in_call = False
             member.ledger.drop_fed()  # of a step that has not come to its sums: the next call does it
             member.move(in_loop=False)
             member.seed_random("between", place.position.step)
@@ -203,11 +204,8 @@ class Loop:
         """Tell the head that this worker is ready, with a signature of the state."""
         prepared = self.member.prepared
         ends = [max_steps, None if source.steps is None else source.steps * epochs]
-        total = min((end for end in ends if end is not None), default=None)
-        if total is not None:
-            total *= self.member.place.epochs_in_loop
-            total = total if total <= MOST else None
-        self.member.progress.total_steps = total
+        total = min((end for end in ends if end is not None), default=inf) * self.member.place.epochs_in_loop
+        total_steps = self.member.progress.total_steps = int(total) if total <= MOST else None
         layout = prepared.layout()
         session.announce(
             WorkerReady(
@@ -217,7 +215,7 @@ class Loop:
                 arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
                 shards=source.shards,
                 global_batch=source.global_batch,
-                total_steps=total,
+                total_steps=total_steps,
             ),
             prepared.device,
         )
@@ -232,7 +230,7 @@ class Loop:
         elif not self.member.place.in_sync:
             self._catch_up.keep(self.member.prepared)
 
-    def _facts(self, source: Source, epochs: int, max_steps: int | None) -> Call:
+    def _call_to_compare(self, source: Source, epochs: int, max_steps: int | None) -> Call:
         # The script may have left the loop over epochs, too, when it tells that it has left the call.
         loop, epoch = self.member.place.epoch_entered or (-1, -1)
         most = -1 if max_steps is None else int(min(max_steps, _MOST))
@@ -251,7 +249,7 @@ class Loop:
             EndedAlone: so they do, and it is the script's end.
         """
         place = self.member.place
-        if self._call is not None and not self._inside:
+        if self._call is not None and not self._in_call:
             update, self.update = self.update, None
             if update is not None and update.open is not None:
                 text = update.open.leave()
@@ -263,7 +261,7 @@ class Loop:
             self._call = None
             self.meeting.joint(Kind.END, ended=script)
             self._follow_rollback()
-        if not self._inside:
+        if not self._in_call:
             place.finish_left_loop()
 
     def check_step(self) -> None:
@@ -305,7 +303,7 @@ class Loop:
         """The mean of the members' values: between inner loops, or outside of all calls."""
         if self.rehearsing:
             return value
-        if self._inside:
+        if self._in_call:
             if self.update is not None and self.update.open is not None:
                 raise FallowError(
                     f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "

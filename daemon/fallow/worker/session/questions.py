@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class Questions:
         self._send = send
         self._changed = threading.Condition()
         self._answers: dict[int, KvReply | None] = {}
-        self._last = 0
+        self._numbers = itertools.count(1)
         self._given_up = 0
 
     def ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
@@ -31,10 +32,8 @@ class Questions:
         Raises:
             RuntimeError: the head did not answer, or the generation was given up.
         """
-        with self._changed:
-            self._last += 1
-            number = self._last
-            self._answers[number] = None
+        number = next(self._numbers)
+        self._answers[number] = None
         request = KvRequest(id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s)
         end = time.monotonic() + timeout_s + _REFUSAL_S
         try:
