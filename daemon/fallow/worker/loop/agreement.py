@@ -88,16 +88,10 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
 
 
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
-    """Compare what members say of a round of sums.
+    """Compare what members say of a round of sums, by rank.
 
     Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one piece
     is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.
-
-    Args:
-        parts: by rank.
-        step: its number.
-        cut: its shards.
-        drift: the members' weights may differ.
 
     Raises:
         Apart: the members did not do the same work.

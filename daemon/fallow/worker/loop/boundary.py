@@ -27,10 +27,8 @@ class Boundary:
     def __init__(self, member: Member, generations: Generations) -> None:
         self._member = member
         self._generations = generations
-        self._aligned = -1, 0
-        "generation whose members were aligned, and the step before which they are not again: the same on all of them"
-        self._warned_in = -1
-        "generation in which this member has said that its weights were replaced"
+        self._alignment = -1, 0, False
+        "generation; step before which its members are not aligned again; whether this member has said that it was"
 
     def finish(self, update: Update) -> None:
         """Count a finished update."""
@@ -78,18 +76,20 @@ class Boundary:
         """Give all members one member's state, now and then; False: the group broke before it was done."""
         member = self._member
         group, step = member.group, member.place.position.step
-        aligned_in, until = self._aligned
-        if group.generation == aligned_in and step < until:
+        generation, until, has_warned = self._alignment
+        if generation != group.generation:
+            generation, until, has_warned = group.generation, 0, False
+        if step < until:
             return True
         root = majority_and_others(pieces)[0][0]
         try:
             align(group, member.prepared, root)
         except Interrupted:
             return False
-        self._aligned = group.generation, step + EVERY
-        if pieces[group.rank] != pieces[root] and self._warned_in != group.generation:
-            self._warned_in = group.generation
-            sys.stderr.write(_DRIFTED.format(generation=group.generation, step=step))
+        was_replaced = pieces[group.rank] != pieces[root]
+        self._alignment = generation, step + EVERY, has_warned or was_replaced
+        if was_replaced and not has_warned:
+            sys.stderr.write(_DRIFTED.format(generation=generation, step=step))
             if member.session is not None:
-                member.session.send(Aligned(worker=member.session.worker, generation=group.generation, step=step))
+                member.session.send(Aligned(worker=member.session.worker, generation=generation, step=step))
         return True

@@ -103,14 +103,7 @@ class Update:
         return self.figures[name]
 
     def close(self, phase: str, means: dict[str, float], outcome: Outcome | None = None, generation: int = -1) -> None:
-        """An inner loop is whole.
-
-        Args:
-            phase: its name.
-            means: of figures.
-            outcome: what its members have concluded; None: a rehearsal.
-            generation: in which they have.
-        """
+        """An inner loop is whole; `outcome` is what its members have concluded, if it is none of a rehearsal."""
         self.phases_done.append(phase)
         self.figures |= means
         if outcome is not None:

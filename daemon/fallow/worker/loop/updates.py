@@ -103,6 +103,7 @@ class Loop:
                 self._call = call
                 member.replan()  # this source may have missed changes while another one was at work
                 yield from self._run(epochs, max_steps)
+                self._call = None
         except GeneratorExit:
             # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
             # come to the end of the call by it agree on that when they do the next thing together.
@@ -123,8 +124,8 @@ class Loop:
             while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
                 if self.generations.wanted or self.generations.fresh:
                     self.meeting.come_together(Kind.STEP)
-                if place.elsewhere(self._call):
-                    return self._go_elsewhere()
+                if self._goes_elsewhere(self._call):
+                    return
                 self.update = update = Update(self, rehearsal=False)
                 member.seed_random("in front", place.position.step)
                 yield update
@@ -133,14 +134,16 @@ class Loop:
             self.meeting.joint(Kind.END)
             if not place.went_back:
                 break
-            if place.elsewhere(self._call):
-                return self._go_elsewhere()
-        self._call = None
+            if self._goes_elsewhere(self._call):
+                return
         member.ledger.flush()
 
-    def _go_elsewhere(self) -> None:
-        self._settle(self._call)
-        self._call = None
+    def _goes_elsewhere(self, call: int | None) -> bool:
+        """After a rollback: True if the members are in another place, to which the script comes as a newcomer's."""
+        is_elsewhere = self.member.place.elsewhere(call)
+        if is_elsewhere:
+            self._settle(call)
+        return is_elsewhere
 
     def check_place(self, *, amid: bool) -> None:
         """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
@@ -260,7 +263,7 @@ class Loop:
                     raise Apart(text)
             self._call = None
             self.meeting.joint(Kind.END, ended=script)
-            self._follow_rollback()
+            self._goes_elsewhere(None)
         if not self._in_call:
             place.finish_left_loop()
 
@@ -322,13 +325,8 @@ class Loop:
         if not place.in_sync:
             return value
         answer = self.meeting.joint(kind, value)
-        self._follow_rollback()
+        self._goes_elsewhere(None)
         return answer
-
-    def _follow_rollback(self) -> None:
-        """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
-        if self.member.place.elsewhere(None):
-            self._settle(None)
 
 
 def _check_fixed_world(group: Group, prepared: Prepared) -> None:

@@ -86,13 +86,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        worker: str,
-        address: str,
-        connect: Connect,
-        *,
-        grouped: bool = True,
-        ports: range | None = None,
+        self, worker: str, address: str, connect: Connect, *, grouped: bool = True, ports: range | None = None
     ) -> None:
         self.worker = worker
         self.progress = Progress()
@@ -438,19 +432,22 @@ class Session:
     def _take_committed(
         self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool]
     ) -> tuple[Upcoming, Group | None]:
-        assert self._welcome is not None
-        busy = True
+        busy, waiting_since = True, time.monotonic()
         with self._changed:
-            waiting_since = time.monotonic()
-            while not self.switch_offered:
-                self._raise_end()
-                self._raise_answer(answers)
-                silent = time.monotonic() - max(self._link.last_heard, waiting_since)
-                left = self._welcome.head_patience_s - silent
+            while True:
+                taken, is_committed = self._next, self.switch_offered > 0
+                if not is_committed:
+                    self._raise_end()
+                if taken is not None and taken.prepare.outcome is not None and answers(taken.prepare):
+                    self._held = None
+                    raise Answered(taken.prepare.outcome)
+                if taken is not None and is_committed:
+                    break
+                left = self.patience_s - (time.monotonic() - max(self._link.last_heard, waiting_since))
                 if left <= 0:
                     raise FallowError(
-                        f"worker {self.worker}: the head was silent for {self._welcome.head_patience_s:g} s while "
-                        "this worker waited for a new generation; state is in the newest checkpoint",
+                        f"worker {self.worker}: the head was silent for {self.patience_s:g} s while this worker waited "
+                        "for a new generation; state is in the newest checkpoint",
                         Exit.TEMPFAIL,
                     )
                 if not busy:
@@ -461,9 +458,6 @@ class Session:
                         busy = meanwhile()
                     finally:
                         self._changed.acquire()
-            self._raise_answer(answers)
-            taken = self._next
-            assert taken is not None
             self._next = None
             self._taken = taken.prepare.generation
             self._peer_addresses = frozenset(peer.address for peer in taken.prepare.members) - {self.address}
@@ -478,12 +472,6 @@ class Session:
         """Take down the groups of earlier generations, which costs time that the pause need not wait for."""
         while self._retired:
             reap(self._retired.pop())
-
-    def _raise_answer(self, answers: Callable[[Prepare], bool]) -> None:
-        prepare = None if self._next is None else self._next.prepare
-        if prepare is not None and prepare.outcome is not None and answers(prepare):
-            self._held = None
-            raise Answered(prepare.outcome)
 
     def _raise_end(self) -> None:
         end = self._end or self._others
