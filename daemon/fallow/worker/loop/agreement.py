@@ -135,11 +135,11 @@ class Ranks(NamedTuple):
 
 def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
     """Tell how far the members are; all tell the same. In a rollback nobody has the run's state."""
-    there = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
-    if not there:
+    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
+    if not holders:
         return Ranks([], [], [], [])
-    op = max(openings[rank].op for rank in there)
-    newest = [rank for rank in there if openings[rank].op == op]
+    op = max(openings[rank].op for rank in holders)
+    newest = [rank for rank in holders if openings[rank].op == op]
     concluded = openings[newest[0]].concluded
     found = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):

@@ -63,7 +63,7 @@ class Opening(NamedTuple):
     "finished operations"
     kind: int
     step: int
-    amid: int
+    mid_update: int
     "1: inside of an update, behind the place where newcomers begin it"
     ended: int
     "1: its script is over"

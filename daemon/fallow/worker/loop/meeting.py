@@ -60,7 +60,7 @@ class Meeting:
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
-        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, amid: bool = False, ended: bool = False
+        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, mid_update: bool = False, ended: bool = False
     ) -> None:
         """Tell where this member is, once for each operation in a generation.
 
@@ -68,7 +68,7 @@ class Meeting:
             kind: of the operation.
             value: this member's part of a joint call.
             sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
-            amid: inside of an update, behind the place where newcomers begin it.
+            mid_update: inside of an update, behind the place where newcomers begin it.
             ended: its script is over.
 
         Raises:
@@ -83,7 +83,7 @@ class Meeting:
             op=place.position.op,
             kind=kind,
             step=place.position.step,
-            amid=amid,
+            mid_update=mid_update,
             ended=ended,
             standing=standing.value,
             sums_of=sums_of,
@@ -121,16 +121,16 @@ class Meeting:
         """Compare where those members are."""
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
-        there = [openings[rank] for rank in ranks]
-        ended = [one for one in there if one.ended]
-        if self._member.session is not None and ended and any(one.kind != Kind.END for one in there):
+        present = [openings[rank] for rank in ranks]
+        ended = [one for one in present if one.ended]
+        if self._member.session is not None and ended and any(one.kind != Kind.END for one in present):
             if openings[group.rank].ended:
                 raise EndedAlone
             self._interrupt("a member's script has ended inside of the loop")
-        agreement.check_places(there)
-        if there and there[0].kind == Kind.STEP:
+        agreement.check_places(present)
+        if present and present[0].kind == Kind.STEP:
             mine = ranks.index(group.rank) if group.rank in ranks else 0
-            refused = agreement.check_calls(there, mine)
+            refused = agreement.check_calls(present, mine)
             if refused:
                 self._interrupt(refused)
 
@@ -165,10 +165,13 @@ class Meeting:
                     return Met(kind, openings)
                 ranks = agreement.ranked(openings, rollback=generations.prepare.rollback)
                 if ranks.behind:
-                    outcome = self._share_outcome(openings, ranks)
-                    if outcome is not None:
-                        return Met(kind, openings, outcome, openings[ranks.newest[0]].concluded - 1)
-                    continue  # the others open the next operation when they come to it
+                    # Those who are one operation behind learn what the others have concluded.
+                    group, source = member.group, ranks.newest[0]
+                    texts = group.gather(member.place.position.outcome if group.rank == source else b"")
+                    self.forget()
+                    if group.rank in ranks.behind:
+                        return Met(kind, openings, texts[source], openings[source].concluded - 1)
+                    continue  # this member opens the next operation when it comes to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
                 if kind in JOINT and not member.standing.settle():
@@ -192,15 +195,8 @@ class Meeting:
         """What the members are at."""
         if self._generations.prepare.rollback:
             return Kind.STEP
-        there = [openings[rank] for rank in ranks.newest] or openings
-        return next((Kind(one.kind) for one in there if one.kind != Kind.COMING), Kind.STEP)
-
-    def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:
-        """Those who are one operation behind learn what the others have concluded; None: this member is not."""
-        group, source = self._member.group, ranks.newest[0]
-        texts = group.gather(self._member.place.position.outcome if group.rank == source else b"")
-        self.forget()
-        return texts[source] if group.rank in ranks.behind else None
+        present = [openings[rank] for rank in ranks.newest] or openings
+        return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
         """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
@@ -210,26 +206,27 @@ class Meeting:
                 raise FallowError(
                     f"rank {rank} is in generation {one.generation}, not {group.generation}: a stale process"
                 )
-        there = ranks.newest
-        self._check(openings, there)
-        if any(openings[rank].amid for rank in there) and (ranks.stale or any(not one.since for one in openings)):
+        holders = ranks.newest
+        self._check(openings, holders)
+        someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
+        if someone_joins and any(openings[rank].mid_update for rank in holders):
             self._interrupt("the members are amid an update: who is to take part waits for its end")
         rollback = self._generations.prepare.rollback
         if rollback:
             standing.value = FRESH
         began = time.monotonic()
-        donors, healed = self._donors(openings, there)
-        usable = bool(there) or rollback
+        donors, healed = self._donors(openings, holders)
+        usable = bool(holders) or rollback
         able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
         standing.whole = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
-            begun=bool(there),
-            whole=standing.whole or not there or bool(healed) or bool(ranks.stale),
+            begun=bool(holders),
+            whole=standing.whole or not holders or bool(healed) or bool(ranks.stale),
             modes=len({openings[rank].modes for rank in donors}) == 1,
         )
-        if not there and group.rank == donors[0]:
+        if not holders and group.rank == donors[0]:
             saved = self._generations.restore()
             if saved is not None:
                 self.load(saved)
@@ -244,13 +241,13 @@ class Meeting:
             healed=group.rank in healed,
         )
 
-    def _donors(self, openings: Sequence[Opening], there: list[int]) -> tuple[list[int], list[int]]:
+    def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
         """Ranks whose state counts, and ranks that are as far but hold other weights.
 
         More than half of those that have the state must agree; where unlike kernels may be the reason that they do
         not, the largest side counts, of equal ones that with the first rank.
         """
-        if not there:
+        if not holders:
             if self._member.standing.value == TORN:
                 raise FallowError(
                     "every member that had the state is gone, and this one had not received all of it yet; "
@@ -259,15 +256,15 @@ class Meeting:
                 )
             rollback = self._generations.prepare.rollback
             return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
-        most, others = majority_and_others([openings[rank].fingerprint for rank in there])
+        most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(most) <= len(others) and self._member.prepared.reproducible:
-            sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in there)
+            sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
             raise FallowError(
                 f"generation {self._member.group.generation}: members that are equally far hold different weights "
                 f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
                 "the nodes compute differently (processor, torch version)"
             )
-        return [there[n] for n in most], [there[n] for n in others]
+        return [holders[n] for n in most], [holders[n] for n in others]
 
     # ------------------------------------------------------------------------------------------- plain values of it
 
@@ -291,7 +288,7 @@ class Meeting:
             self._conclude(met.kind, _mean(met))
         self._member.place.came_at_end = met.kind is Kind.END
 
-    def joint(self, kind: Kind, value: float = 0.0, *, amid: bool = False, ended: bool = False) -> float:
+    def joint(self, kind: Kind, value: float = 0.0, *, mid_update: bool = False, ended: bool = False) -> float:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
 
         Raises:
@@ -301,7 +298,7 @@ class Meeting:
         begun = place.position.op
         self._generations.asking = True
         try:
-            met = self.come_together(kind, value=value, amid=amid, ended=ended)
+            met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
         except Answered as answered:
             met = Met(kind, [], _ANSWER.pack(answered.answer))
         except OthersEnded as others:

@@ -325,14 +325,14 @@ class Shards(InnerLoop):
 
         if not self._dealt or not member.reduction.held:
             self._sums_of = 0
-        amid = bool(self._update.phases_done)
-        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, amid=amid, rewind=rewind)
+        mid_update = bool(self._update.phases_done)
+        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
         if met.outcome is not None:
             self._take(decode_outcome(met.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._dealt and not member.place.went_back
-        self._loop.check_place(amid=amid)
+        self._loop.check_place(mid_update=mid_update)
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._dealt = False

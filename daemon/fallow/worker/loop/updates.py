@@ -145,18 +145,18 @@ class Loop:
             self._settle(call)
         return is_elsewhere
 
-    def check_place(self, *, amid: bool) -> None:
+    def check_place(self, *, mid_update: bool) -> None:
         """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
 
         Args:
-            amid: an inner loop of the update is whole, so that its first one cannot begin once more.
+            mid_update: an inner loop of the update is whole, so that its first one cannot begin once more.
 
         Raises:
             FallowError: it is not; another process can.
         """
         place = self.member.place
         went_back = place.went_back
-        if place.elsewhere(self._call) or (went_back and amid):
+        if place.elsewhere(self._call) or (went_back and mid_update):
             raise place.unreachable()
 
     def _close(self, update: Update) -> None:
@@ -313,8 +313,8 @@ class Loop:
                     "update.mean('x') behind it",
                     Exit.DATA,
                 )
-            answer = self.meeting.joint(kind, value, amid=True)
-            self.check_place(amid=True)
+            answer = self.meeting.joint(kind, value, mid_update=True)
+            self.check_place(mid_update=True)
             return answer
         self.end_call()
         place = self.member.place

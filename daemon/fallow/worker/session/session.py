@@ -481,22 +481,11 @@ class Session:
 
 def connection(secret: WorkerSecret) -> Connect:
     """Makes the link that an agent's secret is for."""
+    from fallow.wire.link import Link
 
-    def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Channel:
-        from fallow.wire.link import Link
-
-        return Link(
-            secret.endpoint,
-            secret.server_key,
-            secret.public_key,
-            secret.secret_key,
-            ToWorker,
-            on_message,
-            Path(secret.head_file) if secret.head_file else None,
-            on_connect=on_connect,
-        )
-
-    return connect
+    keys = secret.endpoint, secret.server_key, secret.public_key, secret.secret_key
+    head_file = Path(secret.head_file) if secret.head_file else None
+    return lambda on_message, on_connect: Link(*keys, ToWorker, on_message, head_file, on_connect=on_connect)
 
 
 class Dismissed(Exception):
