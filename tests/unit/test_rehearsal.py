@@ -138,8 +138,9 @@ def test_an_update_of_a_rehearsal_needs_its_inner_loop_too() -> None:
 def test_an_inner_loop_of_a_rehearsal_that_is_left_is_refused_as_any_other() -> None:
     script = Newcomer(Script().run)
     script.run._member.source = script.loader
+    rehearsal = script.run._loop._rehearse()
+    for _ in next(rehearsal):
+        break
     with pytest.raises(FallowError, match="the inner loop was left before its end"):
-        for update in script.run._loop._rehearse():
-            for _ in update:
-                break
+        next(rehearsal)
     assert not script.run.rehearsing
