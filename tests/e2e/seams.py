@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fallow.worker.loop import meeting
+from fallow.worker.loop.exchange import Kind
 from fallow.worker.loop.meeting import Meeting
-from fallow.worker.loop.opening import Kind
 from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted

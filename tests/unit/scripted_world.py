@@ -61,9 +61,6 @@ class ScriptedSession:
     def announce_checkpoint(self, message: Checkpointed) -> None:
         self._world.written(message)
 
-    def checkpoint_done(self) -> None:
-        self.checkpoint_wanted = False
-
     def beat(self) -> None: ...
 
     def close(self) -> None: ...

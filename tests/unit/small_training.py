@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from fallow.worker.api.run import Run
-from fallow.worker.loop.outcome import Part
+from fallow.worker.loop.exchange import Part
 from fallow.worker.loop.update import Update
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.group import Group
@@ -136,9 +136,7 @@ SUMS = Sums(late=b"", touched=b"\x01", extents=[], order=None, buffers=b"")
 def part(**fields: Any) -> Part:
     """Of one member; the same but for `fields`."""
     usual = {
-        "op": 4,
-        "place": 9,
-        "round": 0,
+        "place": (4, 3, "", 0),
         "samples": 4,
         "crc": 7,
         "switch": 0,

@@ -15,17 +15,17 @@ from fallow.core.shards import Cut
 from fallow.model import FallowError
 from fallow.worker.handover.standing import FRESH, HOLDS, TORN
 from fallow.worker.loop.agreement import check_calls, check_parts, check_places, ranked
-from fallow.worker.loop.opening import Kind, Opening, decode, encode
-from fallow.worker.loop.outcome import Part
+from fallow.worker.loop.exchange import Call, Kind, Opening, Part, pack, unpack
 
 CUT = Cut((4, 4), (7, 8), last=False)
 
 
 def opening(**fields: Any) -> Opening:
-    """Of one member; the same but for `fields`."""
-    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "shards": 2, "batch_size": 4, "since": 1}
-    usual |= {"standing": HOLDS, "epochs": 1, "max_steps": -1, "loop": -1, "epoch": -1}
-    return Opening(**{**usual, **fields})
+    """Of one member; the same but for `fields`, of which some are those of its call."""
+    usual = dict.fromkeys(Opening._fields, 0) | {"step": 3, "since": 1, "standing": HOLDS}
+    call = Call(shards=2, batch_size=4, samples=0, epochs=1)
+    call = call._replace(**{name: fields.pop(name) for name in Call._fields if name in fields})
+    return Opening(**{**usual, "call": call, **fields})
 
 
 def two(**second: Any) -> list[Part]:
@@ -35,11 +35,12 @@ def two(**second: Any) -> list[Part]:
 
 @given(st.data())
 def test_openings_arrive_as_they_are_and_are_equally_long(data: st.DataObject) -> None:
-    numbers = {name: data.draw(st.integers(-(2**62), 2**62)) for name in Opening._fields}
-    numbers |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
-    sent = Opening(**numbers)
-    assert decode(encode(sent)) == sent
-    assert len(encode(sent)) == len(encode(opening()))
+    numbers = st.integers(-(2**62), 2**62)
+    fields: dict[str, Any] = {name: data.draw(numbers) for name in Opening._fields}
+    fields |= {name: data.draw(st.floats(allow_nan=False)) for name in ("pace", "value")}
+    sent = Opening(**fields | {"call": Call(*(data.draw(numbers) for _ in Call._fields))})
+    assert unpack(pack(sent)) == sent
+    assert len(pack(sent)) == len(pack(opening()))
 
 
 # ------------------------------------------------------------------------------------------------------- places
@@ -86,7 +87,7 @@ def test_who_came_first_decides_how_a_step_is_cut() -> None:
 @pytest.mark.parametrize("other", [{"max_steps": 9}, {"epochs": 2}, {"loop": 0, "epoch": 1}])
 def test_who_is_in_another_call_is_refused_instead_of_waited_for_at_its_end(other: dict[str, int]) -> None:
     old, new = opening(max_steps=7), opening(max_steps=7, since=3)
-    odd = new._replace(**other)
+    odd = opening(**{"max_steps": 7, "since": 3, **other})
     assert check_calls([new, old], 0) == ""
     assert check_calls([odd, old], 1).startswith("rank 0 is in run.updates(")
     text = r"^rank 0 is in run.updates\(.*, rank 1 in run.updates\(epochs=1, max_steps=7\): every"
@@ -133,9 +134,10 @@ def test_members_that_did_the_same_work_may_act() -> None:
     [
         ({"agreement": 9}, "weights, learning rates, or what is frozen"),
         ({"acts": 0}, "optimizers have made 0 and 1 steps since the last inner loop"),
-        ({"op": 5}, "in different inner loops of the step"),
-        ({"place": 8}, "in different inner loops of the step"),
-        ({"round": 1}, "in different inner loops of the step"),
+        ({"place": (5, 3, "", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 4, "", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 3, "", "b", 0)}, "in different inner loops of the step"),
+        ({"place": (4, 3, "", 1)}, "in different inner loops of the step"),
         ({"samples": 3}, "computed 7 samples, the step has 8"),
         ({"crc": 9}, "computed other samples than the step has"),
     ],
@@ -147,7 +149,7 @@ def test_what_is_unlike_is_nobodys_own_failure(differs: dict[str, int], said: st
             check(two(**differs), drift=drift)
 
 
-@pytest.mark.parametrize("name", ["op", "place", "round", "agreement", "acts"])
+@pytest.mark.parametrize("name", ["agreement", "acts"])
 @given(off=st.integers(1, 2**31))
 def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off: int) -> None:
     one = part()

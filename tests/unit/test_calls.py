@@ -112,7 +112,7 @@ def test_a_step_that_a_script_leaves_in_front_of_its_sums_is_not_counted_with_th
 
     with pytest.raises(ZeroDivisionError):
         leaves()
-    script.run._loop._update = None  # as if another process went on
+    script.run._loop.update = None  # as if another process went on
     script.run._loop._call = None
     script.train(max_steps=1)
     script.run._member.ledger.flush()

@@ -40,9 +40,6 @@ class Session:
     def leaves_alone(self, margin_s: float) -> bool:
         return self.leaves_within_s is not None and self.leaves_within_s < margin_s
 
-    def checkpoint_done(self) -> None:
-        self.checkpoint_wanted = False
-
     def announce_checkpoint(self, written: Checkpointed) -> None:
         self.written.append(written)
 

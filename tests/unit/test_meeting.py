@@ -48,7 +48,7 @@ class Training(Script):
                 continue
             self.acted.append(update.step)
             self.means.append(update.mean("loss"))
-            self.concluded_in.append(update.generation)
+            self.concluded_in.append(self.run.generation)
             self.state["steps"] += 1
             self.state["norms"] += self.model[0].weight.detach().norm()
             if evaluates:

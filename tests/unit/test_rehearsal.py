@@ -133,3 +133,14 @@ def test_an_update_of_a_rehearsal_needs_its_inner_loop_too() -> None:
     script.run._member.source = script.loader
     with pytest.raises(FallowError, match="an update without its inner loop"):
         list(script.run._loop._rehearse())
+
+
+def test_an_inner_loop_of_a_rehearsal_that_is_left_is_refused_as_any_other() -> None:
+    script = Newcomer(Script().run)
+    script.run._member.source = script.loader
+    rehearsal = script.run._loop._rehearse()
+    for _ in next(rehearsal):
+        break
+    with pytest.raises(FallowError, match="the inner loop was left before its end"):
+        next(rehearsal)
+    assert not script.run.rehearsing

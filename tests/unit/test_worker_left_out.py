@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fallow.model import Exit, FallowError
-from fallow.worker.loop.place import Place
-from fallow.worker.loop.position import Position
+from fallow.worker.loop.place import Place, Position
 
 
 def in_call(number: int, *, in_sync: bool = True) -> Place:

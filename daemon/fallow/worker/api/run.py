@@ -16,10 +16,10 @@ from fallow.worker.data.loader import ElasticLoader, check_loader
 from fallow.worker.data.source import Calls, Source
 from fallow.worker.data.stream_loader import StreamLoader
 from fallow.worker.guards.watch import watch_steps
+from fallow.worker.loop.exchange import Kind
 from fallow.worker.loop.generations import Released
 from fallow.worker.loop.meeting import EndedAlone
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import Kind
 from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
 from fallow.worker.prepared import state
@@ -300,7 +300,7 @@ class Run:
                 samples=at.samples,
                 repeated=self._prepared.arithmetic.repeated,
                 agreed=at.op,
-                answer=self._loop.answer,
+                answer=self._loop.meeting.answer,
             ),
             self._last_word_s(),
         )
@@ -325,7 +325,7 @@ class Run:
             traceback=trace[-100_000:],
             signature=signature,
             step=session.progress.step,
-            outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=self._loop.answer)
+            outcome=Outcome(generation=self.generation, agreed=place.position.op, answer=self._loop.meeting.answer)
             if place.joined
             else None,
         )

@@ -100,7 +100,7 @@ class Saver:
             epoch: for people.
         """
         by_hand = self._session.checkpoint_wanted
-        self._session.checkpoint_done()
+        self._session.checkpoint_wanted = False
         self.asked = False
         # Without a word from the head, as early as to be complete when the interval is over.
         self._held_until = self._clock() + self._every_s - min(self._took_s, self._every_s / 2)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from fallow.core.failures import Apart, Stranger
 from fallow.core.shards import Cut
 from fallow.worker.handover.standing import HOLDS
-from fallow.worker.loop.opening import JOINT, Kind, Opening
-from fallow.worker.loop.outcome import Part, strangers
+from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, Part
+from fallow.worker.prepared.checksum import majority_and_others
 
 _WHERE = {
     Kind.STEP: "in the next step of a run.updates loop",
@@ -76,9 +76,9 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
     first = min(range(len(openings)), key=lambda rank: openings[rank].since)
     usual, refused = openings[first], {}
     for rank, one in enumerate(openings):
-        if (one.cut, one.call) == (usual.cut, usual.call):
+        if one.call == usual.call:
             continue
-        text = _difference(one, rank, usual, first)
+        text = _difference(one.call, rank, usual.call, first)
         if one.since == usual.since:
             raise Apart(text)
         refused[rank] = text
@@ -88,22 +88,16 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
 
 
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
-    """Compare what members say of a round of sums.
+    """Compare what members say of a round of sums, by rank.
 
     Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one piece
     is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.
-
-    Args:
-        parts: by rank.
-        step: its number.
-        cut: its shards.
-        drift: the members' weights may differ.
 
     Raises:
         Apart: the members did not do the same work.
     """
     first = parts[0]
-    if any((part.op, part.place, part.round) != (first.op, first.place, first.round) for part in parts):
+    if any(part.place != first.place for part in parts):
         raise Apart(
             f"step {step}: the members are in different inner loops of the step: all run the same ones, with the same "
             "phases in the same order"
@@ -141,11 +135,11 @@ class Ranks(NamedTuple):
 
 def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
     """Tell how far the members are; all tell the same. In a rollback nobody has the run's state."""
-    there = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
-    if not there:
+    holders = [rank for rank, one in enumerate(openings) if one.standing == HOLDS and not rollback]
+    if not holders:
         return Ranks([], [], [], [])
-    op = max(openings[rank].op for rank in there)
-    newest = [rank for rank in there if openings[rank].op == op]
+    op = max(openings[rank].op for rank in holders)
+    newest = [rank for rank in holders if openings[rank].op == op]
     concluded = openings[newest[0]].concluded
     found = Ranks(newest, [], [], [])
     for rank, one in enumerate(openings):
@@ -161,8 +155,8 @@ def ranked(openings: Sequence[Opening], *, rollback: bool) -> Ranks:
     return found
 
 
-def _difference(one: Opening, rank: int, usual: Opening, first: int) -> str:
-    """What two members do unlike each other."""
+def _difference(one: Call, rank: int, usual: Call, first: int) -> str:
+    """What the members of two ranks do unlike each other."""
     if (one.shards, one.batch_size) != (usual.shards, usual.batch_size):
         return (
             f"rank {rank} cuts a step into {one.shards} shards of {one.batch_size} samples, rank {first} into "
@@ -177,16 +171,16 @@ def _difference(one: Opening, rank: int, usual: Opening, first: int) -> str:
     )
 
 
-def _call(opening: Opening) -> str:
-    most = "" if opening.max_steps < 0 else f", max_steps={opening.max_steps}"
-    return f"epochs={opening.epochs}{most})" + (f" of epoch {opening.epoch}" if opening.epoch >= 0 else "")
+def _call(call: Call) -> str:
+    most = "" if call.max_steps < 0 else f", max_steps={call.max_steps}"
+    return f"epochs={call.epochs}{most})" + (f" of epoch {call.epoch}" if call.epoch >= 0 else "")
 
 
 def _whose(pieces: Sequence[int]) -> str:
-    ranks = strangers(pieces)
-    if not ranks:
+    most, others = majority_and_others(pieces)
+    if not len(most) > len(others) > 0:
         return ""
-    which = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(pieces)}"
+    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(pieces)}"
     return (
         f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
         "wrongly: leave it out)"

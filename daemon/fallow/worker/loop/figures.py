@@ -17,8 +17,9 @@ class Figures:
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], float | torch.Tensor] = {}
         "(figure, shard) -> weight x value"
-        self._away: list[tuple[str, int]] = []
+        self._on_device: list[tuple[str, int]] = []
         self._arriving = torch.empty(0, device="cpu")
+        "values of those on a device"
 
     def note(self, shard: int, weight: float, figures: Mapping[str, Any]) -> None:
         """Of one shard; one that counts nothing is not noted.
@@ -37,16 +38,14 @@ class Figures:
     def send(self) -> None:
         """Those on a device start for the host, in one copy."""
         away = {at: value for at, value in self._values.items() if isinstance(value, torch.Tensor)}
-        self._away = list(away)
+        self._on_device = list(away)
         if away:
             self._arriving = to_host(torch.stack(list(away.values())))
 
     def told(self) -> dict[str, dict[int, float]]:
         """By figure and shard, behind an event behind `send`."""
-        for at, value in zip(self._away, self._arriving.tolist() if self._away else [], strict=True):
-            self._values[at] = value
-        self._away = []
+        arrived = zip(self._on_device, self._arriving.tolist(), strict=True)
         found: dict[str, dict[int, float]] = {}
-        for (name, shard), value in self._values.items():
+        for (name, shard), value in (self._values | dict(arrived)).items():
             found.setdefault(name, {})[shard] = float(value)
         return found

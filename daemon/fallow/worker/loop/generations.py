@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from fallow.core.shares import Division
 from fallow.model import Active, CheckpointDamaged, FallowError, Left, Parts, Prepare
 from fallow.worker.checkpoint.restore import load_newest
 from fallow.worker.data.ledger import LEAVING_S, Start
-from fallow.worker.handover.intake import Intake
 from fallow.worker.loop.member import Member
 from fallow.worker.session.session import Dismissed, exit_code
 from fallow.worker.session.voice import Voice
@@ -35,25 +34,8 @@ class Released(SystemExit):
         super().__init__(0)
 
 
-@dataclass(slots=True)
-class Arrival:
-    """A change of the membership that has not been reported yet."""
-
-    newcomer: bool
-    step: int
-    parts: Parts
-    healed: bool = False
-    intake: Intake | None = None
-    entered: float = 0.0
-
-
 class Generations:
-    """Of one member: which one it is in, and its way into the next.
-
-    Args:
-        member: this worker.
-        on_resize: called after each change.
-    """
+    """Of one member: which one it is in, and its way into the next."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self._member = member
@@ -69,14 +51,11 @@ class Generations:
         "this member waits in a joint call"
         self.released = False
         "this worker has left the run, or was told to"
-        self._arrival: Arrival | None = None
+        self._unreported: Active | None = None
+        "that this member computes in the generation, as far as it was known on entering"
+        self._entered_at = 0.0
         self._parts = Parts()
-
-    @property
-    def offered(self) -> int:
-        """Planned generation to which this member can change over; 0: none."""
-        session = self._member.session
-        return session.switch_offered if session is not None else 0
+        "of the pause, until the members of the next generation come together"
 
     @property
     def wanted(self) -> bool:
@@ -168,74 +147,75 @@ class Generations:
 
     def restore(self) -> dict[str, object] | None:
         """The state in the newest checkpoint that can be read; None: there is no checkpoint."""
-        state: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._unusable, self._member.move)
+        state: dict[str, object] | None = load_newest(self.prepare.checkpoints, self._report_damage, self._member.move)
         return state
 
-    def _unusable(self, path: str, reason: str) -> None:
+    def _report_damage(self, path: str, reason: str) -> None:
         session = self._member.session
         if session is not None:
             session.send(CheckpointDamaged(worker=session.worker, path=path, reason=reason))
 
-    def entered(self, paces: list[float], parts: Parts, intake: Intake | None, *, healed: bool) -> None:
+    def entered(self, paces: list[float], parts: Parts, *, healed: bool) -> None:
         """All members are there, and have the run's state: from here on this one computes in the generation."""
         member, place = self._member, self._member.place
-        now = time.monotonic()
-        newcomer, self.fresh = not place.joined, False
+        newcomer, generation = not place.joined, member.group.generation
+        self.fresh, self._entered_at = False, time.monotonic()
         place.went_back = self.prepare.rollback and not newcomer
         member.division = Division(tuple(paces))
         if newcomer:
-            place.joined, place.since = True, member.group.generation
-            member.boundary = now  # it was waiting before, and stands still from here on
+            place.joined, place.since = True, generation
+            member.boundary = self._entered_at  # it was waiting before, and stands still from here on
         self._voice.speak(speaks=member.group.rank == 0)
         member.reduction.attach(member.group)
         at = place.position
         # Behind an inner loop, or between two phases, the generation before has computed the step at work.
         first_step = at.step + (member.recorded_step == at.step)
-        member.ledger.add(Start(generation=member.group.generation, first_step=first_step))
+        member.ledger.add(Start(generation=generation, first_step=first_step))
         member.ledger.flush()
         member.replan()
-        if member.session is not None:
-            member.session.progress.step = at.step
-            member.session.progress.reached = at.data_epoch, at.index
-            member.session.reap_retired()
-            whole = msgspec.structs.replace(
-                parts, drain=self._parts.drain + parts.drain, group=self._parts.group + parts.group
+        member.progress.step, member.progress.reached = at.step, (at.data_epoch, at.index)
+        session = member.session
+        if session is not None:
+            session.reap_retired()
+            self._unreported = Active(
+                worker=session.worker,
+                generation=generation,
+                first_step=first_step,
+                pause_s=0.0,
+                parts=replace(parts, drain=self._parts.drain + parts.drain, group=self._parts.group + parts.group),
+                healed=healed,
             )
-            self._arrival = Arrival(newcomer, first_step, whole, healed, intake, now)
         for callback in self._on_resize:
             callback()
 
     def report_arrival(self) -> None:
         """Tell the head that this worker computes in the new generation, once its first batch is here."""
-        arrival, self._arrival = self._arrival, None
-        member, session = self._member, self._member.session
-        if arrival is None or session is None:
+        arrival, self._unreported = self._unreported, None
+        if arrival is None:
             return
-        now = time.monotonic()
-        intake = arrival.intake
-        message = Active(
-            worker=session.worker,
-            generation=member.group.generation,
-            first_step=arrival.step,
-            pause_s=0.0 if arrival.newcomer else now - member.boundary,
-            parts=msgspec.structs.replace(arrival.parts, data=now - arrival.entered),
+        member, now = self._member, time.monotonic()
+        intake = member.standing.latest
+        newcomer = member.place.since == arrival.generation
+        message = replace(
+            arrival,
+            pause_s=0.0 if newcomer else now - member.boundary,
+            parts=replace(arrival.parts, data=now - self._entered_at),
             bytes_received=intake.bytes_in_pause if intake is not None else 0,
             steps_discarded=member.discarded,
-            healed=arrival.healed,
         )
         member.discarded = 0
         if intake is None:
             self._tell(message)
         else:
             # Until all of the state is here this member cannot give it to others.
-            intake.when_complete(lambda: self._tell(msgspec.structs.replace(message, bytes_behind=intake.bytes_behind)))
+            intake.when_complete(lambda: self._tell(replace(message, bytes_behind=intake.bytes_behind)))
 
     def _tell(self, message: Active) -> None:
         session = self._member.session
         assert session is not None
         if message.generation == self._member.group.generation:
             session.send(message)
-            session.progress.generation = message.generation
+            self._member.progress.generation = message.generation
 
     def _leave(self, upcoming: Upcoming) -> NoReturn:
         member = self._member

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,11 +18,10 @@ from fallow.worker.handover.standing import FRESH, TORN
 from fallow.worker.handover.transfer import Roles, load_state, transfer
 from fallow.worker.loop import agreement
 from fallow.worker.loop.agreement import Ranks
+from fallow.worker.loop.exchange import JOINT, Call, Kind, Opening, exact_sum, pack, unpack
 from fallow.worker.loop.generations import Generations
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import JOINT, Kind, Opening, decode, encode
-from fallow.worker.loop.outcome import exact_sum
-from fallow.worker.loop.position import Position
+from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.session import Answered, OthersEnded
 from fallow.worker.transport.group import Told
@@ -33,18 +32,6 @@ _ANSWER = struct.Struct("<d")
 
 class EndedAlone(Exception):
     """This member's script has ended while the others go on in the loop."""
-
-
-class Call(NamedTuple):
-    """A run.updates call, as members compare it; see `Opening`."""
-
-    shards: int = 0
-    batch_size: int = 0
-    samples: int = -1
-    epochs: int = 0
-    max_steps: int = -1
-    loop: int = -1
-    epoch: int = -1
 
 
 class Met(NamedTuple):
@@ -60,12 +47,7 @@ class Met(NamedTuple):
 
 
 class Meeting:
-    """Of one member.
-
-    Args:
-        member: this worker.
-        generations: its way into the next one.
-    """
+    """Of one member."""
 
     def __init__(self, member: Member, generations: Generations) -> None:
         self._member = member
@@ -73,49 +55,35 @@ class Meeting:
         self.call = Call()
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
-        self._told: Told | None = None
-        self._heard: list[Opening] | None = None
+        self._exchange: Told | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 
     def open(
-        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, amid: bool = False, ended: bool = False
+        self, kind: Kind, *, value: float = 0.0, sums_of: int = 0, mid_update: bool = False, ended: bool = False
     ) -> None:
-        """Tell where this member is, once for each operation in a generation. Raises Interrupted."""
-        if self._told is None:
-            mine = self._opening(kind, value, sums_of=sums_of, amid=amid, ended=ended)
-            self._told = self._member.group.tell(encode(mine))
+        """Tell where this member is, once for each operation in a generation.
 
-    def hear(self) -> list[Opening]:
-        """All members' openings, by rank.
+        Args:
+            kind: of the operation.
+            value: this member's part of a joint call.
+            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
+            mid_update: inside of an update, behind the place where newcomers begin it.
+            ended: its script is over.
 
         Raises:
-            Interrupted: the group broke, or a member's script has ended.
-            EndedAlone: it is this member's.
-            Apart: the members are at different places of the script.
-            Stranger: this newcomer is.
+            Interrupted: the group broke.
         """
-        if self._heard is None:
-            assert self._told is not None, "an opening is told before it is heard"
-            self._heard = [decode(text) for text in self._generations.hear(self._told.wait)]
-            if not self._generations.fresh:
-                self._check(self._heard, list(range(len(self._heard))))
-        return self._heard
-
-    def forget(self) -> None:
-        """The operation is over, or the generation is."""
-        self._told = self._heard = None
-
-    def _opening(self, kind: Kind, value: float, *, sums_of: int, amid: bool, ended: bool) -> Opening:
-        member = self._member
+        if self._exchange is not None:
+            return
+        member, fresh = self._member, self._generations.fresh
         standing, place, prepared = member.standing, member.place, member.prepared
-        fresh = self._generations.fresh
-        return Opening(
+        mine = Opening(
             generation=member.group.generation,
             op=place.position.op,
             kind=kind,
             step=place.position.step,
-            amid=amid,
+            mid_update=mid_update,
             ended=ended,
             standing=standing.value,
             sums_of=sums_of,
@@ -126,23 +94,43 @@ class Meeting:
             modes=prepared.modes.fingerprint() if fresh else 0,
             pace=member.pace.value,
             value=value,
-            **self.call._asdict(),
+            call=self.call,
         )
+        self._exchange = member.group.tell(pack(mine))
 
-    def _check(self, openings: Sequence[Opening], ranks: list[int]) -> None:
+    def hear(self) -> list[Opening]:
+        """All members' openings, by rank.
+
+        Raises:
+            Interrupted: the group broke, or a member's script has ended.
+            EndedAlone: it is this member's.
+            Apart: the members are at different places of the script.
+            Stranger: this newcomer is.
+        """
+        assert self._exchange is not None, "an opening is told before it is heard"
+        openings = [unpack(text) for text in self._generations.hear(self._exchange.wait)]
+        if not self._generations.fresh:
+            self._check(openings, range(len(openings)))
+        return openings
+
+    def forget(self) -> None:
+        """The operation is over, or the generation is."""
+        self._exchange = None
+
+    def _check(self, openings: Sequence[Opening], ranks: Sequence[int]) -> None:
         """Compare where those members are."""
         group = self._member.group
         ranks = [rank for rank in ranks if openings[rank].kind != Kind.COMING]
-        there = [openings[rank] for rank in ranks]
-        ended = [one for one in there if one.ended]
-        if self._member.session is not None and ended and any(one.kind != Kind.END for one in there):
+        present = [openings[rank] for rank in ranks]
+        ended = [one for one in present if one.ended]
+        if self._member.session is not None and ended and any(one.kind != Kind.END for one in present):
             if openings[group.rank].ended:
                 raise EndedAlone
             self._interrupt("a member's script has ended inside of the loop")
-        agreement.check_places(there)
-        if there and there[0].kind == Kind.STEP:
+        agreement.check_places(present)
+        if present and present[0].kind == Kind.STEP:
             mine = ranks.index(group.rank) if group.rank in ranks else 0
-            refused = agreement.check_calls(there, mine)
+            refused = agreement.check_calls(present, mine)
             if refused:
                 self._interrupt(refused)
 
@@ -152,25 +140,13 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------------- coming together
 
-    def come_together(
-        self,
-        kind: Kind,
-        *,
-        value: float = 0.0,
-        sums_of: int = 0,
-        amid: bool = False,
-        ended: bool = False,
-        rewind: Callable[[], None] = lambda: None,
-    ) -> Met:
+    def come_together(self, kind: Kind, *, rewind: Callable[[], None] = lambda: None, **opening: Any) -> Met:
         """Wait until all members are at this operation, however often the membership changes meanwhile.
 
         Args:
             kind: of the operation.
-            value: this member's part of a joint call.
-            sums_of: generation + 1 in which it got the sums of the operation at work; 0: it has not got them.
-            amid: inside of an update, behind the place where newcomers begin it.
-            ended: its script is over.
             rewind: called before state is handed over: puts it back to the operation's beginning.
+            opening: as for `open`.
 
         Raises:
             FallowError: see `hear`; or nobody is left who has the state.
@@ -183,16 +159,19 @@ class Meeting:
                     self.forget()
                     generations.enter()
                 began = time.monotonic()
-                self.open(kind, value=value, sums_of=sums_of, amid=amid, ended=ended)
+                self.open(kind, **opening)
                 openings = self.hear()
                 if not generations.fresh:
                     return Met(kind, openings)
                 ranks = agreement.ranked(openings, rollback=generations.prepare.rollback)
                 if ranks.behind:
-                    outcome = self._share_outcome(openings, ranks)
-                    if outcome is not None:
-                        return Met(kind, openings, outcome, openings[ranks.newest[0]].concluded - 1)
-                    continue  # the others open the next operation when they come to it
+                    # Those who are one operation behind learn what the others have concluded.
+                    group, source = member.group, ranks.newest[0]
+                    texts = group.gather(member.place.position.outcome if group.rank == source else b"")
+                    self.forget()
+                    if group.rank in ranks.behind:
+                        return Met(kind, openings, texts[source], openings[source].concluded - 1)
+                    continue  # this member opens the next operation when it comes to it
                 rewind()
                 self._hand_over(openings, ranks, time.monotonic() - began)
                 if kind in JOINT and not member.standing.settle():
@@ -205,8 +184,9 @@ class Meeting:
                 if ranks.late:
                     continue
                 met = Met(where, openings)
-                if member.group.rank in ranks.stale:
-                    self._find_place(met)
+                if member.group.rank in ranks.stale:  # the members trained without this one
+                    self._follow(met)
+                    member.place.trained_without()
                 return met
             except Interrupted:
                 self.forget()
@@ -215,20 +195,8 @@ class Meeting:
         """What the members are at."""
         if self._generations.prepare.rollback:
             return Kind.STEP
-        there = [openings[rank] for rank in ranks.newest] or openings
-        return next((Kind(one.kind) for one in there if one.kind != Kind.COMING), Kind.STEP)
-
-    def _find_place(self, met: Met) -> None:
-        """The members trained without this one, which has their state now: its script may be elsewhere."""
-        self._follow(met)
-        self._member.place.trained_without()
-
-    def _share_outcome(self, openings: Sequence[Opening], ranks: Ranks) -> bytes | None:
-        """Those who are one operation behind learn what the others have concluded; None: this member is not."""
-        group, source = self._member.group, ranks.newest[0]
-        texts = group.gather(self._member.place.position.outcome if group.rank == source else b"")
-        self.forget()
-        return texts[source] if group.rank in ranks.behind else None
+        present = [openings[rank] for rank in ranks.newest] or openings
+        return next((Kind(one.kind) for one in present if one.kind != Kind.COMING), Kind.STEP)
 
     def _hand_over(self, openings: Sequence[Opening], ranks: Ranks, waited_s: float) -> None:
         """Bring everybody to the state of those who have it. Raises Interrupted: who held it still does."""
@@ -238,25 +206,27 @@ class Meeting:
                 raise FallowError(
                     f"rank {rank} is in generation {one.generation}, not {group.generation}: a stale process"
                 )
-        there = ranks.newest
-        self._check(openings, there)
-        if any(openings[rank].amid for rank in there) and (ranks.stale or any(not one.since for one in openings)):
+        holders = ranks.newest
+        self._check(openings, holders)
+        someone_joins = bool(ranks.stale) or any(not one.since for one in openings)
+        if someone_joins and any(openings[rank].mid_update for rank in holders):
             self._interrupt("the members are amid an update: who is to take part waits for its end")
-        if self._generations.prepare.rollback:
+        rollback = self._generations.prepare.rollback
+        if rollback:
             standing.value = FRESH
         began = time.monotonic()
-        donors, healed = self._donors(openings, there)
-        usable = bool(there) or self._generations.prepare.rollback
+        donors, healed = self._donors(openings, holders)
+        usable = bool(holders) or rollback
         able = [rank for rank, one in enumerate(openings) if usable or one.standing != TORN]
+        standing.whole = any(one.whole for one in openings)
         roles = Roles(
             donors=donors,
             receivers=[rank for rank in able if rank not in donors],
-            begun=bool(there),
-            whole=any(one.whole for one in openings) or not there or bool(healed) or bool(ranks.stale),
+            begun=bool(holders),
+            whole=standing.whole or not holders or bool(healed) or bool(ranks.stale),
             modes=len({openings[rank].modes for rank in donors}) == 1,
         )
-        standing.whole = any(one.whole for one in openings)
-        if not there and group.rank == donors[0]:
+        if not holders and group.rank == donors[0]:
             saved = self._generations.restore()
             if saved is not None:
                 self.load(saved)
@@ -268,17 +238,16 @@ class Meeting:
         self._generations.entered(
             [one.pace for one in openings],
             Parts(drain=waited_s, state=time.monotonic() - began),
-            standing.latest,
             healed=group.rank in healed,
         )
 
-    def _donors(self, openings: Sequence[Opening], there: list[int]) -> tuple[list[int], list[int]]:
+    def _donors(self, openings: Sequence[Opening], holders: list[int]) -> tuple[list[int], list[int]]:
         """Ranks whose state counts, and ranks that are as far but hold other weights.
 
         More than half of those that have the state must agree; where unlike kernels may be the reason that they do
         not, the largest side counts, of equal ones that with the first rank.
         """
-        if not there:
+        if not holders:
             if self._member.standing.value == TORN:
                 raise FallowError(
                     "every member that had the state is gone, and this one had not received all of it yet; "
@@ -287,15 +256,15 @@ class Meeting:
                 )
             rollback = self._generations.prepare.rollback
             return [next(rank for rank, one in enumerate(openings) if rollback or one.standing == FRESH)], []
-        most, others = majority_and_others([openings[rank].fingerprint for rank in there])
+        most, others = majority_and_others([openings[rank].fingerprint for rank in holders])
         if len(most) <= len(others) and self._member.prepared.reproducible:
-            sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in there)
+            sums = ", ".join(f"rank {rank}: {openings[rank].fingerprint:x}" for rank in holders)
             raise FallowError(
                 f"generation {self._member.group.generation}: members that are equally far hold different weights "
                 f"({sums}) and none are the majority; the script changes weights outside the prepared optimizers, or "
                 "the nodes compute differently (processor, torch version)"
             )
-        return [there[n] for n in most], [there[n] for n in others]
+        return [holders[n] for n in most], [holders[n] for n in others]
 
     # ------------------------------------------------------------------------------------------- plain values of it
 
@@ -319,7 +288,7 @@ class Meeting:
             self._conclude(met.kind, _mean(met))
         self._member.place.came_at_end = met.kind is Kind.END
 
-    def joint(self, kind: Kind, value: float = 0.0, *, amid: bool = False, ended: bool = False) -> float:
+    def joint(self, kind: Kind, value: float = 0.0, *, mid_update: bool = False, ended: bool = False) -> float:
         """The mean of all members' values, or a barrier, or the end of a call; whoever is lost meanwhile.
 
         Raises:
@@ -329,7 +298,7 @@ class Meeting:
         begun = place.position.op
         self._generations.asking = True
         try:
-            met = self.come_together(kind, value=value, amid=amid, ended=ended)
+            met = self.come_together(kind, value=value, mid_update=mid_update, ended=ended)
         except Answered as answered:
             met = Met(kind, [], _ANSWER.pack(answered.answer))
         except OthersEnded as others:

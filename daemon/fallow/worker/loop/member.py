@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from pathlib import Path
+
+import msgspec
 
 from fallow.core.shards import Duty, duties, mix
 from fallow.core.shares import Division
@@ -19,20 +22,13 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
+from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
 from fallow.worker.transport.group import Group
 
 
 class Member:
-    """One worker's share of a run.
-
-    Args:
-        prepared: the objects of `run.prepare`.
-        seed: the run's seed.
-        session: the conversation with the head; None in a fixed world.
-        welcome: what the head said; None in a fixed world.
-        group: the fixed world's group, or None under a head.
-    """
+    """One worker's share of a run: either `session` and `welcome` are there, or the `group` of a fixed world."""
 
     def __init__(
         self, prepared: Prepared, seed: int, session: Session | None, welcome: Welcome | None, group: Group | None
@@ -40,6 +36,7 @@ class Member:
         self.prepared = prepared
         self.seed = seed
         self.session = session
+        self.progress = session.progress if session is not None else Progress()
         self.group = group or Group(0, 0, 1, None)
         self.place = Place(in_sync=session is None)
         self.division = Division((0.0,) * self.group.size)
@@ -57,50 +54,42 @@ class Member:
         "the step at work, if one of its inner loops is whole: a generation's ledgers have all its shards"
         self.discarded = 0
         "attempts that were begun and thrown away since the last change of the membership was reported"
-        self._made: tuple[Reduction, StepBuffers, Pace] | None = None
         path = Path(welcome.folder) / "ledger" / f"{session.worker}.ledger" if session and welcome else None
         self.ledger = Ledger(path, self._unrecorded)
 
-    @property
+    # Made at first use, when everything is prepared.
+
+    @cached_property
     def reduction(self) -> Reduction:
-        """Made at first use, when everything is prepared."""
-        return self._parts[0]
+        """Sums the gradients."""
+        prepared = self.prepared
+        if prepared.reproducible:
+            enforce(prepared.devices())
+        return Reduction(prepared.parameters(), prepared.arithmetic, self.buffers)
 
-    @property
+    @cached_property
     def buffers(self) -> StepBuffers:
-        """Likewise."""
-        return self._parts[1]
+        """The modules' buffers, in a step."""
+        return StepBuffers(self.prepared.buffers)
 
-    @property
+    @cached_property
     def pace(self) -> Pace:
-        """Likewise."""
-        return self._parts[2]
-
-    @property
-    def _parts(self) -> tuple[Reduction, StepBuffers, Pace]:
-        if self._made is None:
-            prepared = self.prepared
-            if prepared.reproducible:
-                enforce(prepared.devices())
-            buffers = StepBuffers(prepared.buffers)
-            reduction = Reduction(prepared.parameters(), prepared.arithmetic, buffers)
-            self._made = reduction, buffers, Pace(prepared.device)
-        return self._made
+        """This member's speed."""
+        return Pace(self.prepared.device)
 
     def plain(self) -> dict[str, object]:
         """Of the run's state, what is neither tensor nor prepared."""
-        return {"position": self.place.position.export(), "sums": self.reduction.export()}
+        return {"position": msgspec.structs.asdict(self.place.position), "sums": self.reduction.export()}
 
     def _unrecorded(self, step: int | None) -> None:
         """Tell the head, before it may have to count, that the ledger lacks records from this step on (None: none)."""
+        self.progress.unrecorded = step
         if self.session is not None:
-            self.session.progress.unrecorded = step
             self.session.beat()
 
     def move(self, *, in_loop: bool = True) -> None:
         """The script gets on: what the head takes for progress."""
-        if self.session is not None:
-            self.session.progress.move(in_loop=in_loop)
+        self.progress.move(in_loop=in_loop)
 
     def seed_random(self, *place: int | str) -> None:
         """Put all random numbers, those of prepared generators too, to where they begin at that place of the run."""
@@ -109,14 +98,6 @@ class Member:
     def duties(self, shards: int) -> list[Duty]:
         """What this member computes in a step of so many shards."""
         return duties(self.division.shares(shards), self.group.rank)
-
-    def first_with(self, shard: int, shards: int) -> int:
-        """The rank that computes this shard of a step of so many."""
-        for rank, share in enumerate(self.division.shares(shards)):
-            if shard < share:
-                return rank
-            shard -= share
-        raise ValueError(f"shard {shard} of {shards}")
 
     def shards(self, shards: int) -> list[int]:
         """The shards of `duties`, for the loader."""
@@ -127,8 +108,7 @@ class Member:
         if self.source is not None:
             at = self.place.position
             self.source.replan(Key(at.data_epoch, at.index, 0), self.shards)
-            if self.session is not None:
-                self.session.progress.shards = self.division.shares(self.source.shards)[self.group.rank]
+            self.progress.shards = self.division.shares(self.source.shards)[self.group.rank]
 
     def reached(self) -> Reached:
         """Where the members are; for a newcomer, as far as it has heard of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,9 +29,6 @@ class Pace:
 
     On a device both ends are events on the current stream. They are read once the device has reached them, some steps
     later if need be, so that nobody ever waits for the device here.
-
-    Args:
-        device: on which the bodies compute.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +36,7 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         "per shard, of measured steps"
         self._unread: deque[_Step] = deque(maxlen=_MOST_UNREAD)
-        self._step = _Step([], 0.0)
+        self._step = _Step()
         self._began: _Mark | None = None
         "of the body under way, if it counts"
 
@@ -51,7 +49,7 @@ class Pace:
 
     def begin_step(self) -> None:
         """Begin a step. One that was begun before and did not end is forgotten."""
-        self._step = _Step([], 0.0)
+        self._step = _Step()
 
     def begin_body(self, *, is_full: bool) -> None:
         """Begin a body; call it before its batch is loaded.
@@ -89,12 +87,12 @@ _Mark = float | torch.Event
 """A moment: of this process, or an event on a device's stream."""
 
 
+@dataclass(slots=True)
 class _Step:
     """The bodies of one step."""
 
-    def __init__(self, bodies: list[tuple[_Mark, _Mark]], background_s: float) -> None:
-        self.bodies = bodies
-        self.background_s = background_s
+    bodies: list[tuple[_Mark, _Mark]] = field(default_factory=list)
+    background_s: float = 0.0
 
     def is_over(self) -> bool:
         end = self.bodies[-1][1]

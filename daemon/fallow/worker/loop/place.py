@@ -1,12 +1,13 @@
-"""Where the script is: which `run.epochs` and `run.updates` it has begun, beside where the members are (`Position`)."""
+"""Where the members are in the run, and where the script is: which `run.epochs` and `run.updates` it has begun."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from fallow.core.failures import Stranger
 from fallow.model import Exit, FallowError
-from fallow.worker.loop.position import Position
 
 _ASTRAY = (
     "this newcomer's script is past the place where the members are (step {step}) and has not come by there: the "
@@ -16,12 +17,80 @@ _ASTRAY = (
 )
 
 
-class Place:
-    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members.
+class Position(msgspec.Struct, kw_only=True):
+    """Where the members are: replicated on each of them, part of the state that a newcomer receives."""
 
-    Args:
-        in_sync: the script is where the position says; True from the start in a fixed world.
-    """
+    step: int = 0
+    "finished optimizer steps"
+    samples: int = 0
+    "samples consumed by them"
+    data_epoch: int = 0
+    "number of the pass over data in progress; with the seed it fixes the order of samples"
+    index: int = 0
+    "finished steps in this pass"
+    call: int = 0
+    "number of the call of run.updates in progress, or the next one"
+    op: int = 0
+    "finished operations: inner loops and joint calls"
+    outcome: bytes = b""
+    "what the last of them concluded"
+    concluded: int = 0
+    "generation + 1 in which it did"
+    acts: int = 0
+    "steps of prepared optimizers since the last inner loop"
+    outside_since: int | None = None
+    "`op` when the call before ended, or this epoch began; None: in a call"
+    passes: int = 0
+    "finished passes in this call"
+    call_steps: int = 0
+    "finished steps in this call"
+    loop: int = 0
+    "number of the run.epochs loop in progress, or the next one"
+    inside: bool = False
+    "in that loop, not in front of it"
+    loop_epoch: int = 0
+    "its current epoch"
+    loop_call: int = 0
+    "number of the first run.updates call in that epoch, or since the loop before"
+    loss: float | None = None
+    "mean of the figure `loss` in the last step that had one"
+
+    def finish_operation(self, outcome: bytes, generation: int) -> None:
+        """Count one operation that every member of that generation can finish."""
+        self.op += 1
+        self.outcome, self.concluded = outcome, generation + 1
+
+    def finish_step(self, samples: int, *, last: bool) -> None:
+        """Count one finished step of `samples` samples; `last`: of its pass."""
+        self.step += 1
+        self.samples += samples
+        self.call_steps += 1
+        self.index += 1
+        if last:
+            self.index = 0
+            self.passes += 1
+            self.data_epoch += 1
+
+    def finish_call(self) -> None:
+        """Count one finished run.updates call; a pass that `max_steps` cut short is not taken up again."""
+        self.outside_since = self.op
+        if self.index:
+            self.index = 0
+            self.data_epoch += 1
+        self.call += 1
+        self.passes = self.call_steps = 0
+
+    def enter_epoch(self, epoch: int | None) -> None:
+        """Enter an epoch of the current run.epochs loop; None: count that loop as finished."""
+        self.outside_since = self.op
+        self.loop += epoch is None
+        self.inside = epoch is not None
+        self.loop_epoch = epoch or 0
+        self.loop_call = self.call
+
+
+class Place:
+    """The script's own counters. Not replicated: a newcomer's script comes from the top and meets the members."""
 
     def __init__(self, *, in_sync: bool) -> None:
         self.position = Position()
@@ -31,7 +100,7 @@ class Place:
         self.since = 0
         "generation of that exchange"
         self.in_sync = in_sync
-        "the script has reached the place that `position` names"
+        "the script has reached the place that `position` names; from the start in a fixed world"
         self.wrong_epoch = False
         "`epochs` handed out another epoch than the members are in"
         self.went_back = False
@@ -74,7 +143,7 @@ class Place:
             return  # the members are past this loop
         epoch = self.position.loop_epoch if self.joined else hint()
         if not self.astray:
-            self._begin_epoch(epoch)
+            self._enter_epoch(epoch)
         elif (number, True) == self._members_where:
             self._jump()
         else:
@@ -103,21 +172,17 @@ class Place:
                 if self.astray:
                     raise self.stranger()
                 epoch += 1
-                self._begin_epoch(epoch)
-            self._finish_loop()
+                self._enter_epoch(epoch)
+            self._enter_epoch(None)
             self._leave_loop()
         except GeneratorExit:
             if self.epoch_entered is not None and self.epoch_entered[0] == number:
                 self._break_loop()
             raise
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _enter_epoch(self, epoch: int | None) -> None:
         self.asked = 0
-        self.position.begin_epoch(epoch)
-
-    def _finish_loop(self) -> None:
-        self.asked = 0
-        self.position.finish_loop()
+        self.position.enter_epoch(epoch)
 
     def _jump(self) -> None:
         """To the beginning of the epoch that the members are in, or to behind the loop that they have left last."""
@@ -138,7 +203,7 @@ class Place:
         """Count a run.epochs loop that the script has left by itself, now that the calls in it are over."""
         if self._loop_left:
             self._loop_left = False
-            self._finish_loop()
+            self._enter_epoch(None)
 
     @property
     def _where(self) -> tuple[int, bool]:

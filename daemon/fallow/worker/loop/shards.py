@@ -1,9 +1,12 @@
-"""This member's shards of one inner loop, handed out again as long as the sums are not whole and certain."""
+"""An inner loop: this member's shards, handed out again as long as the sums are not whole and certain.
+
+A newcomer rehearses its first update by itself: whole, but for one batch only, and on throw-away state. That compiles,
+makes the optimizers' state, starts loader processes and fixes the order in which gradients come.
+"""
 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +15,11 @@ import torch
 from fallow.core.shards import Duty
 from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
-from fallow.worker.data.source import Key, Source
+from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
 from fallow.worker.loop.agreement import check_parts
+from fallow.worker.loop.exchange import Ended, Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
-from fallow.worker.loop.opening import Kind
-from fallow.worker.loop.outcome import Ended, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.reduction.step_sums import Sums
 from fallow.worker.transport.waits import Interrupted
 
@@ -37,47 +39,93 @@ _IN_FRONT = (
 )
 
 
-class Shards(Iterator[Any]):
-    """Of one part of an update.
-
-    Args:
-        loop: of the run.
-        update: which this is a part of.
-        phase: its name; empty if the update has one inner loop only.
-    """
+class InnerLoop(Iterator[Any]):
+    """What `for batch in update` goes over; `phase` is empty if the update has one inner loop only."""
 
     def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+        assert loop.member.source is not None
         self._loop = loop
         self._member = loop.member
+        self._source = loop.member.source
         self._update = update
         self.phase = phase
-        self.ended: Ended = Ended.AGAIN
+        self.begun = False
         self.inside = False
         "the script has a batch in its hands"
-        self.begun = False
+        self.ended = Ended.AGAIN
         self._queue: list[Duty] = []
+        "shards that the script has not got yet"
+        self._shard, self._weight = 0, 0.0
+        "of the batch that it got last"
+        self._figures = Figures()
+
+    @property
+    def last_out(self) -> bool:
+        """The script has this member's last shard in its hands."""
+        return self.inside and not self._queue
+
+    def note(self, figures: dict[str, Any]) -> None:
+        """Figures of the shard that the script has in its hands."""
+        if self._weight:
+            self._figures.note(self._shard, self._weight, figures)
+
+    def leave(self) -> str:
+        """The script goes on without an end of this; returns what to say of it."""
+        self.ended = Ended.LEFT
+        self._member.reduction.drop()
+        return (
+            f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
+            "exception that the script caught), where other members would wait for its sums: leave a shard out by "
+            "`continue`, and leave the loop over run.updates by a break behind the inner loop"
+        )
+
+    def complete(self) -> bool:
+        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
+        return True
+
+
+class RehearsedShards(InnerLoop):
+    """A newcomer's: one batch, whose gradients stay as autograd made them. Nobody waits for it."""
+
+    def __next__(self) -> Any:
+        member, batches = self._member, self._update.batches
+        if self.begun:
+            self.inside = False
+            member.reduction.end_body()
+            self._figures.send()
+            member.group.certain()
+            told = self._figures.told()
+            self.ended = Ended.WHOLE
+            self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
+            raise StopIteration
+        self.begun, self._weight = True, 1.0
+        member.seed_random("batch", 0, 0)
+        if 0 not in batches:
+            batches[0] = self._source.example(member.reached)
+        member.seed_random("body", 0, self.phase, 0)
+        member.reduction.begin(self.phase)
+        member.reduction.begin_body(0.0, final=True, live=False)
+        self.inside = True
+        return batches[0]
+
+
+class Shards(InnerLoop):
+    """This member's shards, handed out again as long as the sums are not whole and certain."""
+
+    def __init__(self, loop: Loop, update: Update, phase: str) -> None:
+        super().__init__(loop, update, phase)
         self._dealt = False
         "in the generation at work"
         self._handed = False
         "one of them was handed out"
         self._sums_of = 0
         "generation + 1 in which this member got their sums"
-        self._shard, self._weight, self._samples, self._crc = 0, 0.0, 0, 0
-        self._figures = Figures()
+        self._samples = self._crc = 0
+        "of the shards that it has computed"
         self._steering = 0, 0
         self._piece = torch.empty(0, device="cpu")
         at = self._member.place.position
         self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
-
-    @property
-    def _source(self) -> Source:
-        assert self._member.source is not None
-        return self._member.source
-
-    @property
-    def last_out(self) -> bool:
-        """The script has this member's last shard in its hands."""
-        return self.inside and not self._queue
 
     def __next__(self) -> Any:
         if self.ended is Ended.LEFT:
@@ -102,7 +150,6 @@ class Shards(Iterator[Any]):
         raise StopIteration
 
     def complete(self) -> bool:
-        """Behind the backward of the last shard, for the short loop: True if all members have the sums."""
         try:
             self._end_body()
             self._finish()
@@ -113,21 +160,6 @@ class Shards(Iterator[Any]):
             self.inside = True
             self._member.reduction.resume_body()
         return whole
-
-    def note(self, figures: dict[str, Any]) -> None:
-        """Figures of the shard that the script has in its hands."""
-        if self._weight:
-            self._figures.note(self._shard, self._weight, figures)
-
-    def leave(self) -> str:
-        """The script goes on without an end of this; returns what to say of it."""
-        self.ended = Ended.LEFT
-        self._member.reduction.drop()
-        return (
-            f"step {self._update.step}: the inner loop was left before its end (break, return, itertools.islice, or an "
-            "exception that the script caught), where other members would wait for its sums: leave a shard out by "
-            "`continue`, and leave the loop over run.updates by a break behind the inner loop"
-        )
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -172,7 +204,7 @@ class Shards(Iterator[Any]):
         if duty.counts:
             self._samples += size
             self._crc += self._cut.crcs[duty.shard]
-            self._record(duty.shard, size)
+            self._record(duty.shard)
         member.seed_random("body", at.step, self.phase, duty.shard)
         self._loop.generations.report_arrival()
         member.move()
@@ -190,19 +222,19 @@ class Shards(Iterator[Any]):
             kept[key.shard] = copied(batch)
         return batch
 
-    def _record(self, shard: int, size: int) -> None:
+    def _record(self, shard: int) -> None:
         """In the ledger, once in each generation."""
-        member, at = self._member, self._member.place.position
-        generation = member.group.generation
-        if self._update.recorded(generation, shard):
+        at, generation, recorded = self._member.place.position, self._member.group.generation, self._update.recorded
+        if (generation, shard) in recorded:
             return
-        member.ledger.add(
+        recorded.add((generation, shard))
+        self._member.ledger.add(
             Fed(
                 generation=generation,
                 epoch=at.data_epoch,
                 step=at.step,
                 shard=shard,
-                n=size,
+                n=self._cut.sizes[shard],
                 total=self._cut.samples,
                 crc=self._cut.crcs[shard],
             )
@@ -213,7 +245,7 @@ class Shards(Iterator[Any]):
         member.pace.end_body()
         member.move()
         member.reduction.end_body()
-        if self._shard == 0 and member.group.rank == member.first_with(0, len(self._cut.sizes)):
+        if self._shard == 0 and member.group.rank == 0:  # in every division rank 0 has shard 0; others may have a copy
             member.buffers.keep()
 
     # ------------------------------------------------------------------------------------------------- its end
@@ -225,7 +257,7 @@ class Shards(Iterator[Any]):
             raise FallowError(_CHANGED.format(step=at.step), Exit.DATA)
         self._loop.meeting.hear()
         self._figures.send()
-        told: list[Part] = []
+        parts: list[Part] = []
         rounds = itertools.count()
 
         def tell(sums: Sums) -> Sums:
@@ -234,24 +266,21 @@ class Shards(Iterator[Any]):
             if not member.standing.complete():
                 raise Interrupted(member.group.broken or "the state did not come")
             member.ledger.flush()
-            mine = self._part(sums, next(rounds))
-            parts = self._loop.generations.hear(lambda: member.group.gather(encode(mine)))
-            told[:] = [decode_part(text) for text in parts]
-            check_parts(told, at.step, self._cut, drift=not member.prepared.reproducible)
-            return Sums.joined([part.sums for part in told])
+            own = encode(self._part(sums, next(rounds)))
+            parts[:] = map(decode_part, self._loop.generations.hear(lambda: member.group.gather(own)))
+            check_parts(parts, at.step, self._cut, drift=not member.prepared.reproducible)
+            return Sums.joined([part.sums for part in parts])
 
-        sums = member.reduction.finish(tell, root=member.first_with(0, len(self._cut.sizes)))
-        self._take(Outcome.of(told, sums), sums)
+        sums = member.reduction.finish(tell)
+        self._take(Outcome.of(parts, sums))
 
     def _part(self, sums: Sums, number: int) -> Part:
         member, at = self._member, self._member.place.position
         return Part(
-            op=at.op,
-            place=zlib.crc32(f"{at.step} {len(self._update.phases_done)} {self.phase}".encode()),
-            round=number,
+            place=(at.op, at.step, *self._update.phases_done, self.phase, number),
             samples=self._samples,
             crc=self._crc,
-            switch=self._loop.generations.offered,
+            switch=member.session.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             pace=member.pace.value,
             piece=self._loop.watch.piece(self._piece),
@@ -261,25 +290,24 @@ class Shards(Iterator[Any]):
             notes=self._figures.told(),
         )
 
-    def _take(self, outcome: Outcome, sums: Sums, *, adopted: bool = False) -> None:
+    def _take(self, outcome: Outcome) -> None:
         """Everybody has the sums: they become gradients, unless they have outgrown their scale."""
-        member, at = self._member, self._member.place.position
-        if not member.reduction.give_out(sums):
+        member, at, generation = self._member, self._member.place.position, self._sums_of - 1
+        if not member.reduction.give_out(outcome.sums):
             # The same shards in the same generation: they are in the ledger already, only their batches are used up.
             member.reduction.drop()
-            self._source.replan(Key(at.data_epoch, at.index, 0), member.shards)
+            member.replan()
             member.buffers.restore()
             self._dealt = False
             return
         member.buffers.settle()
         member.standing.settle()  # others told that they have what they took from here
-        at.finish_operation(encode(outcome), self._sums_of - 1)
+        at.finish_operation(encode(outcome), generation)
         at.acts = 0
         self._loop.meeting.forget()
-        if not adopted:
-            self._loop.meeting.compared = member.group.generation, at.call
+        self._loop.meeting.compared = generation, at.call
         self.ended, self._queue = Ended.WHOLE, []
-        self._update.close(self, outcome, generation=-1 if adopted else self._sums_of - 1)
+        self._update.close(self.phase, outcome.means, outcome, generation)
         member.seed_random("behind", at.step, self.phase)
 
     def _come_together(self) -> None:
@@ -296,15 +324,14 @@ class Shards(Iterator[Any]):
 
         if not self._dealt or not member.reduction.held:
             self._sums_of = 0
-        amid = bool(self._update.phases_done)
-        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, amid=amid, rewind=rewind)
+        mid_update = bool(self._update.phases_done)
+        met = self._loop.meeting.come_together(Kind.STEP, sums_of=self._sums_of, mid_update=mid_update, rewind=rewind)
         if met.outcome is not None:
-            concluded = decode_outcome(met.outcome)
-            self._take(concluded, concluded.sums, adopted=True)
+            self._take(decode_outcome(met.outcome))
             return
         # Those who trained on without this member have told of the step that they discarded.
         member.discarded += self._dealt and not member.place.went_back
-        self._loop.check_place(amid=amid)
+        self._loop.check_place(mid_update=mid_update)
         at = member.place.position
         self._cut = self._update.cut = self._source.cut(at.data_epoch, at.index)
         self._dealt = False

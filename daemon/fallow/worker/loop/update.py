@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fallow.core.shards import Cut
 from fallow.model import Exit, FallowError
-from fallow.worker.loop.outcome import Outcome
-from fallow.worker.loop.rehearsal import RehearsedShards
-from fallow.worker.loop.shards import Shards
+from fallow.worker.loop.exchange import Outcome
+from fallow.worker.loop.shards import InnerLoop, RehearsedShards, Shards
 
 if TYPE_CHECKING:
     from fallow.worker.loop.updates import Loop
@@ -25,20 +25,22 @@ class Update:
 
     def __init__(self, loop: Loop, *, rehearsal: bool) -> None:
         self._loop = loop
-        self._rehearsal = rehearsal
-        self.open: Shards | RehearsedShards | None = None
+        self._kind = RehearsedShards if rehearsal else Shards
+        self.began = time.monotonic()
+        self.open: InnerLoop | None = None
         "the inner loop at work"
         self.phases_done: list[str] = []
         "phases that are whole"
         self.outcome: Outcome | None = None
         "of the last of them"
         self.generation = -1
-        "in which it concluded that with the others; -1: it has learned it from them, in a later one"
-        self.cut: Cut | None = None
-        "its shards"
+        "in which its members have concluded that"
+        self.cut = Cut((), (), last=False)
+        "its shards; a rehearsal has none"
         self.batches: dict[int, Any] = {}
         "shard -> its batch, where another phase may need it"
-        self._recorded: set[tuple[int, int]] = set()
+        self.recorded: set[tuple[int, int]] = set()
+        "(generation, shard) that are in the ledger"
         self.figures: dict[str, float] = {}
         "means over all samples of the step, of all its inner loops so far"
 
@@ -52,10 +54,10 @@ class Update:
         """Epoch of `run.epochs`, else passes over the data."""
         return self._loop.member.place.epoch
 
-    def __iter__(self) -> Shards | RehearsedShards:
+    def __iter__(self) -> InnerLoop:
         return self.phase("")
 
-    def phase(self, name: str) -> Shards | RehearsedShards:
+    def phase(self, name: str) -> InnerLoop:
         """The shards once more, for a part of the step with a sum and an optimizer step of its own, as in a GAN.
 
         Args:
@@ -75,7 +77,7 @@ class Update:
                 "`for batch in update.phase(name):`",
                 Exit.DATA,
             )
-        self.open = RehearsedShards(self._loop, self, name) if self._rehearsal else Shards(self._loop, self, name)
+        self.open = self._kind(self._loop, self, name)
         return self.open
 
     def note(self, **figures: float | torch.Tensor) -> None:
@@ -100,30 +102,10 @@ class Update:
             )
         return self.figures[name]
 
-    def recorded(self, generation: int, shard: int) -> bool:
-        """The ledger has this shard of the step; from now on it has, in that generation."""
-        known = (generation, shard) in self._recorded
-        self._recorded.add((generation, shard))
-        return known
-
-    def close(
-        self,
-        part: Shards | RehearsedShards,
-        outcome: Outcome | None,
-        *,
-        generation: int = -1,
-        figures: dict[str, float] | None = None,
-    ) -> None:
-        """An inner loop is whole.
-
-        Args:
-            part: it.
-            outcome: what its members have concluded; None: a rehearsal.
-            generation: in which this member was among them.
-            figures: of a rehearsal.
-        """
-        self.phases_done.append(part.phase)
+    def close(self, phase: str, means: dict[str, float], outcome: Outcome | None = None, generation: int = -1) -> None:
+        """An inner loop is whole; `outcome` is what its members have concluded, if it is none of a rehearsal."""
+        self.phases_done.append(phase)
+        self.figures |= means
         if outcome is not None:
             self._loop.member.recorded_step = self.step
         self.open, self.outcome, self.generation = None, outcome, generation
-        self.figures |= outcome.means if outcome is not None else figures or {}

@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from math import inf
 
 from fallow.core.failures import Apart
+from fallow.core.joining import other_bits
 from fallow.model import Exit, FallowError, WorkerReady
 from fallow.model.bounds import MOST
+from fallow.worker.data import rng
 from fallow.worker.data.source import Source
 from fallow.worker.guards.watch import Watch
+from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.loop.boundary import Boundary
 from fallow.worker.loop.catch_up import CatchUp
+from fallow.worker.loop.exchange import Call, Kind
 from fallow.worker.loop.generations import Generations
-from fallow.worker.loop.meeting import Call, EndedAlone, Meeting
+from fallow.worker.loop.meeting import EndedAlone, Meeting
 from fallow.worker.loop.member import Member
-from fallow.worker.loop.opening import Kind
-from fallow.worker.loop.rehearsal import RehearsedShards, rehearsal
-from fallow.worker.loop.shards import Shards
 from fallow.worker.loop.update import Update
-from fallow.worker.prepared.objects import signature_of
+from fallow.worker.prepared.objects import Prepared, signature_of
 from fallow.worker.prepared.signature import signature
 from fallow.worker.reduction.compiled import graphs_cut_at_buckets
+from fallow.worker.session.session import Session
+from fallow.worker.transport.build import take_to_device
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
+
+_MEETING_S = 300.0
+"""For so long the ranks of a fixed world wait for each other in front of the first step."""
 
 _MOST = 1 << 62
 """Epochs or steps of a call beyond this, as `math.inf` is, are told as this: members send whole numbers."""
 
 
 class Loop:
-    """Drives updates over shards, and changes the membership between them.
-
-    Args:
-        member: this worker.
-        on_resize: called after each change of the membership.
-    """
+    """Drives updates over shards, and changes the membership between them."""
 
     def __init__(self, member: Member, on_resize: list[Callable[[], None]]) -> None:
         self.member = member
         self.watch = Watch(member.prepared)
         self.generations = Generations(member, on_resize)
         self.meeting = Meeting(member, self.generations)
-        self._boundary = Boundary(member, self.generations, self.meeting)
+        self._boundary = Boundary(member, self.generations)
         self._catch_up = CatchUp()
-        self._update: Update | None = None
+        self.update: Update | None = None
         "at work, or the last one"
-        self._inside = False
+        self._in_call = False
         "a call is at work"
         self._call: int | None = None
         "number of the call whose end the members have not agreed on"
         self.rehearsing = False
-        self._rehearsed = False
         self.short = False
         "updates are driven by the short loop, whose gate tells what may act"
-        self._first_step = 0
-        "the members' step, as a newcomer has heard of it"
 
     # ------------------------------------------------------------------------------------------------ a call
 
     def updates(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
         """Updates of one `run.updates` call, see `Run.updates`."""
-        member, place = self.member, self.member.place
-        if self._inside:
+        member, place, session = self.member, self.member.place, self.member.session
+        if self._in_call:
             raise FallowError(
                 "run.updates inside of another loop over run.updates: loops cannot be nested, nor read side by side "
                 "with zip; make one dataset that gives both parts of a batch, write one loop after the other, or give "
@@ -77,17 +79,21 @@ class Loop:
         member.move()
         self.watch.begin_call()
         _ = member.reduction  # it chooses the kernels that the signature tells
-        self.meeting.call = self._facts(source, epochs, max_steps)
-        alone = member.session is None and member.group.size == 1
-        self._inside = True
+        self.meeting.call = self._call_to_compare(source, epochs, max_steps)
+        alone = session is None and member.group.size == 1
+        self._in_call = True
         try:
             with nullcontext() if alone else graphs_cut_at_buckets():
                 if not place.joined:
-                    if member.session is not None and member.session.joins and not self._rehearsed:
-                        yield from self._rehearse()
-                    self._announce(source, epochs, max_steps)
-                    self._boundary.join()
-                    if member.session is not None:
+                    if session is not None:
+                        if session.joins:
+                            yield from self._rehearse()
+                        self._announce(session, source, epochs, max_steps)
+                    else:
+                        _check_fixed_world(member.group, member.prepared)
+                    member.boundary = time.monotonic()
+                    self.meeting.join()
+                    if session is not None:
                         call = place.meet(call)
                 if place.behind(call):
                     self._settle(call)
@@ -96,60 +102,71 @@ class Loop:
                 self._catch_up.put_back()
                 self._call = call
                 member.replan()  # this source may have missed changes while another one was at work
-                yield from self._run(source, epochs, max_steps)
+                yield from self._run(epochs, max_steps)
+                self._call = None
         except GeneratorExit:
             # The user's `break`, or an exception on its way through the loop. Nothing is waited for here: those who
             # come to the end of the call by it agree on that when they do the next thing together.
-            self._close_left()
+            update = self.update
+            if update is not None and update.open is None and update.phases_done:
+                self._close(update)
             raise
         finally:
-            self._inside = False
+            self._in_call = False
             member.ledger.drop_fed()  # of a step that has not come to its sums: the next call does it
             member.move(in_loop=False)
             member.seed_random("between", place.position.step)
 
-    def _run(self, source: Source, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
+    def _run(self, epochs: int, max_steps: int | None) -> Generator[Update, None, None]:
         """Updates until the call is over, or its place is elsewhere."""
-        at = self.member.place
+        member, place = self.member, self.member.place
         while True:
-            while at.position.passes < epochs and (max_steps is None or at.position.call_steps < max_steps):
-                self._boundary.come_together()
-                if at.elsewhere(self._call):
-                    return self._go_elsewhere()
-                self._update = update = Update(self, rehearsal=False)
-                self.member.seed_random("in front", at.position.step)
+            while place.position.passes < epochs and (max_steps is None or place.position.call_steps < max_steps):
+                if self.generations.wanted or self.generations.fresh:
+                    self.meeting.come_together(Kind.STEP)
+                if self._goes_elsewhere(self._call):
+                    return
+                self.update = update = Update(self, rehearsal=False)
+                member.seed_random("in front", place.position.step)
                 yield update
                 self._close(update)
-                self._boundary.take(update)
+                self._boundary.act_on(update)
             self.meeting.joint(Kind.END)
-            if not at.went_back:
+            if not place.went_back:
                 break
-            if at.elsewhere(self._call):
-                return self._go_elsewhere()
-        self._call = None
-        self.member.ledger.flush()
+            if self._goes_elsewhere(self._call):
+                return
+        member.ledger.flush()
 
-    def _go_elsewhere(self) -> None:
-        self._settle(self._call)
-        self._call = None
+    def _goes_elsewhere(self, call: int | None) -> bool:
+        """After a rollback: True if the members are in another place, to which the script comes as a newcomer's."""
+        is_elsewhere = self.member.place.elsewhere(call)
+        if is_elsewhere:
+            self._settle(call)
+        return is_elsewhere
 
-    def check_place(self, *, amid: bool) -> None:
+    def check_place(self, *, mid_update: bool) -> None:
         """Inside of an update: after a rollback, or if the members trained without it, the script must fit in here.
 
         Args:
-            amid: an inner loop of the update is whole, so that its first one cannot begin once more.
+            mid_update: an inner loop of the update is whole, so that its first one cannot begin once more.
 
         Raises:
             FallowError: it is not; another process can.
         """
         place = self.member.place
         went_back = place.went_back
-        if place.elsewhere(self._call) or (went_back and amid):
+        if place.elsewhere(self._call) or (went_back and mid_update):
             raise place.unreachable()
 
     def _close(self, update: Update) -> None:
         """The script is behind an update."""
-        member = self.member
+        self._check_whole(update)
+        self._boundary.finish(update)
+        self.member.move()
+        self.update = None
+
+    def _check_whole(self, update: Update) -> None:
         if update.open is not None:
             raise FallowError(update.open.leave(), Exit.DATA)
         if not update.phases_done:
@@ -158,55 +175,40 @@ class Loop:
                 "of the optimizer's step; neither make a list of run.updates nor of an update",
                 Exit.DATA,
             )
-        self._boundary.finish(update)
-        assert member.source is not None
-        member.move()
-        self._update = None
-
-    def _close_left(self) -> None:
-        update = self._update
-        if update is not None and update.open is None and update.phases_done and not self.rehearsing:
-            self._close(update)
 
     @property
     def step(self) -> int:
         """Number of the update at work, or finished ones."""
-        return self._first_step if self.rehearsing else self.member.place.position.step
-
-    @property
-    def update(self) -> Update | None:
-        """The one at work."""
-        return self._update
+        return self.member.first_step if self.rehearsing else self.member.place.position.step
 
     # -------------------------------------------------------------------------------------------------- newcomers
 
     def _rehearse(self) -> Generator[Update, None, None]:
+        """A newcomer's first update. All that was prepared is afterwards as before, also if the script leaves it."""
         member = self.member
-        self._first_step = member.first_step
         self.rehearsing = True
-        self._update = update = Update(self, rehearsal=True)
+        self.update = update = Update(self, rehearsal=True)
         try:
-            with rehearsal(member):
-                yield update
+            before = Snapshot(member.prepared)
+            try:
+                with rng.kept():
+                    yield update
+            finally:
+                before.restore()
+                for _, parameter in member.prepared.parameters():
+                    parameter.grad = None
+                if member.saver is not None:
+                    member.saver.asked = False
+            self._check_whole(update)
         finally:
-            self.rehearsing, self._update = False, None
-        if not update.phases_done:
-            raise FallowError(
-                "an update without its inner loop: `for batch in update: ...backward()` in front of the step", Exit.DATA
-            )
-        self._rehearsed = True
+            self.rehearsing, self.update = False, None
 
-    def _announce(self, source: Source, epochs: int, max_steps: int | None) -> None:
+    def _announce(self, session: Session, source: Source, epochs: int, max_steps: int | None) -> None:
         """Tell the head that this worker is ready, with a signature of the state."""
-        session, prepared = self.member.session, self.member.prepared
-        if session is None:
-            return
+        prepared = self.member.prepared
         ends = [max_steps, None if source.steps is None else source.steps * epochs]
-        total = min((end for end in ends if end is not None), default=None)
-        if total is not None:
-            total *= self.member.place.epochs_in_loop
-            total = total if total <= MOST else None
-        session.progress.total_steps = total
+        total = min((end for end in ends if end is not None), default=inf) * self.member.place.epochs_in_loop
+        total_steps = self.member.progress.total_steps = int(total) if total <= MOST else None
         layout = prepared.layout()
         session.announce(
             WorkerReady(
@@ -216,7 +218,7 @@ class Loop:
                 arithmetic=signature(prepared.devices()) if prepared.reproducible else [],
                 shards=source.shards,
                 global_batch=source.global_batch,
-                total_steps=total,
+                total_steps=total_steps,
             ),
             prepared.device,
         )
@@ -231,7 +233,7 @@ class Loop:
         elif not self.member.place.in_sync:
             self._catch_up.keep(self.member.prepared)
 
-    def _facts(self, source: Source, epochs: int, max_steps: int | None) -> Call:
+    def _call_to_compare(self, source: Source, epochs: int, max_steps: int | None) -> Call:
         # The script may have left the loop over epochs, too, when it tells that it has left the call.
         loop, epoch = self.member.place.epoch_entered or (-1, -1)
         most = -1 if max_steps is None else int(min(max_steps, _MOST))
@@ -250,29 +252,20 @@ class Loop:
             EndedAlone: so they do, and it is the script's end.
         """
         place = self.member.place
-        if self._call is not None and not self._inside:
-            if self._update is not None and self._update.open is not None:
-                self._left_amid(self._update.open, script)
-            self._update = None
+        if self._call is not None and not self._in_call:
+            update, self.update = self.update, None
+            if update is not None and update.open is not None:
+                text = update.open.leave()
+                if script:  # by `sys.exit`, say, whose code must not become another one
+                    sys.stderr.write(f"fallow: {text}\n")
+                    raise EndedAlone
+                if sys.exc_info()[0] is None:
+                    raise Apart(text)
             self._call = None
             self.meeting.joint(Kind.END, ended=script)
-            self._went_back()
-        if not self._inside:
+            self._goes_elsewhere(None)
+        if not self._in_call:
             place.finish_left_loop()
-
-    def _left_amid(self, shards: Shards | RehearsedShards, script: bool) -> None:
-        text = shards.leave()
-        self._update = None
-        if sys.exc_info()[0] is None and not script:
-            raise Apart(text)
-        if script:  # by `sys.exit`, say, whose code must not become another one
-            sys.stderr.write(f"fallow: {text}\n")
-            raise EndedAlone
-
-    @property
-    def answer(self) -> float:
-        """What the last joint call of the members gave; 0: there was none."""
-        return self.meeting.answer
 
     def check_step(self) -> None:
         """A prepared optimizer is about to step.
@@ -280,7 +273,7 @@ class Loop:
         Raises:
             FallowError: where gradients are not whole.
         """
-        update = self._update
+        update = self.update
         if update is None:
             return
         if not self.rehearsing:
@@ -313,15 +306,15 @@ class Loop:
         """The mean of the members' values: between inner loops, or outside of all calls."""
         if self.rehearsing:
             return value
-        if self._inside:
-            if self._update is not None and self._update.open is not None:
+        if self._in_call:
+            if self.update is not None and self.update.open is not None:
                 raise FallowError(
                     f"run.{kind.name.lower()} inside the inner loop: write update.note(x=...) there and "
                     "update.mean('x') behind it",
                     Exit.DATA,
                 )
-            answer = self.meeting.joint(kind, value, amid=True)
-            self.check_place(amid=True)
+            answer = self.meeting.joint(kind, value, mid_update=True)
+            self.check_place(mid_update=True)
             return answer
         self.end_call()
         place = self.member.place
@@ -332,10 +325,21 @@ class Loop:
         if not place.in_sync:
             return value
         answer = self.meeting.joint(kind, value)
-        self._went_back()
+        self._goes_elsewhere(None)
         return answer
 
-    def _went_back(self) -> None:
-        """Behind a call: if the members went back to a checkpoint, the script comes to it as a newcomer's does."""
-        if self.member.place.elsewhere(None):
-            self._settle(None)
+
+def _check_fixed_world(group: Group, prepared: Prepared) -> None:
+    """Refuse ranks without a connection, and in a reproducible world ranks that would compute other bits."""
+    own = signature(prepared.devices()) if prepared.reproducible else []
+    try:
+        take_to_device(group, prepared.device, _MEETING_S)
+        first, *others = [text.decode().splitlines() for text in group.gather("\n".join(own).encode())]
+    except Interrupted as error:
+        raise FallowError(
+            f"the first exchange between the ranks failed: {error}; see the other ranks' output"
+        ) from None
+    for rank, other in enumerate(others, start=1):
+        problem = other_bits(first, other)
+        if problem is not None:
+            raise FallowError(f"rank {rank} does not fit to rank 0: {problem}", Exit.DATA)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from fallow.model import Beat, Doing
 from fallow.worker.transport.group import Group
@@ -11,13 +12,12 @@ from fallow.worker.transport.group import Group
 
 @dataclass(slots=True)
 class Progress:
-    """What the beats tell; written by the training thread, plain assignments only."""
+    """What the beats tell, under `Beat`'s names; written by the training thread, plain assignments only."""
 
     generation: int = 0
     step: int = 0
     epoch: int = 0
     reached: tuple[int, int] = (0, 0)
-    held: bool = False
     loss: float | None = None
     samples_per_s: float = 0.0
     shards: int = 0
@@ -50,24 +50,9 @@ class Progress:
         doing = Doing.WORKING if self.in_loop else Doing.OUTSIDE
         return doing, now - max(self.moved_at, group.turned_at if group is not None else 0.0)
 
-    def beat(self, worker: str, prepared: int, doing: Doing, stalled_s: float) -> Beat:
-        """The heartbeat that tells it."""
-        return Beat(
-            worker=worker,
-            generation=self.generation,
-            prepared=prepared,
-            step=self.step,
-            held=self.held,
-            epoch=self.epoch,
-            reached=self.reached,
-            loss=self.loss,
-            samples_per_s=self.samples_per_s,
-            shards=self.shards,
-            pace_s=self.pace_s,
-            total_steps=self.total_steps,
-            scalars=self.scalars,
-            doing=doing,
-            stalled_s=stalled_s,
-            unrecorded=self.unrecorded,
-            busy_links=self.busy_links,
-        )
+    def told(self) -> dict[str, Any]:
+        """The fields of a `Beat` that are kept here, by name."""
+        return {name: getattr(self, name) for name in _TOLD}
+
+
+_TOLD = [field.name for field in fields(Progress) if field.name in Beat.__struct_fields__]

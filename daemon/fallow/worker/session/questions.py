@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -16,17 +17,13 @@ _ASK_AGAIN_S = 1.0
 
 
 class Questions:
-    """Those that are under way.
-
-    Args:
-        send: sends one to the head.
-    """
+    """Those that are under way."""
 
     def __init__(self, send: Callable[[KvRequest], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._answers: dict[int, KvReply | None] = {}
-        self._last = 0
+        self._numbers = itertools.count(1)
         self._given_up = 0
 
     def ask(self, generation: int, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
@@ -35,10 +32,8 @@ class Questions:
         Raises:
             RuntimeError: the head did not answer, or the generation was given up.
         """
-        with self._changed:
-            self._last += 1
-            number = self._last
-            self._answers[number] = None
+        number = next(self._numbers)
+        self._answers[number] = None
         request = KvRequest(id=number, generation=generation, op=op, keys=keys, value=value, timeout_s=timeout_s)
         end = time.monotonic() + timeout_s + _REFUSAL_S
         try:

@@ -19,6 +19,7 @@ import fallow
 from fallow.model import (
     PROTOCOL,
     Abort,
+    Beat,
     BeatAck,
     Checkpointed,
     CheckpointNoted,
@@ -85,13 +86,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        worker: str,
-        address: str,
-        connect: Connect,
-        *,
-        grouped: bool = True,
-        ports: range | None = None,
+        self, worker: str, address: str, connect: Connect, *, grouped: bool = True, ports: range | None = None
     ) -> None:
         self.worker = worker
         self.progress = Progress()
@@ -116,10 +111,12 @@ class Session:
         self._retired: list[Group] = []
         self._ready: WorkerReady | None = None
         self._ready_seen = False
-        self._end: FallowError | Dismiss | None = None
-        self._others: OthersFinished | None = None
+        self._end: FallowError | Dismissed | None = None
+        "the head has ended this worker"
+        self._others: OthersEnded | None = None
         self._deadline: float | None = None
-        self._checkpoint_wanted = False
+        self.checkpoint_wanted = False
+        "the head asks for one; False again once this member has begun it"
         self._warned = False
         self.checkpoint_due_at: float | None = None
         "when the next periodic one is due, on the monotonic clock, as the head has last told; None: it has not"
@@ -236,7 +233,16 @@ class Session:
             upcoming = self._next
             standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
             doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)
-            self.send(self.progress.beat(self.worker, standing, doing, stalled_s))
+            self.send(
+                Beat(
+                    worker=self.worker,
+                    prepared=standing,
+                    held=self._held is not None,
+                    doing=doing,
+                    stalled_s=stalled_s,
+                    **self.progress.told(),
+                )
+            )
             self._report_held()
             for written in list(self._unnoted.values()):
                 self.send(written)
@@ -254,36 +260,33 @@ class Session:
             match message:
                 case Welcome():
                     self._welcome = message
-                    self.is_main, self.joins = message.main, message.joins
-                    self.members_reached = message.reached
-                    self._date_checkpoint(message.checkpoint_in_s)
+                    self._learn(message)
                 case Prepare():
                     self._on_prepare(message)
                 case Commit():
                     if self._next is not None and self._next.prepare.generation == message.generation:
                         self._next.committed = True
                 case Abort():
-                    self._on_abort(message)
+                    if self._next is not None and self._next.prepare.generation == message.generation:
+                        self._drop_next(message.reason)
                 case Interrupt():
                     self._break(message.generation, message.reason)
                 case BeatAck():
                     self._acks += 1
                     self._ready_seen = message.ready
-                    self.is_main, self.joins = message.main, message.joins
-                    self.members_reached = message.reached
+                    self._learn(message)
                     if message.deadline_in_s is not None:
                         self._deadline = time.monotonic() + message.deadline_in_s
-                    self._date_checkpoint(message.checkpoint_in_s)
                     self.checkpoint_given_up = message.checkpoint_given_up
                 case SaveCheckpoint():
-                    self._checkpoint_wanted = True
+                    self.checkpoint_wanted = True
                 case CheckpointNoted():
                     self._unnoted.pop(message.path, None)
                 case Dismiss():
-                    self._end = message
+                    self._end = Dismissed(message)
                     self._break(self._highest, message.reason)
                 case OthersFinished():
-                    self._others = message
+                    self._others = OthersEnded(message)
                     self._break(self._highest, "the others have finished")
                 case Refused():
                     self._end = FallowError(message.message, exit_code(message.code))
@@ -292,9 +295,10 @@ class Session:
                     self._questions.answer(message)
             self._changed.notify_all()
 
-    def _date_checkpoint(self, in_s: float | None) -> None:
-        if in_s is not None:
-            self.checkpoint_due_at = time.monotonic() + in_s
+    def _learn(self, message: Welcome | BeatAck) -> None:
+        self.is_main, self.joins, self.members_reached = message.main, message.joins, message.reached
+        if message.checkpoint_in_s is not None:
+            self.checkpoint_due_at = time.monotonic() + message.checkpoint_in_s
 
     def _on_prepare(self, prepare: Prepare) -> None:
         known = self._next
@@ -312,10 +316,6 @@ class Session:
         threading.Thread(
             target=self._build, args=(self._next,), name=f"build-{prepare.generation}", daemon=True
         ).start()
-
-    def _on_abort(self, abort: Abort) -> None:
-        if self._next is not None and self._next.prepare.generation == abort.generation:
-            self._drop_next(abort.reason)
 
     def _drop_next(self, reason: str) -> None:
         dropped, self._next = self._next, None
@@ -369,7 +369,6 @@ class Session:
     def hold(self, generation: int, reason: str) -> None:
         """The group of `generation` is broken; repeated with the beats until the head has heard of it."""
         self._held = Held(worker=self.worker, generation=generation, step=self.progress.step, reason=reason)
-        self.progress.held = True
         self._report_held()
 
     def _report_held(self) -> None:
@@ -379,21 +378,15 @@ class Session:
             self.send(held)
 
     @property
-    def switch_committed(self) -> bool:
-        """True once a planned change is committed and its group stands here."""
-        upcoming = self._next
-        return upcoming is not None and upcoming.committed and upcoming.standing
-
-    @property
     def switch_offered(self) -> int:
-        """Number of the generation to which that change leads; 0: there is none."""
+        """Number of the next generation once it is committed and its group stands here; 0: there is none."""
         upcoming = self._next
-        return upcoming.prepare.generation if upcoming is not None and self.switch_committed else 0
+        return upcoming.prepare.generation if upcoming and upcoming.committed and upcoming.standing else 0
 
     @property
     def superseded(self) -> bool:
         """The generation that was taken is over: a newer one is committed, or the head has ended it or this worker."""
-        return self.switch_committed or self._broken_upto >= self._taken or self._end is not None
+        return self.switch_offered > 0 or self._broken_upto >= self._taken or self._end is not None
 
     @property
     def ended(self) -> bool:
@@ -404,15 +397,6 @@ class Session:
     def patience_s(self) -> float:
         """For how long a silent head is waited for."""
         return self._welcome.head_patience_s if self._welcome is not None else 0.0
-
-    @property
-    def checkpoint_wanted(self) -> bool:
-        """The head asked for a durable checkpoint."""
-        return self._checkpoint_wanted
-
-    def checkpoint_done(self) -> None:
-        """The checkpoint that was asked for is taken."""
-        self._checkpoint_wanted = False
 
     def announce_checkpoint(self, written: Checkpointed) -> None:
         """It is complete; repeated with the beats until the head has noted it."""
@@ -448,37 +432,37 @@ class Session:
     def _take_committed(
         self, meanwhile: Callable[[], bool], answers: Callable[[Prepare], bool]
     ) -> tuple[Upcoming, Group | None]:
-        assert self._welcome is not None
-        busy = True
+        busy, waiting_since = True, time.monotonic()
         with self._changed:
-            waiting_since = time.monotonic()
-            while not self.switch_committed:
-                self._raise_end()
-                self._raise_answer(answers)
-                silent = time.monotonic() - max(self._link.last_heard, waiting_since)
-                left = self._welcome.head_patience_s - silent
+            while True:
+                taken, is_committed = self._next, self.switch_offered > 0
+                if not is_committed:
+                    self._raise_end()
+                if taken is not None and taken.prepare.outcome is not None and answers(taken.prepare):
+                    self._held = None
+                    raise Answered(taken.prepare.outcome)
+                if taken is not None and is_committed:
+                    break
+                left = self.patience_s - (time.monotonic() - max(self._link.last_heard, waiting_since))
                 if left <= 0:
                     raise FallowError(
-                        f"worker {self.worker}: the head was silent for {self._welcome.head_patience_s:g} s while "
-                        "this worker waited for a new generation; state is in the newest checkpoint",
+                        f"worker {self.worker}: the head was silent for {self.patience_s:g} s while this worker waited "
+                        "for a new generation; state is in the newest checkpoint",
                         Exit.TEMPFAIL,
                     )
                 if not busy:
                     self._changed.wait(min(left, 1.0))
-                if not self.switch_committed:
+                if not self.switch_offered:
                     self._changed.release()  # messages arrive while something else is done
                     try:
                         busy = meanwhile()
                     finally:
                         self._changed.acquire()
-            self._raise_answer(answers)
-            taken = self._next
-            assert taken is not None
             self._next = None
             self._taken = taken.prepare.generation
             self._peer_addresses = frozenset(peer.address for peer in taken.prepare.members) - {self.address}
             # What it waits for from here on are the new generation's members.
-            self._held, self.progress.held = None, False
+            self._held = None
             old, self._current = self._current, taken.group
             if taken.group is not None and taken.prepare.generation <= self._broken_upto:
                 taken.group.interrupt(self._why_broken)
@@ -489,39 +473,19 @@ class Session:
         while self._retired:
             reap(self._retired.pop())
 
-    def _raise_answer(self, answers: Callable[[Prepare], bool]) -> None:
-        prepare = None if self._next is None else self._next.prepare
-        if prepare is not None and prepare.outcome is not None and answers(prepare):
-            self._held, self.progress.held = None, False
-            raise Answered(prepare.outcome)
-
     def _raise_end(self) -> None:
-        if isinstance(self._end, Dismiss):
-            raise Dismissed(self._end)
-        if self._end is not None:
-            raise self._end
-        if self._others is not None:
-            raise OthersEnded(self._others)
+        end = self._end or self._others
+        if end is not None:
+            raise end
 
 
 def connection(secret: WorkerSecret) -> Connect:
     """Makes the link that an agent's secret is for."""
+    from fallow.wire.link import Link
 
-    def connect(on_message: Callable[[ToWorker], None], on_connect: Callable[[], None]) -> Channel:
-        from fallow.wire.link import Link
-
-        return Link(
-            secret.endpoint,
-            secret.server_key,
-            secret.public_key,
-            secret.secret_key,
-            ToWorker,
-            on_message,
-            Path(secret.head_file) if secret.head_file else None,
-            on_connect=on_connect,
-        )
-
-    return connect
+    keys = secret.endpoint, secret.server_key, secret.public_key, secret.secret_key
+    head_file = Path(secret.head_file) if secret.head_file else None
+    return lambda on_message, on_connect: Link(*keys, ToWorker, on_message, head_file, on_connect=on_connect)
 
 
 class Dismissed(Exception):

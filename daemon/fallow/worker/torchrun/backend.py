@@ -252,7 +252,7 @@ class Handler(RendezvousHandler):
         session = self.session
         if self._taken is generation and not session.superseded:
             return
-        if self._ended and session.switch_committed:
+        if self._ended and session.switch_offered:
             taken = self._await_generation()
             HeadStore(taken.prepare.generation, len(taken.prepare.members), session.ask, _TELL_S).set(
                 f"at/{taken.rank}", _DONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,9 +39,9 @@ def bind(device: torch.device, local_size: int, folder: Path = _PCI) -> set[int]
 
 def _address(device: torch.device) -> str:
     """As PCI devices are named. Raises ValueError: torch does not tell."""
-    module = torch.get_device_module(device)
-    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    module: Any = torch.get_device_module(device)
     try:
+        properties = module.get_device_properties(device)
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError as error:
         raise ValueError("no PCI address") from error

@@ -1,19 +1,106 @@
-"""What a step's members tell each other once they have its sums, and what all conclude from that.
+"""What members tell each other of an operation, and what all of them conclude.
 
-A member tells its part only when it has the sums. So who has heard all parts knows that every member has them, and may
-act; who is interrupted before still holds them, and needs nothing but the outcome, a few bytes.
+Inner loops and joint calls (mean, barrier, the end of a call) are operations, counted alike on all members. At the
+beginning of one each member tells its *opening*: where it is in the script, and what its state is worth. Nobody
+finishes an operation before all have begun it, so a member that is elsewhere in the script is found here and not by a
+wait.
+
+Behind the sums of an inner loop each member tells its *part*, and only when it has the sums. So who has heard all parts
+knows that every member has them, and may act; who is interrupted before still holds them, and needs nothing but the
+*outcome*, a few bytes.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
+from typing import NamedTuple
 
 import msgspec
 
-from fallow.worker.prepared.checksum import majority_and_others
 from fallow.worker.reduction.step_sums import Sums
+
+
+class Kind(IntEnum):
+    """Of an operation."""
+
+    STEP = 0
+    END = 1
+    "of a run.updates call"
+    MEAN = 2
+    BARRIER = 3
+    COMING = 4
+    "none: a newcomer on its way to where the members are"
+
+
+JOINT = (Kind.END, Kind.MEAN, Kind.BARRIER)
+
+
+class Call(NamedTuple):
+    """A run.updates call, as members compare it."""
+
+    shards: int = 0
+    "in a full step"
+    batch_size: int = 0
+    samples: int = -1
+    "in one epoch of the data, see `Source`"
+    epochs: int = 0
+    max_steps: int = -1
+    "-1: as many as there are"
+    loop: int = -1
+    "number of the run.epochs loop that the call is in; -1: none"
+    epoch: int = -1
+    "of that loop"
+
+
+class Opening(NamedTuple):
+    """Of one member."""
+
+    generation: int
+    op: int
+    "finished operations"
+    kind: int
+    step: int
+    mid_update: int
+    "1: inside of an update, behind the place where newcomers begin it"
+    ended: int
+    "1: its script is over"
+    standing: int
+    "what its state is worth, see `Standing`"
+    sums_of: int
+    "generation + 1 in which it got the sums of the operation at work, complete; 0: it has not got them"
+    concluded: int
+    "generation + 1 in which the last operation was concluded; 0: there was none"
+    whole: int
+    "1: state must be handed over while nobody computes, see `Standing`"
+    since: int
+    "generation in which it became a member"
+    fingerprint: int
+    "of its weights, where a generation begins; else 0"
+    modes: int
+    "likewise, of what is frozen and what rests"
+    pace: float
+    "seconds per shard; 0: not measured"
+    value: float
+    "its part of a joint call"
+    call: Call = Call()
+
+
+_OWN = len(Opening._fields) - 1
+_FORM = struct.Struct(f"<{_OWN - 2}q2d{len(Call._fields)}q")
+
+
+def pack(opening: Opening) -> bytes:
+    """Equally many bytes on all members."""
+    return _FORM.pack(*opening[:_OWN], *opening.call)
+
+
+def unpack(text: bytes) -> Opening:
+    """What `pack` gave."""
+    fields = _FORM.unpack(text)
+    return Opening._make([*fields[:_OWN], Call._make(fields[_OWN:])])
 
 
 class Ended(Enum):
@@ -30,11 +117,8 @@ class Ended(Enum):
 class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of one member, told behind a round of sums."""
 
-    op: int
-    "number of the operation, counted alike by all"
-    place: int
-    "checksum of the step and the phase"
-    round: int
+    place: tuple[int | str, ...]
+    "number of the operation, of the step, its phases until now, number of the round"
     samples: int
     "of the shards that it has computed"
     crc: int
@@ -86,12 +170,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def drifted(self) -> bool:
         """The members began the step with unlike weights."""
         return len(set(self.pieces)) > 1
-
-
-def strangers(pieces: Sequence[int]) -> list[int]:
-    """Ranks whose weights are not those of most members; empty where no side is the majority."""
-    most, others = majority_and_others(pieces)
-    return others if len(most) > len(others) else []
 
 
 def exact_sum(values: Sequence[float]) -> float:
