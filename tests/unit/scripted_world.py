@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -221,11 +222,17 @@ class World:
         for name in names:  # before anybody steps: each run adds to what the process does at every optimizer's step
             self._begin(name)
         threads = [threading.Thread(target=self._member, args=(name, script, found), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 2 * DEADLINE_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        # torch reads a generator's state under that generator's lock. A collection there may hand the interpreter to a
+        # thread that wants the lock, and keeps the interpreter while it waits.
+        gc.disable()
+        try:
+            for thread in threads:
+                thread.start()
+            end = time.monotonic() + 2 * DEADLINE_S
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+        finally:
+            gc.enable()
         assert not any(thread.is_alive() for thread in threads), "a member hangs"
         return found
 

@@ -22,8 +22,6 @@ from fallow.worker.transport.waits import Interrupted
 _ALONE = Prepare(term=0, generation=0, replaces=0, members=[], interrupt=False, timeout_s=0.0)
 "A fixed world's only generation."
 
-
-_encode = msgspec.msgpack.encode
 _decode_parts = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
@@ -117,8 +115,9 @@ class Generations:
             heard = node.share(None)
             if heard is None:
                 raise
-            return _decode_parts(heard)
-        node.share(_encode(parts))
+            found: list[bytes] = _decode_parts(heard)
+            return found
+        node.share(msgspec.msgpack.encode(parts))
         return parts
 
     def _report_break(self) -> None:
