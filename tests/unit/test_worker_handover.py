@@ -33,7 +33,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import stream
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.stream import Card, Streams, sources
+from fallow.worker.transport.stream import Streams, sources
 from fallow.worker.transport.waits import Interrupted
 
 DEADLINE_S = 20.0
@@ -757,15 +757,16 @@ def test_t8_what_arrives_damaged_again_and_again_ends_the_newcomer_alone(
 
 
 def test_a_stranger_is_not_served() -> None:
-    streams = Streams(7, "127.0.0.1")
+    """Nor is a member of another generation, whose token is another one."""
+    streams, former = Streams(7, 0, 2, "127.0.0.1"), Streams(6, 0, 2, "127.0.0.1")
     served: list[socket.socket] = []
     streams.serve(served.append)
-    card = streams.card(holds=True)
-    assert Card.decode(card.encode()) == card
-    for token, generation in ((bytes(16), 7), (card.token, 6)):
+    card = streams.card
+    for token in (bytes(16), former.card.token):
         with socket.create_connection((card.address, card.port), timeout=DEADLINE_S) as line:
-            line.sendall(stream._HELLO.pack(token, generation))
+            line.sendall(stream._HELLO.pack(token, 1, False))
             assert line.recv(1) == b""
+    former.close()
     assert not served
     streams.close()
     with pytest.raises(OSError, match="refused"):

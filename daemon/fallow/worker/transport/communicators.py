@@ -1,15 +1,19 @@
 """Communicators: collectives over the tensors of one device.
 
 Which one is taken is torch's choice for the device type: gloo on the host, `nccl` (also AMD's) or `xccl`, or what a
-package has registered. A device communicator is expected to have ProcessGroupNCCL's methods and habits: a collective is
-complete on the communicator's own stream, `Work.wait` makes the current stream wait and not the host, `abort` ends what
-hangs and leaves garbage, and an error of the communicator shows in `get_error` alone.
+package has registered. Where torch has none, collectives go through the host (`Staged`).
+
+A device communicator is expected to have ProcessGroupNCCL's methods and habits: a collective is complete on the
+communicator's own stream, `Work.wait` makes the current stream wait and not the host, `abort` ends what hangs and
+leaves garbage, and an error of the communicator shows in `get_error` alone.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -28,6 +32,8 @@ from fallow.worker.transport.gloo import COLLECTIVE_TIMEOUT, reason
 
 _WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 "Else torch ends the process when a peer is lost, which is not the end of it here."
+
+_POLL_S = 1e-3
 
 
 class Work(Protocol):
@@ -82,16 +88,78 @@ class Communicator:
         self._process_group.shutdown()
 
 
+class Staged(Communicator):
+    """Takes device tensors through the host, over a gloo group. Nothing overlaps."""
+
+    failure: str | None = None
+
+    def sum(self, tensor: torch.Tensor) -> Work:
+        return _StagedWork(self, tensor, tensor, lambda _, taken: Communicator.sum(self, taken))
+
+    def copy(self, tensor: torch.Tensor, root: int) -> Work:
+        return _StagedWork(self, tensor, tensor, lambda _, taken: Communicator.copy(self, taken, root))
+
+    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> Work:
+        return _StagedWork(
+            self, given, taken, lambda given, taken: Communicator.exchange(self, given, counts, taken, arriving)
+        )
+
+    def collect(self, piece: torch.Tensor, whole: torch.Tensor) -> Work:
+        return _StagedWork(self, piece, whole, lambda piece, whole: Communicator.collect(self, piece, whole))
+
+    def error(self) -> str | None:
+        return self.failure
+
+    def abort(self) -> None:
+        self.failure = self.failure or "aborted"
+
+    def shutdown(self) -> None:
+        """The group of the host tensors is its owner's."""
+
+
+class _StagedWork:
+    """A collective that begins when somebody waits for it: all members wait in the order of the launches."""
+
+    def __init__(
+        self,
+        transport: Staged,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        launch: Callable[[torch.Tensor, torch.Tensor], Any],
+    ) -> None:
+        self._transport, self._taken, self._launch = transport, taken, launch
+        self._given_on_host = devices.to_host(given)
+        self._taken_on_host = self._given_on_host if taken is given else devices.to_host(taken)
+        self._copied = devices.event(transport.device)
+
+    def wait(self) -> None:
+        transport = self._transport
+        devices.wait(self._copied, transport.error)
+        try:
+            if transport.failure is None:
+                work = self._launch(self._given_on_host, self._taken_on_host)
+                while not work.is_completed() and transport.failure is None:
+                    time.sleep(_POLL_S)
+                if transport.failure is None:
+                    work.wait()
+                    self._taken.copy_(self._taken_on_host, non_blocking=True)
+        except RuntimeError as error:
+            transport.failure = reason(error)
+
+
 def exists(device: torch.device) -> bool:
     """True if torch has a communicator for this device, which is asynchronous."""
     return devices.asynchronous(device) and _maker(device) is not None
 
 
-def connect(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Communicator:
+def connect(
+    device: torch.device, gloo_group: Any, store: Store, rank: int, size: int, timeout_s: float
+) -> Communicator:
     """Make the communicator of a device, with its connections where it can make them before the first collective.
 
     Args:
-        device: has a communicator.
+        device: of the tensors that will be summed.
+        gloo_group: of the same ranks; used where torch has no communicator for the device.
         store: rendezvous, private to the communicator.
         rank: this process's place, 0-based.
         size: members.
@@ -100,8 +168,15 @@ def connect(device: torch.device, store: Store, rank: int, size: int, timeout_s:
     Raises:
         RuntimeError: the others did not come, or the communicator refused.
     """
+    if not devices.asynchronous(device):
+        return Communicator(gloo_group, device)
     make = _maker(device)
-    assert make is not None
+    if make is None:
+        warnings.warn(
+            f"torch has no communicator for devices of type {device.type}: gradients go through the host, slowly",
+            stacklevel=2,
+        )
+        return Staged(gloo_group, device)
     made: list[Any] = []
     errors: list[Exception] = []
 

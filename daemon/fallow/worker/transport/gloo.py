@@ -44,7 +44,6 @@ def connect(
         RuntimeError: the others did not come.
         OSError: no listener could be had.
     """
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
     # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
     if ports is None:
@@ -52,10 +51,13 @@ def connect(
     else:
         device, moved = device_within(address, ports)
         store = MovedStore(store, moved)
-    options._devices = [device]
-    options._timeout = timedelta(seconds=timeout_s)
     for name in names:
-        yield ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [device]
+        options._timeout = timedelta(seconds=timeout_s)
+        group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        group._set_default_timeout(COLLECTIVE_TIMEOUT)
+        yield group
 
 
 def close_connections(group: Any) -> None:

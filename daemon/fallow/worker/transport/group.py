@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from fallow.model import Exit, FallowError
+from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport import gloo
 from fallow.worker.transport.communicators import Communicator, Work
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
@@ -44,7 +45,7 @@ class Connections:
     """What the members of a group are connected by."""
 
     gloo_groups: list[Any] = field(default_factory=list)
-    "the first is control's"
+    "the first is control's, the last can sum tensors of the host"
     transport: Communicator | None = None
     streams: Streams | None = None
     store: Any = None
@@ -52,18 +53,10 @@ class Connections:
 
 
 class Told:
-    """Bytes of all members, on their way.
+    """Bytes of all members, on their way: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
 
-    Args:
-        group: theirs.
-        taken: filled with them, by rank.
-        lengths: of each member's bytes.
-        work: fills `taken`; None: nobody else has any.
-    """
-
-    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], work: Any = None) -> None:
-        self._group, self._taken, self._lengths = group, taken, lengths
-        self.works = [] if work is None else [work]
+    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], works: Sequence[Any] = ()) -> None:
+        self._group, self._taken, self._lengths, self._works = group, taken, lengths, works
 
     def wait(self, timeout_s: float | None = None) -> list[bytes]:
         """Wait for the bytes of all members, by rank.
@@ -71,7 +64,9 @@ class Told:
         Raises:
             Interrupted: the group is broken, or `timeout_s` has passed.
         """
-        self._group._finish_telling(self, timeout_s)
+        self._group.finish(self._works, timeout_s)
+        self._group._tellings.discard(self)
+        self._works = ()
         data, ends = self._taken.numpy().tobytes(), list(itertools.accumulate(self._lengths))
         return [data[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
 
@@ -103,10 +98,10 @@ class Group(Waits):
         self.rank = rank
         self.size = size
         self.device = device
-        self._connections = connections
+        self.connections = connections
         self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
         "of the transport; on a device the tensors stay until a stream waits for the work"
-        self._tellings: list[Told] = []
+        self._tellings: set[Told] = set()
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
@@ -114,14 +109,14 @@ class Group(Waits):
     @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
-        return self.broken is not None and self._connections is not None
+        return self.broken is not None and self.connections is not None
 
     @property
     def streams(self) -> Streams:
         """Transfers of state between two members; they end with the group."""
-        assert self._connections is not None, "a world of one hands nothing over"
-        assert self._connections.streams is not None
-        return self._connections.streams
+        assert self.connections is not None, "a world of one hands nothing over"
+        assert self.connections.streams is not None
+        return self.connections.streams
 
     # -------------------------------------------------------------------------------------------------- its end
 
@@ -135,7 +130,7 @@ class Group(Waits):
     def _begin_abort(self) -> None:
         # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
         with self._guard:
-            transport = self._connections.transport if self._connections is not None else None
+            transport = self.connections.transport if self.connections is not None else None
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
                 name = f"abort-{self.generation}"
                 self._aborting = threading.Thread(target=transport.abort, name=name, daemon=True)
@@ -143,8 +138,8 @@ class Group(Waits):
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""
-        if self._connections is not None and self._connections.streams is not None:
-            self._connections.streams.close()
+        if self.connections is not None and self.connections.streams is not None:
+            self.connections.streams.close()
 
     def retire(self) -> None:
         """Leave nothing of this group on the device: its tensors may be freed, and another group may take over.
@@ -174,7 +169,7 @@ class Group(Waits):
         """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         self.end_transfers()
         with self._guard:
-            connections, self._connections = self._connections, None
+            connections, self.connections = self.connections, None
             whole, self.broken = self.broken is None, self.broken or "destroyed"
         if connections is None:
             return
@@ -225,23 +220,17 @@ class Group(Waits):
             return Told(self, given, lengths)
         if self.broken is not None:
             raise Interrupted(self.broken)
-        assert self._connections is not None
+        assert self.connections is not None
         taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         counts = [len(part)] * self.size
         try:
-            work = self._connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
+            work = self.connections.gloo_groups[0].alltoall_base(taken, given, lengths, counts)
         except RuntimeError as error:
             self.interrupt(gloo.reason(error))
             raise Interrupted(self.broken) from None
-        told = Told(self, taken, lengths, work)
-        self._tellings.append(told)
+        told = Told(self, taken, lengths, [work])
+        self._tellings.add(told)
         return told
-
-    def _finish_telling(self, told: Told, timeout_s: float | None) -> None:
-        self.finish(told.works, timeout_s)
-        if told.works:
-            told.works.clear()
-            self._tellings.remove(told)
 
     # ------------------------------------------------------------------------------------------------- transport
 
@@ -286,6 +275,20 @@ class Group(Waits):
             return
         for rank, piece in enumerate(pieces):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
+
+    def connect_transport(self, device: torch.device, timeout_s: float) -> None:
+        """Make the transport for tensors of `device`. All ranks do so together, with nothing pending.
+
+        Raises:
+            RuntimeError: the others did not come, or the device's communicator refused.
+        """
+        connections = self.connections
+        if connections is not None:
+            store = PrefixStore("device", connections.store)
+            connections.transport = communicators.connect(
+                device, connections.gloo_groups[-1], store, self.rank, self.size, timeout_s
+            )
+        self.device = device
 
     def _launch(self, launch: Callable[[Communicator], Work], *tensors: torch.Tensor) -> None:
         for tensor in tensors:
@@ -344,6 +347,6 @@ class Group(Waits):
 
     @property
     def _transport(self) -> Communicator:
-        assert self._connections is not None
-        assert self._connections.transport is not None
-        return self._connections.transport
+        assert self.connections is not None
+        assert self.connections.transport is not None
+        return self.connections.transport

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from fallow.model import KvOp, KvReply
 
@@ -80,5 +81,5 @@ class HeadStore(Store):
     def _do(self, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
         reply = self._ask(self._generation, op, keys, value, timeout_s)
         if not reply.ok:
-            raise RuntimeError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
+            raise DistStoreError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
         return reply
