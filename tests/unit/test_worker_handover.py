@@ -764,7 +764,7 @@ def test_a_stranger_is_not_served() -> None:
     card = streams.card
     for token in (bytes(16), former.card.token):
         with socket.create_connection((card.address, card.port), timeout=DEADLINE_S) as line:
-            line.sendall(stream._HELLO.pack(token, 1, False))
+            line.sendall(stream._HELLO.pack(stream._HELLO.size, token, 1))
             assert line.recv(1) == b""
     former.close()
     assert not served

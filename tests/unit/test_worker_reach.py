@@ -73,19 +73,22 @@ def test_whoever_does_not_know_the_token_is_nobody(mute: socket.socket) -> None:
     store, streams = HashStore(), Streams(1, 0, 2, "127.0.0.1")
     publish(store, 1, mute.getsockname()[1])
     with socket.create_connection((streams.card.address, streams.card.port), timeout=5) as stranger:
-        stranger.sendall(stream._HELLO.pack(b"x" * 16, 1, True))
+        stranger.sendall(stream._HELLO.pack(stream._HELLO.size, b"x" * 16, 1))
         stranger.shutdown(socket.SHUT_WR)
         assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
     streams.close()
 
 
 def test_a_packet_that_is_not_whole_is_none(mute: socket.socket) -> None:
-    """Small packets come through and large ones do not: the end of it never arrives."""
+    """Its end never arrives. The answer to one that is whole is a full packet, too."""
     store, streams = HashStore(), Streams(1, 0, 2, "127.0.0.1")
     publish(store, 1, mute.getsockname()[1])
     with socket.create_connection((streams.card.address, streams.card.port), timeout=5) as caller:
-        caller.sendall(stream._HELLO.pack(streams.card.token, 1, True))
+        caller.sendall(stream._HELLO.pack(1000, streams.card.token, 1))
         assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
-        caller.shutdown(socket.SHUT_WR)
-        assert len(b"".join(iter(lambda: caller.recv(1 << 16), b""))) >= 536, "the answer is a full packet, too"
+        caller.sendall(bytes(1000 - stream._HELLO.size))
+        size = int.from_bytes(stream.receive(caller, 2), "little")
+        assert size >= 536
+        stream.receive(caller, size - 2)
+        assert streams.meet(store, 0.5) == {}
     streams.close()

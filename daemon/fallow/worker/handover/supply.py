@@ -97,7 +97,6 @@ class Supply:
         group.streams.serve(self._serve)
 
     def _serve(self, line: socket.socket) -> None:
-        # A line that was opened ahead may never be asked for anything, and ends without harm.
         number, pieces = ASK.unpack(receive(line, ASK.size))
         try:
             line.sendall(self._head)

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -177,8 +178,7 @@ def connect(
             stacklevel=2,
         )
         return Staged(gloo_group, device)
-    made: list[Any] = []
-    errors: list[Exception] = []
+    made = Future[Any]()
 
     def build() -> None:
         try:
@@ -186,19 +186,17 @@ def connect(
             process_group = make(store, rank, size)
             if getattr(process_group, "supports_splitting", False):
                 process_group.eager_connect_single_device(device)
-            made.append(process_group)
+            made.set_result(process_group)
         except Exception as error:
-            errors.append(error)
+            made.set_exception(error)
 
     # NCCL waits without end for a peer that died meanwhile.
-    building = threading.Thread(target=build, name="communicator", daemon=True)
-    building.start()
-    building.join(timeout_s)
-    if errors:
-        raise RuntimeError(reason(errors[0])) from errors[0]
-    if not made:
-        raise RuntimeError(f"the communicator of {device} had not all members within {timeout_s:.0f} s")
-    return Communicator(made[0], device)
+    threading.Thread(target=build, name="communicator", daemon=True).start()
+    try:
+        return Communicator(made.result(timeout_s), device)
+    except Exception as error:
+        late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
+        raise RuntimeError(reason(error) if made.done() else late) from error
 
 
 def _maker(device: torch.device) -> Callable[[Store, int, int], Any] | None:

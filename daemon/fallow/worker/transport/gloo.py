@@ -49,8 +49,8 @@ def connect(
     if ports is None:
         device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
     else:
-        device, moved = device_within(address, ports)
-        store = MovedStore(store, moved)
+        device, *moved = device_within(address, ports)
+        store = MovedStore(store, address, *moved)
     for name in names:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]

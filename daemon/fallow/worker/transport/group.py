@@ -75,14 +75,7 @@ class Group(Waits):
     """Ranks 0..size-1 of one generation. In a world of one every collective is the identity.
 
     Collectives may be launched from autograd's threads and `interrupt` comes from the communication thread; one thread
-    at a time waits.
-
-    Args:
-        generation: its number.
-        rank: this member's place, 0-based.
-        size: members.
-        connections: None for a world of one.
-        device: of the transport's tensors.
+    at a time waits. `connections` is None for a world of one; `device` is that of the transport's tensors.
     """
 
     def __init__(
@@ -132,8 +125,7 @@ class Group(Waits):
         with self._guard:
             transport = self.connections.transport if self.connections is not None else None
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
-                name = f"abort-{self.generation}"
-                self._aborting = threading.Thread(target=transport.abort, name=name, daemon=True)
+                self._aborting = threading.Thread(target=transport.abort, name=f"abort-{self.generation}", daemon=True)
                 self._aborting.start()
 
     def end_transfers(self) -> None:

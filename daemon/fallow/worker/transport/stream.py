@@ -4,9 +4,9 @@ Plain sockets and not collectives: only the two members concerned take part, sev
 socket ends a transfer for good, so that memory that was being received into may be used again. One `Streams` belongs
 to one generation.
 
-Before gloo builds a group, every two members exchange a full packet over such a line. gloo tells only that a group
-could not be built, after its whole timeout, and not with whom. The packet is a full one, because a path may let small
-packets through and swallow, without a word, those that are larger than some link on it takes.
+A line begins with a full packet each way. A path may let small packets through and swallow, without a word, those that
+are larger than some link on it takes. So before gloo builds a group, every two members open a line. gloo would tell
+only that the group could not be built, after its whole timeout, and not with whom.
 
 A member trusts nothing that comes in: whoever connects must say the token that this member has put into the rendezvous
 store of its generation.
@@ -40,12 +40,12 @@ PATIENCE_S = 600.0
 """A peer that is alive but does not move for so long is given up."""
 
 _HELLO_S = 10.0
-_HELLO = struct.Struct("<16sI?")
-"""What the caller says first: the token of the member called, its own rank, and True where it exchanges a packet."""
+_HELLO = struct.Struct("<H16sI")
+"""The beginning of the caller's packet: bytes of the packet, token of the member called, and rank of the caller. The
+answer begins with its length, too."""
 
-_ANSWER = b"\x06"
+_LARGEST_PACKET = (1 << 16) - 1
 _BACKLOG = 64
-_READ = 1 << 16
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -75,13 +75,8 @@ def sources(donors: Sequence[int], receivers: Sequence[int]) -> dict[int, list[i
 class Streams:
     """One member's listening socket in one generation, and its lines to other members.
 
-    Args:
-        generation: its number.
-        rank: this member's place, 0-based.
-        size: members.
-        address: the only local address to listen on.
-        ports: to listen on; None: the kernel chooses.
-        holds: this member has the run's state.
+    It listens on `address` alone, on one of `ports` (None: the kernel chooses). Its card tells whether it `holds` the
+    run's state.
 
     Raises:
         OSError: the address is not this host's, or no port is free.
@@ -98,8 +93,8 @@ class Streams:
         self.cards: dict[int, Card] = {}
         "of all members, by rank"
         self._changed = threading.Condition()
-        self._heard = {rank}
-        "ranks with whom a packet was exchanged"
+        self._reached = {rank}
+        "ranks with whom packets were exchanged"
         self._serve: Callable[[socket.socket], None] | None = None
         self._closed = False
         self._open: set[socket.socket] = {self._listener}
@@ -112,7 +107,7 @@ class Streams:
     # ---------------------------------------------------------------------------------------------------- to meet
 
     def meet(self, store: Store, timeout_s: float) -> dict[int, str]:
-        """Exchange cards through the store, and then a full packet with every other member.
+        """Exchange cards through the store, and then a full packet each way with every other member.
 
         Args:
             store: rendezvous, private to the generation.
@@ -131,33 +126,21 @@ class Streams:
         # The lower rank of two listens.
         for other in range(self._rank):
             if other in self.cards:
-                self._run(self._send_packet, other, left_s)
+                self._run(self._reach, other, left_s)
         with self._changed:
-            self._changed.wait_for(lambda: self.cards.keys() <= self._heard, left_s)
-            missing = [other for other in range(self._size) if other not in self.cards.keys() & self._heard]
+            self._changed.wait_for(lambda: self.cards.keys() <= self._reached, left_s)
+            missing = [other for other in range(self._size) if other not in self.cards.keys() & self._reached]
         tried = {other: self.cards.get(min(self._rank, other)) for other in missing}
         return {other: card.endpoint if card is not None else "" for other, card in tried.items()}
 
-    def _send_packet(self, other: int, timeout_s: float) -> None:
+    def _reach(self, other: int, timeout_s: float) -> None:
         with contextlib.suppress(OSError):
-            line = self._call(other, timeout_s)
-            try:
-                line.sendall(_full_packet(line, self._hello(other, packet=True)))
-                line.shutdown(socket.SHUT_WR)
-                if receive(line, len(_ANSWER)) == _ANSWER:
-                    _drain(line)
-                    self._note_heard(other)
-            finally:
-                self.drop(line)
+            self.drop(self._connect(other, timeout_s))
+            self._note_reached(other)
 
-    def _answer_packet(self, line: socket.socket, caller: int) -> None:
-        _drain(line)
-        line.sendall(_full_packet(line, _ANSWER))
-        self._note_heard(caller)
-
-    def _note_heard(self, other: int) -> None:
+    def _note_reached(self, other: int) -> None:
         with self._changed:
-            self._heard.add(other)
+            self._reached.add(other)
             self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------ to take
@@ -174,21 +157,21 @@ class Streams:
         """The line to a member that was opened ahead, or a new one. Raises OSError."""
         return self._lines.pop(rank, None) or self._connect(rank)
 
-    def _connect(self, rank: int) -> socket.socket:
-        line = self._call(rank, _HELLO_S)
-        line.settimeout(PATIENCE_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(self._hello(rank, packet=False))
-        return line
-
-    def _call(self, rank: int, timeout_s: float) -> socket.socket:
+    def _connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
         card = self.cards[rank]
         line = socket.create_connection((card.address, card.port), timeout_s)
         self._keep(line)
+        try:
+            size = _packet_size(line)
+            line.sendall(_HELLO.pack(size, card.token, self._rank).ljust(size, b"\0"))
+            size = int.from_bytes(receive(line, 2), "little")
+            receive(line, max(0, size - 2))
+        except OSError:
+            self.drop(line)
+            raise
+        line.settimeout(PATIENCE_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return line
-
-    def _hello(self, rank: int, *, packet: bool) -> bytes:
-        return _HELLO.pack(self.cards[rank].token, self._rank, packet)
 
     # ------------------------------------------------------------------------------------------------ to give
 
@@ -210,11 +193,16 @@ class Streams:
         try:
             self._keep(line)
             line.settimeout(_HELLO_S)
-            token, caller, packet = _HELLO.unpack(receive(line, _HELLO.size))
+            size, token, caller = _HELLO.unpack(receive(line, _HELLO.size))
             if not hmac.compare_digest(token, self.card.token):
                 return
-            if packet:
-                self._answer_packet(line, caller)
+            receive(line, max(0, size - _HELLO.size))
+            size = _packet_size(line)
+            line.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
+            self._note_reached(caller)
+            # The caller may only have wanted to know whether the path is whole, or opened the line ahead.
+            line.settimeout(None)
+            if not line.recv(1, socket.MSG_PEEK):
                 return
             line.settimeout(PATIENCE_S)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -267,13 +255,8 @@ def _cards(store: Store, size: int, timeout_s: float) -> dict[int, Card]:
     return {rank: msgspec.json.decode(store.get(key), type=Card) for rank, key in keys.items()}
 
 
-def _full_packet(line: socket.socket, text: bytes) -> bytes:
-    return text.ljust(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), b"\0")
-
-
-def _drain(line: socket.socket) -> None:
-    while line.recv(_READ):
-        pass
+def _packet_size(line: socket.socket) -> int:
+    return min(_LARGEST_PACKET, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
 
 
 def receive(line: socket.socket, size: int) -> bytes:

@@ -65,15 +65,10 @@ class Upcoming:
         device: torch.device = devices.HOST,
         ports: range | None = None,
     ) -> Built:
-        """Make the group; blocks until it stands or could not be made.
+        """Make the group, as `build_group` does; blocks until it stands or could not be made.
 
-        Args:
-            worker: this one.
-            address: on which its process groups listen.
-            ask: puts a rendezvous question to the head.
-            holds: this worker has the state of the training.
-            device: of the tensors that the group will sum; becomes the calling thread's current one.
-            ports: on which they listen; None: the kernel chooses.
+        `device` becomes the calling thread's current one. `worker` is this one's name, `ask` puts a rendezvous question
+        to the head.
         """
         built, prepare = Built(), self.prepare
         if self.rank is None:
