@@ -60,15 +60,10 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supply:
-    """Hands pieces of this member's state to those who ask.
+    """Hands pieces of this member's state to those who ask: so many `pieces`.
 
-    Args:
-        group: the new generation's.
-        prepared: live objects.
-        encoded: their whole state; the modules' tensors come first.
-        extra: extra state of modules, as bytes; the first donor's counts for each receiver.
-        pieces: how many pieces will be asked for here.
-        whole: there is no middle part: all weights come early. The same on all members.
+    `encoded` is the whole state; the modules' tensors come first. `extra` is extra state of modules; a receiver takes
+    that of its first donor. `whole`: there is no middle part, all weights come early; the same on all members.
     """
 
     def __init__(

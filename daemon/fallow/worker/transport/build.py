@@ -96,7 +96,6 @@ def build_group(
 def _connect(group: Group, address: str, timeout_s: float, ports: range | None, *, holds: bool) -> dict[int, str]:
     """Connect the members; returns those that are not reached, as `Streams.meet` does. No group is made then."""
     connections, rank, size = group.connections, group.rank, group.size
-    assert connections is not None
     end = time.monotonic() + timeout_s
     streams = connections.streams = Streams(group.generation, rank, size, address, ports, holds=holds)
     tried = streams.meet(connections.store, _MEETING_SHARE * timeout_s)

@@ -91,7 +91,7 @@ class Group(Waits):
         self.rank = rank
         self.size = size
         self.device = device
-        self.connections = connections
+        self.connections = connections or Connections()
         self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
         "of the transport; on a device the tensors stay until a stream waits for the work"
         self._tellings: set[Told] = set()
@@ -102,13 +102,12 @@ class Group(Waits):
     @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
-        return self.broken is not None and self.connections is not None
+        return self.broken is not None and bool(self.connections.gloo_groups)
 
     @property
     def streams(self) -> Streams:
         """Transfers of state between two members; they end with the group."""
-        assert self.connections is not None, "a world of one hands nothing over"
-        assert self.connections.streams is not None
+        assert self.connections.streams is not None, "a world of one hands nothing over"
         return self.connections.streams
 
     # -------------------------------------------------------------------------------------------------- its end
@@ -123,14 +122,14 @@ class Group(Waits):
     def _begin_abort(self) -> None:
         # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
         with self._guard:
-            transport = self.connections.transport if self.connections is not None else None
+            transport = self.connections.transport
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
                 self._aborting = threading.Thread(target=transport.abort, name=f"abort-{self.generation}", daemon=True)
                 self._aborting.start()
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""
-        if self.connections is not None and self.connections.streams is not None:
+        if self.connections.streams is not None:
             self.connections.streams.close()
 
     def retire(self) -> None:
@@ -161,10 +160,8 @@ class Group(Waits):
         """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         self.end_transfers()
         with self._guard:
-            connections, self.connections = self.connections, None
+            connections, self.connections = self.connections, Connections()
             whole, self.broken = self.broken is None, self.broken or "destroyed"
-        if connections is None:
-            return
         if whole and connections.transport is not None:
             connections.transport.shutdown()
         for one in connections.gloo_groups:
@@ -212,7 +209,6 @@ class Group(Waits):
             return Told(self, given, lengths)
         if self.broken is not None:
             raise Interrupted(self.broken)
-        assert self.connections is not None
         taken = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         counts = [len(part)] * self.size
         try:
@@ -274,11 +270,10 @@ class Group(Waits):
         Raises:
             RuntimeError: the others did not come, or the device's communicator refused.
         """
-        connections = self.connections
-        if connections is not None:
-            store = PrefixStore("device", connections.store)
-            connections.transport = communicators.connect(
-                device, connections.gloo_groups[-1], store, self.rank, self.size, timeout_s
+        if self.size > 1:
+            gloo_group, store = self.connections.gloo_groups[-1], PrefixStore("device", self.connections.store)
+            self.connections.transport = communicators.connect(
+                device, gloo_group, store, self.rank, self.size, timeout_s
             )
         self.device = device
 
@@ -339,6 +334,5 @@ class Group(Waits):
 
     @property
     def _transport(self) -> Communicator:
-        assert self.connections is not None
         assert self.connections.transport is not None
         return self.connections.transport
