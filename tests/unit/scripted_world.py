@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripted_group import HOST, Board, Generation, Killed, ProcessGroup, ScriptedGroup
+from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
 from fallow.core.audit import audit
 from fallow.core.failures import Stranger
@@ -19,7 +19,6 @@ from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Dismissed, OthersEnded
-from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.upcoming import Built, Upcoming
@@ -200,9 +199,7 @@ class World:
         groups: dict[str, ScriptedGroup] = {}
         for rank, name in enumerate(plan.members):
             streams[rank].cards = cards
-            connections = Connections(
-                [ProcessGroup(control, rank)], Communicator(ProcessGroup(transport, rank), HOST), streams[rank]
-            )
+            connections = Connections([ProcessGroup(control, rank)], ProcessGroup(transport, rank), streams[rank])
             groups[name] = ScriptedGroup(number, rank, plan, connections)
         return groups
 

@@ -1,11 +1,11 @@
-"""Communicators: collectives over the tensors of one device.
+"""Communicators: process groups of torch that do collectives over the tensors of one device.
 
 Which one is taken is torch's choice for the device type: gloo on the host, `nccl` (also AMD's) or `xccl`, or what a
 package has registered. Where torch has none, collectives go through the host (`Staged`).
 
 A device communicator is expected to have ProcessGroupNCCL's methods and habits: a collective is complete on the
 communicator's own stream, `Work.wait` makes the current stream wait and not the host, `abort` ends what hangs and
-leaves garbage, and an error of the communicator shows in `get_error` alone.
+leaves garbage, from any thread, and may take long. An error of the communicator shows in `get_error` alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,85 +37,37 @@ _WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 _POLL_S = 1e-3
 
 
-class Work(Protocol):
-    """A collective that was launched."""
-
-    def wait(self) -> Any: ...
-
-
-class Communicator:
-    """Launches collectives of a gloo group or a device communicator. RuntimeError at a launch is a mistake or `error`.
-
-    Args:
-        process_group: has the methods of `torch.distributed.Backend`.
-        device: of the tensors.
-    """
-
-    def __init__(self, process_group: Any, device: torch.device) -> None:
-        self._process_group = process_group
-        self.device = device
-
-    def sum(self, tensor: torch.Tensor) -> Work:
-        """Sum over the ranks, in place."""
-        return self._process_group.allreduce([tensor])  # type: ignore[no-any-return]
-
-    def copy(self, tensor: torch.Tensor, root: int) -> Work:
-        """`root`'s values to all, in place."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._process_group.broadcast([tensor], options)  # type: ignore[no-any-return]
-
-    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> Work:
-        """Unlike parts between all, by rank."""
-        return self._process_group.alltoall_base(taken, given, arriving, counts)  # type: ignore[no-any-return]
-
-    def collect(self, piece: torch.Tensor, whole: torch.Tensor) -> Work:
-        """Pieces of one length into one tensor, by rank."""
-        return self._process_group._allgather_base(whole, piece)  # type: ignore[no-any-return]
-
-    def error(self) -> str | None:
-        """Why collectives hang or end with garbage; None: they do not. Costs no wait."""
-        if not devices.asynchronous(self.device):
-            return None
-        error = self._process_group.get_error()
-        return None if error == ErrorType.SUCCESS else f"the communicator of {self.device} failed: {error.name}"
-
-    def abort(self) -> None:
-        """End what is pending, with garbage, from any thread. May take long."""
-        self._process_group.abort()
-
-    def shutdown(self) -> None:
-        """Release it, once nothing is pending."""
-        self._process_group.shutdown()
-
-
-class Staged(Communicator):
+class Staged:
     """Takes device tensors through the host, over a gloo group. Nothing overlaps."""
 
-    failure: str | None = None
+    def __init__(self, gloo_group: Any, device: torch.device) -> None:
+        self._gloo_group = gloo_group
+        self.device = device
+        self.failure: str | None = None
 
-    def sum(self, tensor: torch.Tensor) -> Work:
-        return _StagedWork(self, tensor, tensor, lambda _, taken: Communicator.sum(self, taken))
+    def allreduce(self, tensors: list[torch.Tensor]) -> _StagedWork:
+        (tensor,) = tensors
+        return _StagedWork(self, tensor, tensor, lambda _, taken: self._gloo_group.allreduce([taken]))
 
-    def copy(self, tensor: torch.Tensor, root: int) -> Work:
-        return _StagedWork(self, tensor, tensor, lambda _, taken: Communicator.copy(self, taken, root))
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> _StagedWork:
+        (tensor,) = tensors
+        return _StagedWork(self, tensor, tensor, lambda _, taken: self._gloo_group.broadcast([taken], options))
 
-    def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> Work:
-        return _StagedWork(
-            self, given, taken, lambda given, taken: Communicator.exchange(self, given, counts, taken, arriving)
-        )
+    def alltoall_base(
+        self, taken: torch.Tensor, given: torch.Tensor, arriving: list[int], counts: list[int]
+    ) -> _StagedWork:
+        exchange = self._gloo_group.alltoall_base
+        return _StagedWork(self, given, taken, lambda given, taken: exchange(taken, given, arriving, counts))
 
-    def collect(self, piece: torch.Tensor, whole: torch.Tensor) -> Work:
-        return _StagedWork(self, piece, whole, lambda piece, whole: Communicator.collect(self, piece, whole))
-
-    def error(self) -> str | None:
-        return self.failure
+    def _allgather_base(self, whole: torch.Tensor, piece: torch.Tensor) -> _StagedWork:
+        collect = self._gloo_group._allgather_base
+        return _StagedWork(self, piece, whole, lambda piece, whole: collect(whole, piece))
 
     def abort(self) -> None:
         self.failure = self.failure or "aborted"
 
     def shutdown(self) -> None:
-        """The group of the host tensors is its owner's."""
+        """The gloo group is its owner's."""
 
 
 class _StagedWork:
@@ -135,7 +87,7 @@ class _StagedWork:
 
     def wait(self) -> None:
         transport = self._transport
-        devices.wait(self._copied, transport.error)
+        devices.wait(self._copied, lambda: transport.failure)
         try:
             if transport.failure is None:
                 work = self._launch(self._given_on_host, self._taken_on_host)
@@ -153,9 +105,15 @@ def exists(device: torch.device) -> bool:
     return devices.asynchronous(device) and _maker(device) is not None
 
 
-def connect(
-    device: torch.device, gloo_group: Any, store: Store, rank: int, size: int, timeout_s: float
-) -> Communicator:
+def failure(communicator: Any, device: torch.device) -> str | None:
+    """Why collectives on a device hang or end with garbage; None: they do not. Costs no wait."""
+    if isinstance(communicator, Staged):
+        return communicator.failure
+    error = communicator.get_error()
+    return None if error == ErrorType.SUCCESS else f"the communicator of {device} failed: {error.name}"
+
+
+def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size: int, timeout_s: float) -> Any:
     """Make the communicator of a device, with its connections where it can make them before the first collective.
 
     Args:
@@ -170,7 +128,7 @@ def connect(
         RuntimeError: the others did not come, or the communicator refused.
     """
     if not devices.asynchronous(device):
-        return Communicator(gloo_group, device)
+        return gloo_group
     make = _maker(device)
     if make is None:
         warnings.warn(
@@ -193,7 +151,7 @@ def connect(
     # NCCL waits without end for a peer that died meanwhile.
     threading.Thread(target=build, name="communicator", daemon=True).start()
     try:
-        return Communicator(made.result(timeout_s), device)
+        return made.result(timeout_s)
     except Exception as error:
         late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
         raise RuntimeError(reason(error) if made.done() else late) from error

@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.communicators import Communicator, Work
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
 
@@ -46,7 +45,7 @@ class Connections:
 
     gloo_groups: list[Any] = field(default_factory=list)
     "the first is control's, the last can sum tensors of the host"
-    transport: Communicator | None = None
+    transport: Any = None
     streams: Streams | None = None
     store: Any = None
     "kept: a communicator may ask it again, and torch does not keep what is written in Python"
@@ -92,8 +91,8 @@ class Group(Waits):
         self.size = size
         self.device = device
         self.connections = connections or Connections()
-        self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
-        "of the transport; on a device the tensors stay until a stream waits for the work"
+        self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        "works of the transport; on a device the tensors stay until a stream waits for the work"
         self._tellings: set[Told] = set()
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
@@ -232,11 +231,13 @@ class Group(Waits):
             Interrupted: the group is broken.
             TypeError: the tensor is not on the transport's device.
         """
-        self._launch(lambda transport: transport.sum(tensor), tensor)
+        self._launch(lambda transport: transport.allreduce([tensor]), tensor)
 
     def copy(self, tensor: torch.Tensor, root: int) -> None:
         """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
-        self._launch(lambda transport: transport.copy(tensor, root), tensor)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._launch(lambda transport: transport.broadcast([tensor], options), tensor)
 
     def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
         """Launch an exchange of unlike parts. Raises as `sum`.
@@ -249,7 +250,7 @@ class Group(Waits):
         """
         if self.size == 1:
             taken.copy_(given)
-        self._launch(lambda transport: transport.exchange(given, counts, taken, arriving), given, taken)
+        self._launch(lambda transport: transport.alltoall_base(taken, given, arriving, counts), given, taken)
 
     def collect(self, whole: torch.Tensor) -> None:
         """Launch that all get all pieces of `whole`, of which each rank has its own in its place. Raises as `sum`.
@@ -259,7 +260,7 @@ class Group(Waits):
         """
         pieces = whole.chunk(self.size)
         if devices.asynchronous(self.device):
-            self._launch(lambda transport: transport.collect(pieces[self.rank], whole), whole)
+            self._launch(lambda transport: transport._allgather_base(whole, pieces[self.rank]), whole)
             return
         for rank, piece in enumerate(pieces):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
@@ -277,7 +278,7 @@ class Group(Waits):
             )
         self.device = device
 
-    def _launch(self, launch: Callable[[Communicator], Work], *tensors: torch.Tensor) -> None:
+    def _launch(self, launch: Callable[[Any], Any], *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type != self.device.type:
                 raise TypeError(f"the transport is for {self.device}, not for a tensor on {tensor.device}")
@@ -285,7 +286,7 @@ class Group(Waits):
             return
         if self.broken is None:
             try:
-                self._launched.append((launch(self._transport), tensors))
+                self._launched.append((launch(self.connections.transport), tensors))
                 return
             except RuntimeError:
                 # A lost peer does not show here but in `certain`: else it is a mistake in the program.
@@ -328,11 +329,6 @@ class Group(Waits):
             raise Interrupted(failure)
 
     def _failure(self) -> str | None:
-        if self.broken is not None or self.size == 1:
+        if self.broken is not None or self.size == 1 or not devices.asynchronous(self.device):
             return self.broken
-        return self._transport.error()
-
-    @property
-    def _transport(self) -> Communicator:
-        assert self.connections.transport is not None
-        return self.connections.transport
+        return communicators.failure(self.connections.transport, self.device)
