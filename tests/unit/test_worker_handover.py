@@ -480,13 +480,13 @@ class Stall:
         gone: list[socket.socket] = []
         real = pieces.send_piece
 
-        def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, pieces: int) -> int:
+        def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, pieces: int) -> None:
             now = gone.count(line)
             gone.append(line)
             if now == part:
                 self.reached.set()
                 assert self.go_on.wait(DEADLINE_S)
-            return real(line, memory, number, pieces)
+            real(line, memory, number, pieces)
 
         monkeypatch.setattr(supply, "send_piece", send)
 
@@ -690,17 +690,18 @@ class Damage:
         known: dict[socket.socket, list[int]] = {}
         real_send, real_sum, real_receive = pieces.send_piece, pieces.checksum, stream.receive
 
-        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> int:
+        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> None:
             parts = known.setdefault(line, [])
             if id(memory) not in parts:
                 parts.append(id(memory))
             if (parts.index(id(memory)), number) != (what, 0) or not self.left:
-                return real_send(line, memory, number, count)
+                real_send(line, memory, number, count)
+                return
             self.left -= 1
             self._spoiling.now = True
             spoiled = [flat ^ 1 for flat in memory]
             try:
-                return real_send(line, spoiled, number, count)
+                real_send(line, spoiled, number, count)
             finally:
                 self._spoiling.now = False
 

@@ -189,12 +189,12 @@ class Intake:
                 if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
                     place[n] = live.detach()
         self.received = {id(tensor) for tensor in place.values()}
-        late = outline.split()[LATE]  # in a block of its own: memory of the others can be freed
+        late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
         for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
             specs = [outline.tensors[n] for n in numbers]
             place |= zip(numbers, state.room(specs, self._device), strict=True)
         self._tensors = [place[n] for n in range(len(outline.tensors))]
-        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
         self._ready = device.event(self._device)
         with self._changed:
             self._outline = outline
@@ -219,7 +219,7 @@ class Intake:
         """
         assert self._outline is not None
         live = {id(tensor) for tensor in self._prepared.optimizer_tensors()}
-        if any(id(self._tensors[n]) not in live for n in self._outline.split()[LATE]):
+        if any(id(self._tensors[n]) not in live for n in self._outline.parts[LATE]):
             self.settle()
             self._prepared.load(objects, self.received)
 

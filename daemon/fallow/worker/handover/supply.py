@@ -51,12 +51,8 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
     tree: bytes
     tensors: list[TensorSpec]
-    parts: bytes
-    "for each tensor the part in which it comes"
-
-    def split(self) -> list[list[int]]:
-        """Numbers of the tensors of each part."""
-        return [[n for n, where in enumerate(self.parts) if where == part] for part in PARTS]
+    parts: list[list[int]]
+    "numbers of the tensors that come in each part"
 
 
 class Supply:
@@ -73,15 +69,15 @@ class Supply:
         middle = set() if whole else prepared.trained_weights()
         plain = prepared.plain_optimizers()
         late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
-        parts = bytes(
-            EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
-            for n, spec in enumerate(specs)
-        )
+        parts: list[list[int]] = [[] for _ in PARTS]
+        for n, spec in enumerate(specs):
+            part = EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
+            parts[part].append(n)
         outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
         text = msgspec.msgpack.encode(outline)
         self._text = text + extra
         self._head = HEAD.pack(len(text), checksum(text), len(extra), checksum(extra))
-        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in parts]
         self._device = device_of(encoded.tensors)
         self._ready = device.event(self._device)
         self._group = group

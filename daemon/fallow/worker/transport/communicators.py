@@ -102,7 +102,7 @@ class _StagedWork:
 
 def exists(device: torch.device) -> bool:
     """True if torch has a communicator for this device, which is asynchronous."""
-    return devices.asynchronous(device) and _maker(device) is not None
+    return devices.asynchronous(device) and _backend(device) is not None
 
 
 def failure(communicator: Any, device: torch.device) -> str | None:
@@ -129,8 +129,8 @@ def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size
     """
     if not devices.asynchronous(device):
         return gloo_group
-    make = _maker(device)
-    if make is None:
+    backend = _backend(device)
+    if backend is None:
         warnings.warn(
             f"torch has no communicator for devices of type {device.type}: gradients go through the host, slowly",
             stacklevel=2,
@@ -141,7 +141,7 @@ def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size
     def build() -> None:
         try:
             devices.enter(device)
-            process_group = make(store, rank, size)
+            process_group = _make(backend, store, rank, size)
             if getattr(process_group, "supports_splitting", False):
                 process_group.eager_connect_single_device(device)
             made.set_result(process_group)
@@ -157,27 +157,24 @@ def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size
         raise RuntimeError(reason(error) if made.done() else late) from error
 
 
-def _maker(device: torch.device) -> Callable[[Store, int, int], Any] | None:
-    """What makes a communicator, as torch's `init_process_group` would make it for the device type."""
+def _backend(device: torch.device) -> Any:
+    """What torch's `init_process_group` would take for the device: a plugin or a class of torch; None: gloo or none."""
     name = dist.Backend.default_device_backend_map.get(device.type, "").upper()
-    plugin = dist.Backend._plugins.get(name)
-    native: Any = getattr(dist, f"ProcessGroup{name}", None) if name else None
-    if plugin is None and (native is None or native is ProcessGroupGloo):
-        return None
+    native = getattr(dist, f"ProcessGroup{name}", None) if name else None
+    return dist.Backend._plugins.get(name) or (None if native is ProcessGroupGloo else native)
 
-    def make(store: Store, rank: int, size: int) -> Any:
-        if plugin is None:
-            for key, value in _WATCHDOG_OFF.items():
-                os.environ.setdefault(key, value)
-            options = native.Options()
-            options._timeout = COLLECTIVE_TIMEOUT
-            return native(store, rank, size, options)
-        if not plugin.extended_api:
-            return plugin.creator_fn(store, rank, size, COLLECTIVE_TIMEOUT)
-        extended = _DistributedBackendOptions()
-        extended.store, extended.group_rank, extended.group_size = store, rank, size
-        extended.timeout, extended.group_id = COLLECTIVE_TIMEOUT, ""
-        extended.global_ranks_in_group = list(range(size))
-        return plugin.creator_fn(extended, None)
 
-    return make
+def _make(backend: Any, store: Store, rank: int, size: int) -> Any:
+    if not isinstance(backend, dist.Backend._BackendPlugin):
+        for key, value in _WATCHDOG_OFF.items():
+            os.environ.setdefault(key, value)
+        options = backend.Options()
+        options._timeout = COLLECTIVE_TIMEOUT
+        return backend(store, rank, size, options)
+    if not backend.extended_api:
+        return backend.creator_fn(store, rank, size, COLLECTIVE_TIMEOUT)
+    extended = _DistributedBackendOptions()
+    extended.store, extended.group_rank, extended.group_size = store, rank, size
+    extended.timeout, extended.group_id = COLLECTIVE_TIMEOUT, ""
+    extended.global_ranks_in_group = list(range(size))
+    return backend.creator_fn(extended, None)

@@ -160,8 +160,8 @@ class Streams:
     def _connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
         card = self.cards[rank]
         line = socket.create_connection((card.address, card.port), timeout_s)
-        self._keep(line)
         try:
+            self._keep(line)
             size = _packet_size(line)
             line.sendall(_HELLO.pack(size, card.token, self._rank).ljust(size, b"\0"))
             size = int.from_bytes(receive(line, 2), "little")
@@ -170,7 +170,6 @@ class Streams:
             self.drop(line)
             raise
         line.settimeout(PATIENCE_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return line
 
     # ------------------------------------------------------------------------------------------------ to give
@@ -205,7 +204,6 @@ class Streams:
             if not line.recv(1, socket.MSG_PEEK):
                 return
             line.settimeout(PATIENCE_S)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._changed:
                 self._changed.wait_for(lambda: self._serve is not None or self._closed)
                 handler = self._serve
@@ -225,6 +223,7 @@ class Streams:
         if closed:
             self.drop(line)
             raise ConnectionAbortedError("the generation is over")
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def drop(self, line: socket.socket) -> None:
         """Close one line."""
