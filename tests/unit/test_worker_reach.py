@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 from torch.distributed import HashStore
 
 from fallow.worker.transport import stream
+from fallow.worker.transport.build import CutOff, build_group
 from fallow.worker.transport.stream import Card, Streams
 
 
@@ -92,3 +93,12 @@ def test_a_packet_that_is_not_whole_is_none(mute: socket.socket) -> None:
         stream.receive(caller, size - 2)
         assert streams.meet(store, 0.5) == {}
     streams.close()
+
+
+def test_a_group_whose_members_do_not_reach_each_other_is_not_built(mute: socket.socket) -> None:
+    store, port = HashStore(), mute.getsockname()[1]
+    publish(store, 0, port)
+    text = rf"rank 1 of 2.*on 127.0.0.1: no connection to rank 0 \(tried 127.0.0.1:{port}\); check that the nodes"
+    with pytest.raises(CutOff, match=text) as caught:
+        build_group(1, 1, 2, store, "127.0.0.1", 1.0)
+    assert caught.value.tried == {0: f"127.0.0.1:{port}"}

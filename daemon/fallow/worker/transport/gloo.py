@@ -28,14 +28,8 @@ def connect(
 ) -> Iterator[Any]:
     """Make groups of the same ranks, one after the other, with all their connections.
 
-    Args:
-        store: rendezvous.
-        names: of the groups, the same on all ranks.
-        rank: this process's place, 0-based.
-        size: members.
-        address: the only local address to listen on.
-        timeout_s: seconds until each attempt fails.
-        ports: to listen on; None: the kernel chooses.
+    They listen on `address` alone, on one of `ports` (None: the kernel chooses). Each attempt fails after `timeout_s`.
+    The names are the same on all ranks.
 
     Yields:
         Each `ProcessGroupGloo`, as soon as it is made.

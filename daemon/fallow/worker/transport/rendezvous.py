@@ -26,12 +26,6 @@ class HeadStore(Store):
     them all: so the head has as many questions as members, and not as many as pairs of them.
 
     A lost head shows as an error of the operation, which fails the vote and nothing else.
-
-    Args:
-        generation: its number.
-        size: members.
-        ask: puts a question to the head.
-        timeout_s: upper end of a wait.
     """
 
     def __init__(self, generation: int, size: int, ask: Ask, timeout_s: float) -> None:
