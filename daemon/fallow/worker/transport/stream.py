@@ -104,7 +104,7 @@ class Streams:
     def _run(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name=f"stream-{self._generation}", daemon=True).start()
 
-    # ---------------------------------------------------------------------------------------------------- to meet
+    # ------------------------------------------------------------------------------------------------ to meet
 
     def meet(self, store: Store, timeout_s: float) -> dict[int, str]:
         """Exchange cards through the store, and then a full packet each way with every other member.
@@ -129,8 +129,8 @@ class Streams:
                 self._run(self._reach, other, left_s)
         with self._changed:
             self._changed.wait_for(lambda: self.cards.keys() <= self._reached, left_s)
-            missing = [other for other in range(self._size) if other not in self.cards.keys() & self._reached]
-        tried = {other: self.cards.get(min(self._rank, other)) for other in missing}
+            reached = self.cards.keys() & self._reached
+        tried = {other: self.cards.get(min(self._rank, other)) for other in range(self._size) if other not in reached}
         return {other: card.endpoint if card is not None else "" for other, card in tried.items()}
 
     def _reach(self, other: int, timeout_s: float) -> None:
@@ -199,7 +199,8 @@ class Streams:
             size = _packet_size(line)
             line.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
             self._note_reached(caller)
-            # The caller may only have wanted to know whether the path is whole, or opened the line ahead.
+            # The caller may only have wanted to know whether the path is whole. Or it opened the line ahead, and may
+            # never ask for anything.
             line.settimeout(None)
             if not line.recv(1, socket.MSG_PEEK):
                 return
