@@ -48,7 +48,8 @@ def main() -> None:
     other.start()
     try:
         group = build_group(1, 0, 2, store, "127.0.0.1", TIMEOUT_S)
-        group.tell(b"first").wait(TIMEOUT_S)
+        threading.Timer(TIMEOUT_S, group.interrupt, ["the peer is silent"]).start()
+        group.tell(b"first").wait()
     except FallowError as error:
         print(error.message)
         other.join()  # with the error at hand, as a caller may keep it

@@ -57,13 +57,13 @@ class Told:
     def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], works: Sequence[Any] = ()) -> None:
         self._group, self._taken, self._lengths, self._works = group, taken, lengths, works
 
-    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+    def wait(self) -> list[bytes]:
         """Wait for the bytes of all members, by rank.
 
         Raises:
-            Interrupted: the group is broken, or `timeout_s` has passed.
+            Interrupted: the group is broken.
         """
-        self._group.finish(self._works, timeout_s)
+        self._group.finish(self._works)
         self._group._tellings.discard(self)
         self._works = ()
         data, ends = self._taken.numpy().tobytes(), list(itertools.accumulate(self._lengths))

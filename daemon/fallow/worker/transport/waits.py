@@ -55,23 +55,23 @@ class Waits:
         """A part of the state has come in: those who wait for the rest of it get on."""
         self.turned_at = time.monotonic()
 
-    def finish(self, works: Sequence[Any], timeout_s: float | None = None) -> None:
+    def finish(self, works: Sequence[Any]) -> None:
         """Wait for works of gloo.
 
         Raises:
-            Interrupted: `interrupt` was called, a peer's connection is lost, or `timeout_s` has passed.
+            Interrupted: `interrupt` was called, or a peer's connection is lost.
         """
         if self.broken is None and works:
             futures = [work.get_future() for work in works]
             with self.waits():
                 try:
-                    self._complete(futures[0] if len(futures) == 1 else torch.futures.collect_all(futures), timeout_s)
+                    self._complete(futures[0] if len(futures) == 1 else torch.futures.collect_all(futures))
                 except RuntimeError as error:
                     self.interrupt(gloo.reason(error))
         if self.broken is not None:
             raise Interrupted(self.broken)
 
-    def _complete(self, future: Any, timeout_s: float | None) -> None:
+    def _complete(self, future: Any) -> None:
         if not future.done():
             waiter = _Waiter()
             with self._guard:
@@ -79,8 +79,7 @@ class Waits:
                 broken = self.broken
             if broken is None:
                 future.add_done_callback(lambda _: waiter.wake())
-                if not waiter.wait(timeout_s):
-                    self.interrupt(f"no answer from a peer within {timeout_s:g} s")
+                waiter.wait()
             self._wakes.remove(waiter.wake)
         if self.broken is None:
             future.value()
@@ -93,9 +92,8 @@ class _Waiter:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """False: nobody called `wake` in time."""
-        return self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+    def wait(self) -> None:
+        self._lock.acquire()
 
     def wake(self) -> None:
         """May be called several times."""
