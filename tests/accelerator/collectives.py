@@ -50,7 +50,7 @@ class _Ended(Exception):
 def register() -> None:
     """Make this the backend that torch chooses for device `fake`."""
     dist.Backend.register_backend(BACKEND, Communicator, devices=["fake"])
-    atexit.register(_end_all)
+    atexit.register(end_all)
 
 
 def communicators() -> list[Communicator]:
@@ -382,7 +382,7 @@ def _kind(error: Exception) -> ErrorType:
     return ErrorType.TIMEOUT if "imed out" in str(error) else ErrorType.COMM_ERROR
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """Before the interpreter ends: its threads must not be inside a collective."""
     _exiting.set()
     for communicator in communicators():

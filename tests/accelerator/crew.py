@@ -8,6 +8,7 @@ import importlib
 import inspect
 import itertools
 import multiprocessing
+import os
 import socket
 import time
 import traceback
@@ -122,6 +123,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     import torch
 
     import accelerator
+    from accelerator import collectives
     from accelerator.engine import permit_speculation
 
     torch.set_num_threads(1)
@@ -145,3 +147,5 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
         if reports and not problem:
             problem = f"reports were left: {reports}"
         pipe.send((value, problem))
+    collectives.end_all()
+    os._exit(0)  # at once: threads are still taking gloo's groups down, which must not outlive what they use

@@ -24,7 +24,6 @@ from accelerator.test_reduction import STEPS, Script, expected, group_of
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
-from fallow.worker.transport import communicators as transports
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
@@ -54,7 +53,7 @@ def sums_leave_on_a_stream_of_their_own(patch: Patch) -> None:
         return launch
 
     for name in ("sum", "exchange"):
-        patch.setattr(transports.Communicator, name, aside(getattr(transports.Communicator, name)))
+        patch.setattr(Group, name, aside(getattr(Group, name)))
 
 
 def copies_of_pageable_memory(patch: Patch) -> None:

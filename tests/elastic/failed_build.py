@@ -1,5 +1,5 @@
-"""A process group that cannot be built because the peer goes silent (`silent`), comes too late (`late`), or comes too
-late for the second of its connections (`half`).
+"""A process group that is of no use because the peer goes silent (`silent`), or that cannot be built because the peer
+comes too late (`late`), or too late for the second of its connections (`half`).
 
 The process has to survive what follows.
 """
@@ -16,13 +16,17 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from fallow.model import FallowError
-from fallow.worker.transport.build import build_group
+from fallow.worker.transport.build import build_group, reap
+from fallow.worker.transport.stream import Streams
+from fallow.worker.transport.waits import Interrupted
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.5
 
 
 def peer(store: HashStore, late_for: str) -> None:
-    """Take part in no collective but connect, in time or when the other has given up."""
+    """Meet, and then connect in time or when the other has given up."""
+    streams = Streams(1, 1, 2, "127.0.0.1")
+    streams.meet(store, TIMEOUT_S)
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
     options._timeout = timedelta(seconds=2 * TIMEOUT_S)
@@ -32,7 +36,7 @@ def peer(store: HashStore, late_for: str) -> None:
             if name == late_for:
                 time.sleep(2 * TIMEOUT_S)
             groups.append(ProcessGroupGloo(PrefixStore(name, store), 1, 2, options))
-        time.sleep(20 * TIMEOUT_S)
+        time.sleep(12 * TIMEOUT_S)
     del groups
 
 
@@ -43,10 +47,16 @@ def main() -> None:
     other = threading.Thread(target=peer, args=(store, late_for))
     other.start()
     try:
-        build_group(1, 0, 2, store, "127.0.0.1", TIMEOUT_S)
+        group = build_group(1, 0, 2, store, "127.0.0.1", TIMEOUT_S)
+        threading.Timer(TIMEOUT_S, group.interrupt, ["the peer is silent"]).start()
+        group.tell(b"first").wait()
     except FallowError as error:
         print(error.message)
         other.join()  # with the error at hand, as a caller may keep it
+    except Interrupted as error:
+        print(error)
+        reap(group)
+        other.join()
     other.join()
     while any(thread.name.startswith("reaper") for thread in threading.enumerate()):
         time.sleep(0.01)

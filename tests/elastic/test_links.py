@@ -5,15 +5,16 @@ The links to the head are whole: it hears of everybody, and has to find out who 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from elastic_rig import Elastic, Rig, judge, phase
 from network import FAST, HUB, Network, NoNetworkError, fast_address
+from torch.distributed import HashStore
 
 from conftest import MakeRig, Undisturbed
-from fallow.worker.transport.reach import Reach
+from fallow.worker.transport.stream import Streams
 from lacking import lacks
 
 FOUND_S = 180.0
@@ -56,20 +57,20 @@ def test_s13_a_path_that_swallows_large_packets_one_way_is_no_path(source: int, 
     for swallows in (False, True):
         if swallows:
             network.swallow_large(source, 1 - source)
-        with network.at_node(0) as address:
-            called = Reach(0, 2, address)
-        with network.at_node(1) as address:
-            calling = Reach(1, 2, address)
-            calling.call(0, called.entry)
-        sides = [called, calling]
-        threads = [threading.Thread(target=side.exchange, args=(set(), 1.0 if swallows else 20.0)) for side in sides]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert any(side.missing for side in sides) is swallows
-        for side in sides:
-            side.close()
+        store, timeout_s = HashStore(), 2.0 if swallows else 20.0
+        with ThreadPoolExecutor(2) as pool:
+            sides = [pool.submit(meet, network, store, rank, timeout_s) for rank in range(2)]
+        assert any(side.result() for side in sides) is swallows
+
+
+def meet(network: Network, store: HashStore, rank: int, timeout_s: float) -> dict[int, str]:
+    """Whom one of two members, each on a node of its own, does not reach."""
+    with network.at_node(rank) as address:
+        streams = Streams(1, rank, 2, address)
+        try:
+            return streams.meet(store, timeout_s)
+        finally:
+            streams.close()
 
 
 async def begin(rig: Rig, network: Network, members: int, *options: object) -> Elastic:

@@ -144,16 +144,16 @@ class ScriptedGroup(Group):
         self._name, self._breaks = plan.members[rank], plan.breaks
         self.waits_so_far = 0
 
-    def finish(self, works: Sequence[Any], timeout_s: float | None = None) -> None:
+    def finish(self, works: Sequence[Any]) -> None:
         """Wait, unless this is where the generation breaks."""
         self.waits_so_far += 1
         at = self._breaks
         if at is None or self.waits_so_far != at.wait:
-            super().finish(works, timeout_s)
+            super().finish(works)
             return
         try:
             # Also one who will not hear of it: else its break would reach others by their lines before they come here.
-            super().finish(works, timeout_s)
+            super().finish(works)
         except Interrupted:  # another member was lost before it came here
             if self._name != at.dies:
                 raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripted_group import HOST, Board, Generation, Killed, ProcessGroup, ScriptedGroup
+from scripted_group import Board, Generation, Killed, ProcessGroup, ScriptedGroup
 
 from fallow.core.audit import audit
 from fallow.core.failures import Stranger
@@ -20,7 +20,6 @@ from fallow.worker.data.ledger import read_ledger
 from fallow.worker.loop.generations import Released
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Dismissed, OthersEnded
-from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
@@ -194,14 +193,12 @@ class World:
     def _build(self, number: int, plan: Generation) -> dict[str, ScriptedGroup]:
         size = len(plan.members)
         control, transport = Board(size), Board(size)
-        streams = [Streams(number, "127.0.0.1") for _ in plan.members]
-        cards = [one.card(holds=True) for one in streams]
+        streams = [Streams(number, rank, size, "127.0.0.1", holds=True) for rank in range(size)]
+        cards = {rank: one.card for rank, one in enumerate(streams)}
         groups: dict[str, ScriptedGroup] = {}
         for rank, name in enumerate(plan.members):
             streams[rank].cards = cards
-            connections = Connections(
-                [ProcessGroup(control, rank)], Communicator(ProcessGroup(transport, rank), HOST), streams[rank]
-            )
+            connections = Connections([ProcessGroup(control, rank)], ProcessGroup(transport, rank), streams[rank])
             groups[name] = ScriptedGroup(number, rank, plan, connections)
         for siblings in {plan.node(name) for name in plan.members}:
             board = Board(len(siblings))

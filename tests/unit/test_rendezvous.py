@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fallow.head.rendezvous import Rendezvous
-from fallow.model import KvOp, KvReply, KvRequest
+from fallow.model import KvOp, KvReply, KvRequest, Peer, Prepare
 
 NUMBERS = st.integers(0, 5)
 
@@ -69,14 +69,15 @@ class Head:
                 )
                 self._replies |= {r.id: r for _, r in self._store.handle(str(rank), request, time.monotonic())}
                 self._changed.notify_all()
-                assert self._changed.wait_for(lambda: number in self._replies, 30)
+                if not self._changed.wait_for(lambda: number in self._replies, timeout_s):
+                    return KvReply(id=number, ok=False)
                 return self._replies.pop(number)
 
         return ask
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_group_costs_each_member_four_questions_whatever_its_size(size: int) -> None:
+def test_a_group_costs_each_member_six_questions_whatever_its_size(size: int) -> None:
     pytest.importorskip("torch")
     from fallow.worker.transport.build import build_group
     from fallow.worker.transport.rendezvous import HeadStore
@@ -91,8 +92,28 @@ def test_a_group_costs_each_member_four_questions_whatever_its_size(size: int) -
         )
         told = list(pool.map(lambda group: group.gather(bytes([group.rank])), groups))
         assert told == [[bytes([rank]) for rank in range(size)]] * size
-        assert head.asked == dict.fromkeys(range(size), 4)
+        assert head.asked == dict.fromkeys(range(size), 6)
         for group in groups:
             group.interrupt("over")
         for group in reversed(groups):
             group.destroy()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_member_that_does_not_come_is_named_in_the_vote(rank: int) -> None:
+    """With the address where the lower rank of the two listens, if that is known."""
+    pytest.importorskip("torch")
+    from fallow.worker.transport.upcoming import Upcoming
+
+    members = [Peer(worker=name, address="127.0.0.1") for name in ("w0", "w1")]
+    prepare = Prepare(term=1, generation=3, replaces=2, members=members, interrupt=False, timeout_s=2.0)
+    upcoming = Upcoming(prepare, rank)
+    upcoming.built = upcoming.build(f"w{rank}", "127.0.0.1", Head().asker(rank), holds=False)
+    vote = upcoming.vote(f"w{rank}")
+    assert vote is not None
+    assert not vote.ok
+    assert vote.unreachable == [f"w{1 - rank}"]
+    (tried,) = vote.tried
+    assert tried.startswith("127.0.0.1:") if rank == 0 else tried == ""
+    at = f" (tried {tried})" if tried else ""
+    assert vote.reason == f"w{rank} at 127.0.0.1 has no connection to w{1 - rank}{at}"

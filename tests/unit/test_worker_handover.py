@@ -33,7 +33,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import stream
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.stream import Card, Streams, sources
+from fallow.worker.transport.stream import Streams, sources
 from fallow.worker.transport.waits import Interrupted
 
 DEADLINE_S = 20.0
@@ -480,13 +480,13 @@ class Stall:
         gone: list[socket.socket] = []
         real = pieces.send_piece
 
-        def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, pieces: int) -> int:
+        def send(line: socket.socket, memory: Sequence[pieces.Bytes], number: int, pieces: int) -> None:
             now = gone.count(line)
             gone.append(line)
             if now == part:
                 self.reached.set()
                 assert self.go_on.wait(DEADLINE_S)
-            return real(line, memory, number, pieces)
+            real(line, memory, number, pieces)
 
         monkeypatch.setattr(supply, "send_piece", send)
 
@@ -690,17 +690,18 @@ class Damage:
         known: dict[socket.socket, list[int]] = {}
         real_send, real_sum, real_receive = pieces.send_piece, pieces.checksum, stream.receive
 
-        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> int:
+        def send(line: socket.socket, memory: Sequence[torch.Tensor], number: int, count: int) -> None:
             parts = known.setdefault(line, [])
             if id(memory) not in parts:
                 parts.append(id(memory))
             if (parts.index(id(memory)), number) != (what, 0) or not self.left:
-                return real_send(line, memory, number, count)
+                real_send(line, memory, number, count)
+                return
             self.left -= 1
             self._spoiling.now = True
             spoiled = [flat ^ 1 for flat in memory]
             try:
-                return real_send(line, spoiled, number, count)
+                real_send(line, spoiled, number, count)
             finally:
                 self._spoiling.now = False
 
@@ -757,15 +758,16 @@ def test_t8_what_arrives_damaged_again_and_again_ends_the_newcomer_alone(
 
 
 def test_a_stranger_is_not_served() -> None:
-    streams = Streams(7, "127.0.0.1")
+    """Nor is a member of another generation, whose token is another one."""
+    streams, former = Streams(7, 0, 2, "127.0.0.1"), Streams(6, 0, 2, "127.0.0.1")
     served: list[socket.socket] = []
     streams.serve(served.append)
-    card = streams.card(holds=True)
-    assert Card.decode(card.encode()) == card
-    for token, generation in ((bytes(16), 7), (card.token, 6)):
+    card = streams.card
+    for token in (bytes(16), former.card.token):
         with socket.create_connection((card.address, card.port), timeout=DEADLINE_S) as line:
-            line.sendall(stream._HELLO.pack(token, generation))
+            line.sendall(stream._HELLO.pack(stream._HELLO.size, token, 1))
             assert line.recv(1) == b""
+    former.close()
     assert not served
     streams.close()
     with pytest.raises(OSError, match="refused"):

@@ -7,49 +7,37 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
-from fallow.worker.transport.reach import Reach, unreachable
+from torch.distributed import HashStore
+
+from fallow.worker.transport import stream
+from fallow.worker.transport.build import CutOff, build_group
+from fallow.worker.transport.stream import Card, Streams
 
 
-class Store:
-    """What `HeadStore` does, without a head."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def read(self, keys: list[str], timeout_s: float) -> list[bytes] | None:
-        with self._changed:
-            there = self._changed.wait_for(lambda: self.check(keys), timeout_s)
-        return [self._values[key] for key in keys] if there else None
-
-
-def meet(store: Store, ranks: list[int], size: int, timeout_s: float) -> dict[int, dict[int, str]]:
+def meet(store: HashStore, ranks: list[int], size: int, timeout_s: float) -> dict[int, dict[int, str]]:
     found: dict[int, dict[int, str]] = {}
+    members = {rank: Streams(1, rank, size, "127.0.0.1") for rank in ranks}
 
     def one(rank: int) -> None:
-        found[rank] = unreachable(store, rank, size, "127.0.0.1", timeout_s)  # type: ignore[arg-type]
+        found[rank] = members[rank].meet(store, timeout_s)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    for streams in members.values():
+        streams.close()
     return found
+
+
+def publish(store: HashStore, rank: int, port: int) -> None:
+    store.set(f"card/{rank}", msgspec.json.encode(Card("127.0.0.1", port, bytes(16), holds=False)).decode())
 
 
 @pytest.fixture
@@ -59,34 +47,58 @@ def mute() -> Iterator[socket.socket]:
         yield listener
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_all_reach_each_other_at_once(size: int) -> None:
     began = time.monotonic()
-    assert meet(Store(), list(range(size)), size, 20.0) == {rank: {} for rank in range(size)}
+    assert meet(HashStore(), list(range(size)), size, 20.0) == {rank: {} for rank in range(size)}
     assert time.monotonic() - began < 5, "nobody waited for a deadline"
 
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_one_that_never_comes_is_named_by_all(missing: int) -> None:
     others = [rank for rank in range(4) if rank != missing]
-    found = meet(Store(), others, 4, 1.0)
+    found = meet(HashStore(), others, 4, 1.0)
     assert {rank: list(lost) for rank, lost in found.items()} == {rank: [missing] for rank in others}
 
 
 def test_one_that_does_not_answer_is_named_by_all(mute: socket.socket) -> None:
     """With the address and port that were tried."""
-    store, port = Store(), mute.getsockname()[1]
-    store.set("reach/0", f"127.0.0.1 {port} {'00' * 16}".encode())
+    store, port = HashStore(), mute.getsockname()[1]
+    publish(store, 0, port)
     lost = {0: f"127.0.0.1:{port}"}
     assert meet(store, [1, 2], 3, 1.0) == {1: lost, 2: lost}
 
 
-def test_whoever_does_not_know_the_word_is_nobody() -> None:
-    reach = Reach(0, 2, "127.0.0.1")
-    host, port, _ = reach.entry.decode().split()
-    with socket.create_connection((host, int(port)), timeout=5) as stranger:
-        stranger.sendall(b"x" * 16 + (1).to_bytes(4, "big"))
+def test_whoever_does_not_know_the_token_is_nobody(mute: socket.socket) -> None:
+    """The one who should call has come, and is silent."""
+    store, streams = HashStore(), Streams(1, 0, 2, "127.0.0.1")
+    publish(store, 1, mute.getsockname()[1])
+    with socket.create_connection((streams.card.address, streams.card.port), timeout=5) as stranger:
+        stranger.sendall(stream._HELLO.pack(stream._HELLO.size, b"x" * 16, 1))
         stranger.shutdown(socket.SHUT_WR)
-        reach.exchange(set(), 0.5)
-    assert reach.missing == {1}
-    reach.close()
+        assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
+    streams.close()
+
+
+def test_a_packet_that_is_not_whole_is_none(mute: socket.socket) -> None:
+    """Its end never arrives. The answer to one that is whole is a full packet, too."""
+    store, streams = HashStore(), Streams(1, 0, 2, "127.0.0.1")
+    publish(store, 1, mute.getsockname()[1])
+    with socket.create_connection((streams.card.address, streams.card.port), timeout=5) as caller:
+        caller.sendall(stream._HELLO.pack(1000, streams.card.token, 1))
+        assert streams.meet(store, 0.5) == {1: streams.card.endpoint}
+        caller.sendall(bytes(1000 - stream._HELLO.size))
+        size = int.from_bytes(stream.receive(caller, 2), "little")
+        assert size >= 536
+        stream.receive(caller, size - 2)
+        assert streams.meet(store, 0.5) == {}
+    streams.close()
+
+
+def test_a_group_whose_members_do_not_reach_each_other_is_not_built(mute: socket.socket) -> None:
+    store, port = HashStore(), mute.getsockname()[1]
+    publish(store, 0, port)
+    text = rf"rank 1 of 2.*on 127.0.0.1: no connection to rank 0 \(tried 127.0.0.1:{port}\); check that the nodes"
+    with pytest.raises(CutOff, match=text) as caught:
+        build_group(1, 1, 2, store, "127.0.0.1", 1.0)
+    assert caught.value.tried == {0: f"127.0.0.1:{port}"}

@@ -17,11 +17,6 @@ EVERY = 100
 """Steps between two such transfers at least: unlike processors differ in nearly every step."""
 
 
-class _Outline(msgspec.Struct, frozen=True):
-    tree: bytes
-    tensors: list[state.TensorSpec]
-
-
 def align(group: Group, prepared: Prepared, root: int) -> None:
     """Put `root`'s state into all members' objects, over the group's transport.
 
@@ -31,11 +26,11 @@ def align(group: Group, prepared: Prepared, root: int) -> None:
     text, tensors = b"", []
     if group.rank == root:
         encoded = state.encode([prepared.export(), extra_state.read(prepared.modules)], "run")
-        text, tensors = msgspec.msgpack.encode(_Outline(encoded.tree, encoded.specs)), encoded.tensors
+        text, tensors = msgspec.msgpack.encode((encoded.tree, encoded.specs)), encoded.tensors
     text = group.gather(text)[root]
-    outline = msgspec.msgpack.decode(text, type=_Outline)
+    tree, specs = msgspec.msgpack.decode(text, type=tuple[bytes, list[state.TensorSpec]])
     if group.rank != root:
-        tensors = state.room(outline.tensors, prepared.device)
+        tensors = state.room(specs, prepared.device)
     moved = [device.to_device(tensor.detach(), group.device) for tensor in tensors]
     for tensor in moved:
         if tensor.numel():
@@ -43,6 +38,6 @@ def align(group: Group, prepared: Prepared, root: int) -> None:
     group.certain()
     if group.rank != root:
         moved = [device.to_device(there, here.device) for there, here in zip(moved, tensors, strict=True)]
-        objects, extra = state.decode(outline.tree, moved)
+        objects, extra = state.decode(tree, moved)
         prepared.load(objects)
         extra_state.write(prepared.modules, extra)

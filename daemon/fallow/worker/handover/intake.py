@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,11 +41,8 @@ class Changed(Interrupted):
 class Intake:
     """Takes a piece of the state from each donor.
 
-    Args:
-        group: the new generation's.
-        prepared: live objects; their parameters and buffers are overwritten from here on where `in_place` is set.
-        donors: ranks that send a piece each.
-        in_place: receive weights into the live ones. Without it nothing changes before everything has arrived.
+    With `in_place` weights are received into the live ones, which are overwritten from here on. Without it nothing
+    changes before everything has arrived.
     """
 
     def __init__(self, group: Group, prepared: Prepared, donors: Sequence[int], *, in_place: bool) -> None:
@@ -68,7 +66,7 @@ class Intake:
         self._received = [0 for _ in PARTS]
         "bytes, by part"
         self._error: Exception | None = None
-        self._then: Callable[[], None] | None = None
+        self._completion = Future[None]()
         self._threads = [
             threading.Thread(
                 target=self._take, args=(rank, number, len(donors)), name=f"intake-{group.generation}", daemon=True
@@ -118,18 +116,16 @@ class Intake:
     def _whole(self, line: socket.socket, rank: int, take: Callable[[], _T]) -> _T:
         """What comes next on the line, sent again if it arrives damaged."""
         where = f"generation {self._group.generation}: state from rank {rank} to rank {self._group.rank}"
-        for _ in range(TRIES - 1):
+        for tries_left in reversed(range(TRIES)):
             try:
                 return take()
             except FallowError:
-                sys.stderr.write(f"fallow: {where} arrived damaged; it is sent again\n")
-                line.sendall(AGAIN)
-        try:
-            return take()
-        except FallowError:
-            raise FallowError(
-                f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
-            ) from None
+                if tries_left:
+                    sys.stderr.write(f"fallow: {where} arrived damaged; it is sent again\n")
+                    line.sendall(AGAIN)
+        raise FallowError(
+            f"{where} arrived damaged {TRIES} times; check the memory and the network of both nodes", Exit.TEMPFAIL
+        )
 
     def _agree(self, fingerprint: int) -> None:
         """Wait until the training thread has made room for the first donor's outline, which the others must have."""
@@ -147,12 +143,11 @@ class Intake:
         with self._changed:
             self._received[part] += got
             self._open[part] -= 1
-            then = self._then if self.complete else None
+            last = part == LATE and self.complete
             self._changed.notify_all()
-        if self.complete:
+        if last:
             self._group.end_transfers()
-        if then is not None:
-            then()
+            self._completion.set_result(None)
 
     def _fail(self, error: Exception, reason: str) -> None:
         with self._changed:
@@ -194,12 +189,12 @@ class Intake:
                 if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
                     place[n] = live.detach()
         self.received = {id(tensor) for tensor in place.values()}
-        late = outline.split()[LATE]  # in a block of its own: memory of the others can be freed
+        late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
         for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):
             specs = [outline.tensors[n] for n in numbers]
             place |= zip(numbers, state.room(specs, self._device), strict=True)
         self._tensors = [place[n] for n in range(len(outline.tensors))]
-        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._memory = [[state.as_bytes(self._tensors[n]) for n in numbers] for numbers in outline.parts]
         self._ready = device.event(self._device)
         with self._changed:
             self._outline = outline
@@ -224,7 +219,7 @@ class Intake:
         """
         assert self._outline is not None
         live = {id(tensor) for tensor in self._prepared.optimizer_tensors()}
-        if any(id(self._tensors[n]) not in live for n in self._outline.split()[LATE]):
+        if any(id(self._tensors[n]) not in live for n in self._outline.parts[LATE]):
             self.settle()
             self._prepared.load(objects, self.received)
 
@@ -245,11 +240,7 @@ class Intake:
 
     def when_complete(self, then: Callable[[], None]) -> None:
         """Call this once, as soon as everything is here; never if it does not come."""
-        with self._changed:
-            self._then = then
-            now = self.complete
-        if now:
-            then()
+        self._completion.add_done_callback(lambda _: then())
 
     def settle(self) -> None:
         """Wait for the late part.

@@ -32,8 +32,8 @@ _WORDS = 8
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> int:
-    """Send piece `number` of `pieces` equal ones; returns its bytes.
+def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> None:
+    """Send piece `number` of `pieces` equal ones.
 
     Args:
         line: to the receiver.
@@ -44,11 +44,8 @@ def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int,
     Raises:
         OSError: the line broke.
     """
-    total = 0
     for chunk in _on_host(cut(memory, number, pieces), device_of(memory)):
-        total += sum(part.size for part in chunk)
         send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
-    return total
 
 
 def _on_host(chunks: Iterator[list[torch.Tensor]], where: torch.device) -> Iterator[list[Bytes]]:
@@ -77,7 +74,7 @@ def _on_host(chunks: Iterator[list[torch.Tensor]], where: torch.device) -> Itera
 def receive_piece(
     line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int, moved: Callable[[], None]
 ) -> int:
-    """The other end of `send_piece`; calls `moved` whenever something has come.
+    """The other end of `send_piece`; returns the piece's bytes, and calls `moved` whenever something has come.
 
     Raises:
         OSError: the line broke.
@@ -111,12 +108,9 @@ def _pinned() -> list[torch.Tensor]:
     return list(torch.empty(2, CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True))
 
 
-def _views(buffer: torch.Tensor, chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    views, at = [], 0
-    for part in chunk:
-        views.append(buffer[at : at + part.numel()])
-        at += part.numel()
-    return views
+def _views(buffer: torch.Tensor, chunk: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    sizes = [part.numel() for part in chunk]
+    return buffer[: sum(sizes)].split_with_sizes(sizes)
 
 
 def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[list[torch.Tensor]]:

@@ -12,9 +12,6 @@ class Snapshot:
     """Copies of all that was prepared, on the host: a device may have no room for them.
 
     The copies are complete behind what the device was given by now; nobody waits for them here.
-
-    Args:
-        prepared: live objects.
     """
 
     def __init__(self, prepared: Prepared) -> None:

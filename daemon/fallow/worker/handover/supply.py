@@ -51,24 +51,15 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
     tree: bytes
     tensors: list[TensorSpec]
-    parts: bytes
-    "for each tensor the part in which it comes"
-
-    def split(self) -> list[list[int]]:
-        """Numbers of the tensors of each part."""
-        return [[n for n, where in enumerate(self.parts) if where == part] for part in PARTS]
+    parts: list[list[int]]
+    "numbers of the tensors that come in each part"
 
 
 class Supply:
-    """Hands pieces of this member's state to those who ask.
+    """Hands pieces of this member's state to those who ask: so many `pieces`.
 
-    Args:
-        group: the new generation's.
-        prepared: live objects.
-        encoded: their whole state; the modules' tensors come first.
-        extra: extra state of modules, as bytes; the first donor's counts for each receiver.
-        pieces: how many pieces will be asked for here.
-        whole: there is no middle part: all weights come early. The same on all members.
+    `encoded` is the whole state; the modules' tensors come first. `extra` is extra state of modules; a receiver takes
+    that of its first donor. `whole`: there is no middle part, all weights come early; the same on all members.
     """
 
     def __init__(
@@ -78,15 +69,15 @@ class Supply:
         middle = set() if whole else prepared.trained_weights()
         plain = prepared.plain_optimizers()
         late = {n for n, path in enumerate(encoded.paths) if _is_late(path, plain)}
-        parts = bytes(
-            EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
-            for n, spec in enumerate(specs)
-        )
+        parts: list[list[int]] = [[] for _ in PARTS]
+        for n, spec in enumerate(specs):
+            part = EARLY if spec.nbytes < _LARGE else MIDDLE if n in middle else LATE if n in late else EARLY
+            parts[part].append(n)
         outline = Outline(tree=encoded.tree, tensors=specs, parts=parts)
         text = msgspec.msgpack.encode(outline)
         self._text = text + extra
         self._head = HEAD.pack(len(text), checksum(text), len(extra), checksum(extra))
-        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in outline.split()]
+        self._memory = [[as_bytes(encoded.tensors[n]) for n in numbers] for numbers in parts]
         self._device = device_of(encoded.tensors)
         self._ready = device.event(self._device)
         self._group = group
@@ -97,7 +88,6 @@ class Supply:
         group.streams.serve(self._serve)
 
     def _serve(self, line: socket.socket) -> None:
-        # A line that was opened ahead may never be asked for anything, and ends without harm.
         number, pieces = ASK.unpack(receive(line, ASK.size))
         try:
             line.sendall(self._head)

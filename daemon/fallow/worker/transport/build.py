@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.communicators import Communicator
 from fallow.worker.transport.group import Connections, Group
 from fallow.worker.transport.node import Node
-from fallow.worker.transport.staged import Staged
-from fallow.worker.transport.stream import Card, Streams, sources
-from fallow.worker.transport.waits import Interrupted
+from fallow.worker.transport.stream import Streams
+
+_MEETING_SHARE = 0.8
+"""Of the time to build a group, for its members to come and to reach each other. gloo has the rest."""
 
 _QUIET_S = 1.0
 """After this, what was on its way in an abandoned group has arrived."""
 
 _STAGGER_S = 0.1
 _LATEST_S = 20.0
+
+
+class CutOff(FallowError):
+    """This member has no connection to some others.
+
+    Args:
+        message: names them by rank.
+        tried: their ranks -> ADDRESS:PORT to which the connection was to lead; empty: not known.
+    """
+
+    def __init__(self, message: str, tried: dict[int, str]) -> None:
+        super().__init__(message, Exit.TEMPFAIL)
+        self.tried = tried
 
 
 def build_group(
@@ -55,73 +67,63 @@ def build_group(
         ports: to listen on; None: the kernel chooses.
 
     Raises:
-        FallowError: the group could not be built; the text says why.
+        CutOff: members are not reached.
+        FallowError: the group could not be built for another reason; the text says which.
     """
     if size == 1:
         return Group(generation, 0, 1, None, device)
     assert store is not None
-    end = time.monotonic() + timeout_s
-    group = Group(generation, rank, size, Connections(), device)
+    group = Group(generation, rank, size, Connections(store=store), device)
+    tried: dict[int, str] = {}
     reason = ""
     try:
-        _connect(group, store, address, end, ports)
-        if len(siblings) > 1:
-            _connect_node(group, siblings, address, end, ports)
+        tried = _connect(group, siblings, address, timeout_s, ports, holds=holds)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
     # peer connects to a group that failed.
-    if not reason:
-        try:
-            _introduce(group, max(0.0, end - time.monotonic()), holds=holds)
-        except (RuntimeError, OSError, Interrupted) as error:
-            reason = gloo.reason(error)
+    if tried:
+        others = (f"rank {other} (tried {at})" if at else f"rank {other}" for other, at in tried.items())
+        reason = f"no connection to {', '.join(others)}"
     if reason:
         group.interrupt(reason)
         # Its pending callbacks would drop the last reference on gloo's own thread, which cannot join itself.
         reap(group)
-        raise FallowError(
+        message = (
             f"process group of generation {generation} (rank {rank} of {size}) on {address}: {reason}; "
-            "check that the nodes reach each other on that address",
-            Exit.TEMPFAIL,
+            "check that the nodes reach each other on that address"
         )
+        raise CutOff(message, tried) if tried else FallowError(message, Exit.TEMPFAIL)
     return group
 
 
-def _connect(group: Group, store: Store, address: str, end: float, ports: range | None) -> None:
-    connections, rank, size, device = group._connections, group.rank, group.size, group.device
-    assert connections is not None
-    connections.store = store
-    names = ["control"] if communicators.exists(device) else ["control", "sums"]
-    for one in gloo.connect(store, names, rank, size, address, end - time.monotonic(), ports):
-        connections.gloo_groups.append(one)
-    connections.transport = _transport(group, device, end)
-    connections.streams = Streams(group.generation, address, ports)
+def _connect(
+    group: Group, siblings: Sequence[int], address: str, timeout_s: float, ports: range | None, *, holds: bool
+) -> dict[int, str]:
+    """Connect the members; returns those that are not reached, as `Streams.meet` does. No group is made then."""
+    connections, rank, size = group.connections, group.rank, group.size
+    end = time.monotonic() + timeout_s
+    streams = connections.streams = Streams(group.generation, rank, size, address, ports, holds=holds)
+    tried = streams.meet(connections.store, _MEETING_SHARE * timeout_s)
+    if not tried:
+        names = ["control"] if communicators.exists(group.device) else ["control", "sums"]
+        left_s = max(0.1, end - time.monotonic())
+        for one in gloo.connect(connections.store, names, rank, size, address, left_s, ports):
+            connections.gloo_groups.append(one)
+        if len(siblings) > 1:
+            group.node = _connect_node(connections, siblings, rank, address, end, ports)
+        group.connect_transport(group.device, max(0.0, end - time.monotonic()))
+        streams.connect_ahead()
+    return tried
 
 
-def _connect_node(group: Group, siblings: Sequence[int], address: str, end: float, ports: range | None) -> None:
-    connections = group._connections
-    assert connections is not None
-    place, size, left_s = siblings.index(group.rank), len(siblings), end - time.monotonic()
+def _connect_node(
+    connections: Connections, siblings: Sequence[int], rank: int, address: str, end: float, ports: range | None
+) -> Node:
+    place, size, left_s = siblings.index(rank), len(siblings), max(0.1, end - time.monotonic())
     (one,) = gloo.connect(connections.store, [f"node-{siblings[0]}"], place, size, address, left_s, ports)
     connections.gloo_groups.append(one)
-    group.node = Node(one, size)
-
-
-def _transport(group: Group, device: torch.device, end: float) -> Communicator:
-    connections = group._connections
-    assert connections is not None
-    if communicators.exists(device):
-        left_s = max(0.0, end - time.monotonic())
-        store = PrefixStore("device", connections.store)
-        return communicators.connect(device, store, group.rank, group.size, left_s)
-    if not devices.asynchronous(device):
-        return Communicator(connections.gloo_groups[1], device)
-    warnings.warn(
-        f"torch has no communicator for devices of type {device.type}: gradients go through the host, slowly",
-        stacklevel=2,
-    )
-    return Staged(connections.gloo_groups[1], device)
+    return Node(one, size)
 
 
 def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None:
@@ -148,31 +150,13 @@ def take_to_device(group: Group, device: torch.device, timeout_s: float) -> None
             )
     if not devices.asynchronous(device):
         return
-    if group.size > 1:
-        assert group._connections is not None
-        try:
-            group._connections.transport = _transport(group, device, time.monotonic() + timeout_s)
-        except RuntimeError as error:
-            raise FallowError(
-                f"rank {group.rank} of {group.size}: {gloo.reason(error)}; see the other ranks' output",
-                Exit.UNAVAILABLE,
-            ) from None
-    group.device = device
-
-
-def _introduce(group: Group, timeout_s: float, *, holds: bool) -> None:
-    # All are connected already; where they hand out state goes through the group itself.
-    cards = group.tell(group.streams.card(holds=holds).encode()).wait(timeout_s)
-    group.streams.cards = [Card.decode(card) for card in cards]
-    if not holds:
-        # Those who will receive know now from whom, in all likelihood.
-        there = [rank for rank, card in enumerate(group.streams.cards) if card.holds]
-        away = [rank for rank in range(group.size) if rank not in there]
-        for donor in sources(there, away)[group.rank] if there else []:
-            group.streams.connect(donor)
-    assert group._connections is not None
-    for one in group._connections.gloo_groups:
-        one._set_default_timeout(gloo.COLLECTIVE_TIMEOUT)
+    try:
+        group.connect_transport(device, timeout_s)
+    except RuntimeError as error:
+        raise FallowError(
+            f"rank {group.rank} of {group.size}: {gloo.reason(error)}; see the other ranks' output",
+            Exit.UNAVAILABLE,
+        ) from None
 
 
 def reap(group: Group) -> None:

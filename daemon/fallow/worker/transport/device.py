@@ -22,11 +22,6 @@ _POLL_SHARE = 0.02
 "Part of a wait by which polling may prolong it."
 
 
-def never() -> object:
-    """A reason to stop waiting that never comes."""
-    return None
-
-
 def asynchronous(device: torch.device) -> bool:
     """True if the host runs ahead of this device."""
     return device.type not in ("cpu", "meta")
@@ -43,7 +38,7 @@ def event(device: torch.device) -> torch.Event | None:
     return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
 
 
-def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
+def wait(event: torch.Event | None, stop: Callable[[], object] = lambda: None) -> None:
     """Wait until an event is complete, by polling: a call that blocks in the driver could not be ended.
 
     Args:

@@ -30,14 +30,8 @@ def connect(
 ) -> Iterator[Any]:
     """Make groups of the same ranks, one after the other, with all their connections.
 
-    Args:
-        store: rendezvous.
-        names: of the groups, the same on all ranks.
-        rank: this process's place, 0-based.
-        size: members.
-        address: the only local address to listen on.
-        timeout_s: seconds until each attempt fails.
-        ports: to listen on; None: the kernel chooses.
+    They listen on `address` alone, on one of `ports` (None: the kernel chooses). Each attempt fails after `timeout_s`.
+    The names are the same on all ranks.
 
     Yields:
         Each `ProcessGroupGloo`, as soon as it is made.
@@ -46,18 +40,20 @@ def connect(
         RuntimeError: the others did not come.
         OSError: no listener could be had.
     """
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Not lazily: such a group ends its connections' thread before the connections, and that thread never ends while a
     # connection has something to read that no collective takes any more (gloo `Context::~Context`, `Loop::run`).
     if ports is None:
         device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
     else:
-        device, moved = device_within(address, ports)
-        store = MovedStore(store, moved)
-    options._devices = [device]
-    options._timeout = timedelta(seconds=timeout_s)
+        device, *moved = device_within(address, ports)
+        store = MovedStore(store, address, *moved)
     for name in names:
-        yield ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [device]
+        options._timeout = timedelta(seconds=timeout_s)
+        group = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        group._set_default_timeout(COLLECTIVE_TIMEOUT)
+        yield group
 
 
 def tell(group: Any, part: bytes, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:

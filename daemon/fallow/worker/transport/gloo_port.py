@@ -43,28 +43,17 @@ _one_at_a_time = threading.Lock()
 """The new listener is told from others by its coming, so two threads must not make one at once."""
 
 
-class Moved:
-    """A device's listener that listens elsewhere than gloo believes."""
-
-    def __init__(self, address: str, before: int, after: int) -> None:
-        self._before, self._after = _packed(address, before), _packed(address, after)
-        self.port = after
-
-    def published(self, value: bytes) -> bytes:
-        """What gloo puts into the store, with the port that is right."""
-        return value.replace(self._before, self._after)
-
-
 class MovedStore(Store):
-    """The store of a group whose device was moved."""
+    """The store of groups whose device listens elsewhere than gloo believes: what gloo publishes is corrected."""
 
-    def __init__(self, store: Store, moved: Moved) -> None:
+    def __init__(self, store: Store, address: str, before: int, after: int) -> None:
         super().__init__()
-        self._store, self._moved = store, moved
+        self._store = store
+        self._before, self._after = _packed(address, before), _packed(address, after)
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, self._moved.published(data))  # type: ignore[arg-type]
+        self._store.set(key, data.replace(self._before, self._after))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
@@ -79,8 +68,8 @@ class MovedStore(Store):
         self._store.set_timeout(timeout)
 
 
-def device_within(address: str, ports: range) -> tuple[Any, Moved]:
-    """A gloo device that listens on a free port of the range.
+def device_within(address: str, ports: range) -> tuple[Any, int, int]:
+    """A gloo device that listens on a free port of the range; the port that gloo believes in, and that port.
 
     Which of two members connects to the other gloo decides by comparing its own address, with the first port, to the
     other's, with the published one; members on one host differ in the port alone, low byte first. So the new port has
@@ -101,7 +90,7 @@ def device_within(address: str, ports: range) -> tuple[Any, Moved]:
             ((fd, first),) = new.items()
             port = usable.get(first % _BYTE)
             if port is not None and _is_free(address, port) and _move(fd, address, port):
-                return device, Moved(address, first, port)
+                return device, first, port
             del device
     raise all_taken(address, ports)
 
@@ -161,13 +150,9 @@ def _listeners(address: str) -> dict[int, int]:
 
 def _packed(address: str, port: int) -> bytes:
     """The beginning of its `sockaddr`, as gloo publishes it."""
-    if ":" in address:
-        return (
-            struct.pack("=H", socket.AF_INET6)
-            + struct.pack("!HI", port, 0)
-            + socket.inet_pton(socket.AF_INET6, address)
-        )
-    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    flow_info = bytes(4) if family == socket.AF_INET6 else b""
+    return struct.pack("=H", family) + struct.pack("!H", port) + flow_info + socket.inet_pton(family, address)
 
 
 def _check(result: int) -> None:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from fallow.model import Exit, FallowError
+from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport import gloo
-from fallow.worker.transport.communicators import Communicator, Work
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
@@ -43,34 +43,28 @@ class Connections:
     """What the members of a group are connected by."""
 
     gloo_groups: list[Any] = field(default_factory=list)
-    "the first is control's"
-    transport: Communicator | None = None
+    "the first is control's, the last can sum tensors of the host"
+    transport: Any = None
     streams: Streams | None = None
     store: Any = None
     "kept: a communicator may ask it again, and torch does not keep what is written in Python"
 
 
 class Told:
-    """Bytes of all members, on their way.
+    """Bytes of all members, on their way: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
 
-    Args:
-        group: theirs.
-        taken: filled with them, by rank.
-        lengths: of each member's bytes.
-        work: fills `taken`; None: nobody else has any.
-    """
+    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], works: Sequence[Any] = ()) -> None:
+        self._group, self._taken, self._lengths, self._works = group, taken, lengths, works
 
-    def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], work: Any = None) -> None:
-        self._group, self._taken, self._lengths = group, taken, lengths
-        self.works = [] if work is None else [work]
-
-    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+    def wait(self) -> list[bytes]:
         """Wait for the bytes of all members, by rank.
 
         Raises:
-            Interrupted: the group is broken, or `timeout_s` has passed.
+            Interrupted: the group is broken.
         """
-        self._group._finish_telling(self, timeout_s)
+        self._group.finish(self._works)
+        self._group._tellings.discard(self)
+        self._works = ()
         return gloo.parts_of(self._taken, self._lengths)
 
 
@@ -78,14 +72,7 @@ class Group(Waits):
     """Ranks 0..size-1 of one generation. In a world of one every collective is the identity.
 
     Collectives may be launched from autograd's threads and `interrupt` comes from the communication thread; one thread
-    at a time waits.
-
-    Args:
-        generation: its number.
-        rank: this member's place, 0-based.
-        size: members.
-        connections: None for a world of one.
-        device: of the transport's tensors.
+    at a time waits. `connections` is None for a world of one; `device` is that of the transport's tensors.
     """
 
     def __init__(
@@ -101,10 +88,10 @@ class Group(Waits):
         self.rank = rank
         self.size = size
         self.device = device
-        self._connections = connections
-        self._launched: list[tuple[Work, Sequence[torch.Tensor]]] = []
-        "of the transport; on a device the tensors stay until a stream waits for the work"
-        self._tellings: list[Told] = []
+        self.connections = connections or Connections()
+        self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        "works of the transport; on a device the tensors stay until a stream waits for the work"
+        self._tellings: set[Told] = set()
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
@@ -114,14 +101,13 @@ class Group(Waits):
     @property
     def abandoned(self) -> bool:
         """True if collectives were left behind: native threads may still hold on to them."""
-        return self.broken is not None and self._connections is not None
+        return self.broken is not None and bool(self.connections.gloo_groups)
 
     @property
     def streams(self) -> Streams:
         """Transfers of state between two members; they end with the group."""
-        assert self._connections is not None, "a world of one hands nothing over"
-        assert self._connections.streams is not None
-        return self._connections.streams
+        assert self.connections.streams is not None, "a world of one hands nothing over"
+        return self.connections.streams
 
     # -------------------------------------------------------------------------------------------------- its end
 
@@ -135,16 +121,15 @@ class Group(Waits):
     def _begin_abort(self) -> None:
         # On a thread of its own: it may take long, and the heartbeats of who interrupts must go on.
         with self._guard:
-            transport = self._connections.transport if self._connections is not None else None
+            transport = self.connections.transport
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
-                name = f"abort-{self.generation}"
-                self._aborting = threading.Thread(target=transport.abort, name=name, daemon=True)
+                self._aborting = threading.Thread(target=transport.abort, name=f"abort-{self.generation}", daemon=True)
                 self._aborting.start()
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""
-        if self._connections is not None and self._connections.streams is not None:
-            self._connections.streams.close()
+        if self.connections.streams is not None:
+            self.connections.streams.close()
 
     def retire(self) -> None:
         """Leave nothing of this group on the device: its tensors may be freed, and another group may take over.
@@ -174,10 +159,8 @@ class Group(Waits):
         """Drop the native groups. May block for `gloo.COLLECTIVE_TIMEOUT` if a peer is stopped: see `reap`."""
         self.end_transfers()
         with self._guard:
-            connections, self._connections = self._connections, None
+            connections, self.connections = self.connections, Connections()
             whole, self.broken = self.broken is None, self.broken or "destroyed"
-        if connections is None:
-            return
         if whole and connections.transport is not None:
             connections.transport.shutdown()
         for one in connections.gloo_groups:
@@ -221,21 +204,14 @@ class Group(Waits):
             return Told(self, gloo.as_tensor(part), lengths)
         if self.broken is not None:
             raise Interrupted(self.broken)
-        assert self._connections is not None
         try:
-            taken, work = gloo.tell(self._connections.gloo_groups[0], part, lengths)
+            taken, work = gloo.tell(self.connections.gloo_groups[0], part, lengths)
         except RuntimeError as error:
             self.interrupt(gloo.reason(error))
             raise Interrupted(self.broken) from None
-        told = Told(self, taken, lengths, work)
-        self._tellings.append(told)
+        told = Told(self, taken, lengths, [work])
+        self._tellings.add(told)
         return told
-
-    def _finish_telling(self, told: Told, timeout_s: float | None) -> None:
-        self.finish(told.works, timeout_s)
-        if told.works:
-            told.works.clear()
-            self._tellings.remove(told)
 
     # ------------------------------------------------------------------------------------------------- transport
 
@@ -249,11 +225,13 @@ class Group(Waits):
             Interrupted: the group is broken.
             TypeError: the tensor is not on the transport's device.
         """
-        self._launch(lambda transport: transport.sum(tensor), tensor)
+        self._launch(lambda transport: transport.allreduce([tensor]), tensor)
 
     def copy(self, tensor: torch.Tensor, root: int) -> None:
         """Launch a copy of `root`'s values to all, in place. Raises as `sum`."""
-        self._launch(lambda transport: transport.copy(tensor, root), tensor)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._launch(lambda transport: transport.broadcast([tensor], options), tensor)
 
     def exchange(self, given: torch.Tensor, counts: list[int], taken: torch.Tensor, arriving: list[int]) -> None:
         """Launch an exchange of unlike parts. Raises as `sum`.
@@ -266,7 +244,7 @@ class Group(Waits):
         """
         if self.size == 1:
             taken.copy_(given)
-        self._launch(lambda transport: transport.exchange(given, counts, taken, arriving), given, taken)
+        self._launch(lambda transport: transport.alltoall_base(taken, given, arriving, counts), given, taken)
 
     def collect(self, whole: torch.Tensor) -> None:
         """Launch that all get all pieces of `whole`, of which each rank has its own in its place. Raises as `sum`.
@@ -276,12 +254,25 @@ class Group(Waits):
         """
         pieces = whole.chunk(self.size)
         if devices.asynchronous(self.device):
-            self._launch(lambda transport: transport.collect(pieces[self.rank], whole), whole)
+            self._launch(lambda transport: transport._allgather_base(whole, pieces[self.rank]), whole)
             return
         for rank, piece in enumerate(pieces):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
 
-    def _launch(self, launch: Callable[[Communicator], Work], *tensors: torch.Tensor) -> None:
+    def connect_transport(self, device: torch.device, timeout_s: float) -> None:
+        """Make the transport for tensors of `device`. All ranks do so together, with nothing pending.
+
+        Raises:
+            RuntimeError: the others did not come, or the device's communicator refused.
+        """
+        if self.size > 1:
+            gloo_group, store = self.connections.gloo_groups[-1], PrefixStore("device", self.connections.store)
+            self.connections.transport = communicators.connect(
+                device, gloo_group, store, self.rank, self.size, timeout_s
+            )
+        self.device = device
+
+    def _launch(self, launch: Callable[[Any], Any], *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type != self.device.type:
                 raise TypeError(f"the transport is for {self.device}, not for a tensor on {tensor.device}")
@@ -289,7 +280,7 @@ class Group(Waits):
             return
         if self.broken is None:
             try:
-                self._launched.append((launch(self._transport), tensors))
+                self._launched.append((launch(self.connections.transport), tensors))
                 return
             except RuntimeError:
                 # A lost peer does not show here but in `certain`: else it is a mistake in the program.
@@ -332,12 +323,6 @@ class Group(Waits):
             raise Interrupted(failure)
 
     def _failure(self) -> str | None:
-        if self.broken is not None or self.size == 1:
+        if self.broken is not None or self.size == 1 or not devices.asynchronous(self.device):
             return self.broken
-        return self._transport.error()
-
-    @property
-    def _transport(self) -> Communicator:
-        assert self._connections is not None
-        assert self._connections.transport is not None
-        return self._connections.transport
+        return communicators.failure(self.connections.transport, self.device)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from fallow.model import KvOp, KvReply
 
@@ -25,12 +26,6 @@ class HeadStore(Store):
     them all: so the head has as many questions as members, and not as many as pairs of them.
 
     A lost head shows as an error of the operation, which fails the vote and nothing else.
-
-    Args:
-        generation: its number.
-        size: members.
-        ask: puts a question to the head.
-        timeout_s: upper end of a wait.
     """
 
     def __init__(self, generation: int, size: int, ask: Ask, timeout_s: float) -> None:
@@ -80,5 +75,5 @@ class HeadStore(Store):
     def _do(self, op: KvOp, keys: list[str], value: bytes, timeout_s: float) -> KvReply:
         reply = self._ask(self._generation, op, keys, value, timeout_s)
         if not reply.ok:
-            raise RuntimeError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
+            raise DistStoreError(f"rendezvous of generation {self._generation}: {op} {keys} was not answered in time")
         return reply

@@ -2,7 +2,14 @@
 
 Plain sockets and not collectives: only the two members concerned take part, several donors send at once, and a shut
 socket ends a transfer for good, so that memory that was being received into may be used again. One `Streams` belongs
-to one generation. Its address and a fresh token go to the other members through the generation's own group.
+to one generation.
+
+A line begins with a full packet each way. A path may let small packets through and swallow, without a word, those that
+are larger than some link on it takes. So before gloo builds a group, every two members open a line. gloo would tell
+only that the group could not be built, after its whole timeout, and not with whom.
+
+A member trusts nothing that comes in: whoever connects must say the token that this member has put into the rendezvous
+store of its generation.
 """
 
 from __future__ import annotations
@@ -13,39 +20,47 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from datetime import timedelta
+
+import msgspec
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from fallow.wire.address import listen
 
 DONORS = 4
 """More donors at once than this do not make the transfer faster."""
 
-_HELLO_S = 10.0
+EXCHANGE_S = 4.0
+"""A connection over a bad line takes two round trips and a lost packet or two."""
+
 PATIENCE_S = 600.0
 """A peer that is alive but does not move for so long is given up."""
 
-_HELLO = struct.Struct("<16sQ")
-_CARD = struct.Struct("<BH16s45s")
+_HELLO_S = 10.0
+_HELLO = struct.Struct("<H16sI")
+"""The beginning of the caller's packet: bytes of the packet, token of the member called, and rank of the caller. The
+answer begins with its length, too."""
+
+_LARGEST_PACKET = (1 << 16) - 1
+_BACKLOG = 64
 
 
-class Card(NamedTuple):
-    """Where a member hands out state, and whether it had any when the group was built."""
+class Card(msgspec.Struct, frozen=True):
+    """Where a member listens."""
 
-    holds: bool
+    address: str
     port: int
     token: bytes
-    address: str
+    holds: bool
+    "it had the run's state when the group was built"
 
-    def encode(self) -> bytes:
-        """Equally many bytes for each."""
-        return _CARD.pack(self.holds, self.port, self.token, self.address.encode())
-
-    @classmethod
-    def decode(cls, data: bytes) -> Card:
-        """The inverse of `encode`."""
-        holds, port, token, address = _CARD.unpack(data)
-        return cls(bool(holds), port, token, address.rstrip(b"\0").decode())
+    @property
+    def endpoint(self) -> str:
+        """ADDRESS:PORT."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
 def sources(donors: Sequence[int], receivers: Sequence[int]) -> dict[int, list[int]]:
@@ -58,53 +73,105 @@ def sources(donors: Sequence[int], receivers: Sequence[int]) -> dict[int, list[i
 
 
 class Streams:
-    """One member's side of the transfers of one generation: a listening socket, and lines to others.
+    """One member's listening socket in one generation, and its lines to other members.
 
-    Args:
-        generation: its number; a line of another generation is refused.
-        address: the only local address to listen on.
-        ports: to listen on; None: the kernel chooses.
+    It listens on `address` alone, on one of `ports` (None: the kernel chooses). Its card tells whether it `holds` the
+    run's state.
+
+    Raises:
+        OSError: the address is not this host's, or no port is free.
     """
 
-    def __init__(self, generation: int, address: str, ports: range | None = None) -> None:
+    def __init__(
+        self, generation: int, rank: int, size: int, address: str, ports: range | None = None, *, holds: bool = False
+    ) -> None:
         self._generation = generation
-        self._address = address
-        self._token = secrets.token_bytes(16)
-        self._listener = listen(address, ports)
+        self._rank = rank
+        self._size = size
+        self._listener = listen(address, ports, backlog=max(_BACKLOG, size))
+        self.card = Card(address, self._listener.getsockname()[1], secrets.token_bytes(16), holds)
+        self.cards: dict[int, Card] = {}
+        "of all members, by rank"
         self._changed = threading.Condition()
+        self._reached = {rank}
+        "ranks with whom packets were exchanged"
         self._serve: Callable[[socket.socket], None] | None = None
         self._closed = False
         self._open: set[socket.socket] = {self._listener}
         self._lines: dict[int, socket.socket] = {}
-        self.cards: list[Card] = []
-        "of all members, by rank"
-        threading.Thread(target=self._accept, name=f"streams-{generation}", daemon=True).start()
+        self._run(self._accept)
 
-    def card(self, *, holds: bool) -> Card:
-        """What the others need to know."""
-        return Card(holds, self._listener.getsockname()[1], self._token, self._address)
+    def _run(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name=f"stream-{self._generation}", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------------ to meet
+
+    def meet(self, store: Store, timeout_s: float) -> dict[int, str]:
+        """Exchange cards through the store, and then a full packet each way with every other member.
+
+        Args:
+            store: rendezvous, private to the generation.
+            timeout_s: seconds until a member that has not come by then is taken for unreachable.
+
+        Returns:
+            The ranks with whom it failed -> ADDRESS:PORT to which the connection was to lead; empty: not known.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        end = time.monotonic() + timeout_s
+        store.set(f"card/{self._rank}", msgspec.json.encode(self.card).decode())
+        self.cards = _cards(store, self._size, max(timeout_s / 2, timeout_s - EXCHANGE_S))
+        left_s = min(EXCHANGE_S, max(0.0, end - time.monotonic()))
+        # The lower rank of two listens.
+        for other in range(self._rank):
+            if other in self.cards:
+                self._run(self._reach, other, left_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self.cards.keys() <= self._reached, left_s)
+            reached = self.cards.keys() & self._reached
+        tried = {other: self.cards.get(min(self._rank, other)) for other in range(self._size) if other not in reached}
+        return {other: card.endpoint if card is not None else "" for other, card in tried.items()}
+
+    def _reach(self, other: int, timeout_s: float) -> None:
+        with contextlib.suppress(OSError):
+            self.drop(self._connect(other, timeout_s))
+            self._note_reached(other)
+
+    def _note_reached(self, other: int) -> None:
+        with self._changed:
+            self._reached.add(other)
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------ to take
 
-    def connect(self, rank: int) -> None:
-        """Open a line to a member, to be used later.
-
-        Raises:
-            OSError: it is not reached.
-        """
-        card = self.cards[rank]
-        line = socket.create_connection((card.address, card.port), timeout=_HELLO_S)
-        self._keep(line)
-        line.settimeout(PATIENCE_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(_HELLO.pack(card.token, self._generation))
-        self._lines[rank] = line
+    def connect_ahead(self) -> None:
+        """Open lines to those who will send state to this member, in all likelihood. One that fails is tried later."""
+        donors = [rank for rank, card in self.cards.items() if card.holds]
+        receivers = [rank for rank, card in self.cards.items() if not card.holds]
+        if donors and self._rank in receivers:
+            for donor in sources(donors, receivers)[self._rank]:
+                with contextlib.suppress(OSError):
+                    self._lines[donor] = self._connect(donor, EXCHANGE_S)
 
     def line(self, rank: int) -> socket.socket:
-        """The open line to a member, or a new one. Raises OSError."""
-        if rank not in self._lines:
-            self.connect(rank)
-        return self._lines.pop(rank)
+        """The line to a member that was opened ahead, or a new one. Raises OSError."""
+        return self._lines.pop(rank, None) or self._connect(rank)
+
+    def _connect(self, rank: int, timeout_s: float = _HELLO_S) -> socket.socket:
+        card = self.cards[rank]
+        line = socket.create_connection((card.address, card.port), timeout_s)
+        try:
+            self._keep(line)
+            size = _packet_size(line)
+            line.sendall(_HELLO.pack(size, card.token, self._rank).ljust(size, b"\0"))
+            size = int.from_bytes(receive(line, 2), "little")
+            receive(line, max(0, size - 2))
+        except OSError:
+            self.drop(line)
+            raise
+        line.settimeout(PATIENCE_S)
+        return line
 
     # ------------------------------------------------------------------------------------------------ to give
 
@@ -120,17 +187,25 @@ class Streams:
                 line, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._greet, args=(line,), name=f"stream-{self._generation}", daemon=True).start()
+            self._run(self._greet, line)
 
     def _greet(self, line: socket.socket) -> None:
         try:
             self._keep(line)
             line.settimeout(_HELLO_S)
-            token, generation = _HELLO.unpack(receive(line, _HELLO.size))
-            if not hmac.compare_digest(token, self._token) or generation != self._generation:
+            size, token, caller = _HELLO.unpack(receive(line, _HELLO.size))
+            if not hmac.compare_digest(token, self.card.token):
+                return
+            receive(line, max(0, size - _HELLO.size))
+            size = _packet_size(line)
+            line.sendall(size.to_bytes(2, "little").ljust(size, b"\0"))
+            self._note_reached(caller)
+            # The caller may only have wanted to know whether the path is whole. Or it opened the line ahead, and may
+            # never ask for anything.
+            line.settimeout(None)
+            if not line.recv(1, socket.MSG_PEEK):
                 return
             line.settimeout(PATIENCE_S)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._changed:
                 self._changed.wait_for(lambda: self._serve is not None or self._closed)
                 handler = self._serve
@@ -150,6 +225,7 @@ class Streams:
         if closed:
             self.drop(line)
             raise ConnectionAbortedError("the generation is over")
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def drop(self, line: socket.socket) -> None:
         """Close one line."""
@@ -168,6 +244,20 @@ class Streams:
                 line.shutdown(socket.SHUT_RDWR)  # wakes threads that are in a call on it; they close it
             if line is self._listener or line in self._lines.values():
                 line.close()
+
+
+def _cards(store: Store, size: int, timeout_s: float) -> dict[int, Card]:
+    """The cards of all who came in time, by rank. One question to the store if all did. Raises RuntimeError."""
+    keys = {rank: f"card/{rank}" for rank in range(size)}
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except DistStoreError:
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return {rank: msgspec.json.decode(store.get(key), type=Card) for rank, key in keys.items()}
+
+
+def _packet_size(line: socket.socket) -> int:
+    return min(_LARGEST_PACKET, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
 
 
 def receive(line: socket.socket, size: int) -> bytes:

@@ -9,9 +9,8 @@ import torch
 
 from fallow.model import FallowError, Prepare, Vote
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.build import build_group, reap
+from fallow.worker.transport.build import CutOff, build_group, reap
 from fallow.worker.transport.group import Group
-from fallow.worker.transport.reach import unreachable
 from fallow.worker.transport.rendezvous import Ask, HeadStore
 
 _SETTLE_S = 1.0
@@ -26,10 +25,8 @@ class Built:
     "None for one who leaves, and where it could not be built"
     reason: str = ""
     "why it could not be built"
-    cut_off: list[str] = field(default_factory=list)
-    "members to whom there is no connection, which is why"
-    tried: list[str] = field(default_factory=list)
-    "ADDRESS:PORT to which each of those connections was to lead; empty: nobody has said"
+    tried: dict[str, str] = field(default_factory=dict)
+    "members to whom there is no connection, which is why -> ADDRESS:PORT to which it was to lead; empty: not known"
 
     def drop(self, reason: str) -> None:
         """It is not needed."""
@@ -68,15 +65,10 @@ class Upcoming:
         device: torch.device = devices.HOST,
         ports: range | None = None,
     ) -> Built:
-        """Make the group; blocks until it stands or could not be made.
+        """Make the group, as `build_group` does; blocks until it stands or could not be made.
 
-        Args:
-            worker: this one.
-            address: on which its process groups listen.
-            ask: puts a rendezvous question to the head.
-            holds: this worker has the state of the training.
-            device: of the tensors that the group will sum; becomes the calling thread's current one.
-            ports: on which they listen; None: the kernel chooses.
+        `device` becomes the calling thread's current one. `worker` is this one's name, `ask` puts a rendezvous question
+        to the head.
         """
         built, prepare = Built(), self.prepare
         if self.rank is None:
@@ -88,34 +80,26 @@ class Upcoming:
         end = time.monotonic() + patience_s
         store = HeadStore(prepare.generation, size, ask, patience_s)
         try:
-            lost = unreachable(store, self.rank, size, address, 0.8 * patience_s, ports)
-            built.cut_off = [prepare.members[rank].worker for rank in lost]
-            built.tried = list(lost.values())
-            if not lost:
-                left_s = max(0.1, end - time.monotonic())
-                built.group = build_group(
-                    prepare.generation,
-                    self.rank,
-                    size,
-                    store,
-                    address,
-                    left_s,
-                    device=device,
-                    siblings=self.siblings,
-                    holds=holds,
-                    ports=ports,
-                )
+            built.group = build_group(
+                prepare.generation,
+                self.rank,
+                size,
+                store,
+                address,
+                patience_s,
+                device=device,
+                siblings=self.siblings,
+                holds=holds,
+                ports=ports,
+            )
+        except CutOff as error:
+            built.tried = {prepare.members[rank].worker: at for rank, at in error.tried.items()}
+            others = (f"{other} (tried {at})" if at else other for other, at in built.tried.items())
+            built.reason = f"{worker} at {address} has no connection to {', '.join(others)}"
         except FallowError as error:
             built.reason = error.message
             # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
             time.sleep(min(_SETTLE_S, max(0.0, end - time.monotonic())))
-        except RuntimeError as error:
-            built.reason = f"rendezvous of generation {prepare.generation}: {error}"
-        if built.cut_off:
-            others = (
-                f"{other} (tried {at})" if at else other for other, at in zip(built.cut_off, built.tried, strict=True)
-            )
-            built.reason = f"{worker} at {address} has no connection to {', '.join(others)}"
         return built
 
     @property
@@ -137,6 +121,6 @@ class Upcoming:
             generation=self.prepare.generation,
             ok=not built.reason,
             reason=built.reason,
-            unreachable=built.cut_off,
-            tried=built.tried,
+            unreachable=list(built.tried),
+            tried=list(built.tried.values()),
         )

@@ -28,17 +28,14 @@ class Waits:
         self.turned_at = 0.0
         "time.monotonic at which the last wait began or ended, or a part of the state came in"
         self._guard = threading.Lock()
-        self._waiter: _Waiter | None = None
         self._wakes: list[Callable[[], None]] = []
 
     def interrupt(self, reason: str) -> None:
         """End every wait, now and in future; from any thread."""
         with self._guard:
             self.broken = self.broken or reason
-            waiter = self._waiter
-        if waiter is not None:
-            waiter.wake()
-        for wake in self._wakes:
+            wakes = list(self._wakes)
+        for wake in wakes:
             wake()
 
     def on_break(self, wake: Callable[[], None]) -> None:
@@ -78,13 +75,13 @@ class Waits:
         if not future.done():
             waiter = _Waiter()
             with self._guard:
-                self._waiter = waiter
+                self._wakes.append(waiter.wake)
                 broken = self.broken
             if broken is None:
                 future.add_done_callback(lambda _: waiter.wake())
                 if not waiter.wait(timeout_s):
                     self.interrupt(f"no answer from a peer within {timeout_s:g} s")
-            self._waiter = None
+            self._wakes.remove(waiter.wake)
         if self.broken is None:
             future.value()
 
@@ -98,7 +95,7 @@ class _Waiter:
 
     def wait(self, timeout_s: float | None) -> bool:
         """False: nobody called `wake` in time."""
-        return self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        return self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
     def wake(self) -> None:
         """May be called several times."""
