@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from fallow.model import Peer, Prepare
@@ -56,6 +57,16 @@ def test_all_have_what_one_has_heard(groups: list[Group], heard: tuple[bool, ...
     for _ in range(2):
         found = on_all(on_node, lambda group: group.node.share(answer if has[group.rank] else None))
         assert found == [answer if any(heard) else None] * 3
+
+
+def test_sums_and_what_members_tell_still_go_to_all(groups: list[Group]) -> None:
+    def act(group: Group) -> tuple[float, list[bytes]]:
+        values = torch.full((3,), float(group.rank))
+        group.sum(values)
+        group.certain()
+        return float(values[0]), group.gather(bytes([group.rank]))
+
+    assert on_all(groups, act) == [(6.0, [b"\0", b"\1", b"\2", b"\3"])] * SIZE
 
 
 def test_a_worker_without_siblings_keeps_what_it_has(groups: list[Group]) -> None:

@@ -110,9 +110,9 @@ def _connect(
         left_s = max(0.1, end - time.monotonic())
         for one in gloo.connect(connections.store, names, rank, size, address, left_s, ports):
             connections.gloo_groups.append(one)
+        group.connect_transport(group.device, max(0.0, end - time.monotonic()))
         if len(siblings) > 1:
             group.node = _connect_node(connections, siblings, rank, address, end, ports)
-        group.connect_transport(group.device, max(0.0, end - time.monotonic()))
         streams.connect_ahead()
     return tried
 
