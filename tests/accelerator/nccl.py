@@ -5,14 +5,17 @@ With `present` torch looks like such a build, so that the code runs here which r
 otherwise than a registered backend (torch 2.13, `ProcessGroupNCCL.cpp`):
 
 - It is made without a connection. `eager_connect_single_device` connects: rank 0 gives the store a unique id, and the
-  others wait for that. With `config.blocking == 0` the rest goes on in the background, and `_is_initialized` tells.
-- An `abort` ends connecting, too. `get_error` says nothing of it.
-- With `config.blocking == 0` nothing may be launched before it is connected.
+  others wait for that. With `config.blocking == 0` the rest goes on in the background, and an `abort` ends it.
+- `_comm_ptr` waits until it is connected, for as long as TORCH_NCCL_NONBLOCKING_TIMEOUT says at most. It holds the
+  communicator's lock meanwhile, so that `abort` waits, too.
+- `_is_initialized` is false before that, connected or not.
+- What is launched before it is connected waits in the host, which a step must not. Here it is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -64,6 +67,8 @@ class ProcessGroupNCCL(Communicator):
         self._options = options
         self._failure: Exception | None = None
         self._connected = threading.Event()
+        self._initialized = False
+        self._lock = threading.Lock()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Connect, or begin to."""
@@ -77,8 +82,7 @@ class ProcessGroupNCCL(Communicator):
         connecting.start()
         if self._options.config.blocking != 0:
             connecting.join()
-            if self._failure is not None:
-                raise self._failure
+            self._comm_ptr()
 
     def _connect(self) -> None:
         while stalled.is_set() and not self._ended():
@@ -86,18 +90,29 @@ class ProcessGroupNCCL(Communicator):
         try:
             if not self._ended():
                 self._world.gloo()
-                self._connected.set()
         except RuntimeError as error:
             self._failure = dist.DistBackendError(str(error))
+        self._connected.set()
+
+    def _comm_ptr(self) -> int:
+        with self._lock:
+            if not self._connected.wait(float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])):
+                raise dist.DistBackendError("NCCL timeout in communicator initialization")
+            if self._failure is not None or self._ended():
+                raise self._failure or dist.DistBackendError("NCCL communicator was aborted")
+            self._initialized = True
+            return id(self)
 
     def _is_initialized(self) -> bool:
-        if self._failure is not None:
-            raise self._failure
-        return self._connected.is_set()
+        return self._initialized
+
+    def abort(self) -> None:
+        with self._lock:
+            super().abort()
 
     def _check_launch(self) -> None:
-        if not self._connected.is_set() and self._options.config.blocking == 0:
-            raise dist.DistBackendError("launched before the communicator was initialized")
+        if not self._initialized:
+            raise AssertionError("launched before the communicator was connected: the host would wait")
 
 
 def present() -> None:

@@ -77,7 +77,7 @@ class Script:
         self.buffers = StepBuffers(lambda: list(self.net.buffers()))
         self.reduction = Reduction(list(self.net.named_parameters()), arithmetic, self.buffers)
         self.reduction.attach(group)
-        self.shards = [devices.to_device(batch, torch.device("fake")) for batch in batches()]
+        self.shards = [devices.to_device(batch, torch.device("fake:0")) for batch in batches()]
         self.launched: list[int] = []
         "by sum, buckets that left before the script was done with its last shard"
 
@@ -112,7 +112,7 @@ class Script:
 
 @contextmanager
 def group_of(member: Member) -> Iterator[Group]:
-    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", 60, device=torch.device("fake"))
+    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", 60, device=torch.device("fake:0"))
     yield group
     torch.accelerator.synchronize()
     group.destroy()
@@ -171,7 +171,7 @@ def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str, mom
         script.buffers.restore()
         script.reduction.drop()
         script.reduction.forget()
-        script.group = build_group(2, 0, 1, None, "127.0.0.1", 60, device=torch.device("fake"))
+        script.group = build_group(2, 0, 1, None, "127.0.0.1", 60, device=torch.device("fake:0"))
         script.reduction.attach(script.group)
         script.shards = [*script.shards[:2], *script.shards[:2]]
         script.step(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
+from fallow.worker.transport.affinity import bind
 from fallow.worker.transport.group import Group
 
 
@@ -61,10 +63,12 @@ class Member:
 
     @cached_property
     def reduction(self) -> Reduction:
-        """Sums the gradients."""
+        """Sums the gradients. Made at first use, when everything is prepared."""
         prepared = self.prepared
         if prepared.reproducible:
             enforce(prepared.devices())
+        if self.session is not None:
+            bind(prepared.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return Reduction(prepared.parameters(), prepared.arithmetic, self.buffers)
 
     @cached_property

@@ -323,8 +323,7 @@ class Session:
             return
         if self._grouped:  # else nobody asks about it, but about the current one
             self._questions.give_up(dropped.prepare.generation)
-        if dropped.built is not None:
-            dropped.built.drop(reason)
+        dropped.drop(reason)
 
     def _break(self, generation: int, reason: str) -> None:
         if generation > self._broken_upto:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -51,6 +51,7 @@ def build_group(
     siblings: Sequence[int] = (),
     holds: bool = False,
     ports: range | None = None,
+    dropped: Callable[[], object] = devices.never,
 ) -> Group:
     """Build a group and open its connections.
 
@@ -65,6 +66,7 @@ def build_group(
         siblings: ranks on this member's node, with its own.
         holds: this member has the run's state; those who have not open lines to some who have.
         ports: to listen on; None: the kernel chooses.
+        dropped: returns something true once the group is not wanted any more.
 
     Raises:
         CutOff: members are not reached.
@@ -77,7 +79,7 @@ def build_group(
     tried: dict[int, str] = {}
     reason = ""
     try:
-        tried = _connect(group, siblings, address, timeout_s, ports, holds=holds)
+        tried = _connect(group, siblings, address, timeout_s, ports, dropped, holds=holds)
     except (RuntimeError, OSError) as error:
         reason = gloo.reason(error)
     # Outside of `except`: the error's traceback keeps the listening device alive, and gloo ends the process when a late
@@ -98,7 +100,14 @@ def build_group(
 
 
 def _connect(
-    group: Group, siblings: Sequence[int], address: str, timeout_s: float, ports: range | None, *, holds: bool
+    group: Group,
+    siblings: Sequence[int],
+    address: str,
+    timeout_s: float,
+    ports: range | None,
+    dropped: Callable[[], object],
+    *,
+    holds: bool,
 ) -> dict[int, str]:
     """Connect the members; returns those that are not reached, as `Streams.meet` does. No group is made then."""
     connections, rank, size = group.connections, group.rank, group.size
@@ -110,7 +119,7 @@ def _connect(
         left_s = max(0.1, end - time.monotonic())
         for one in gloo.connect(connections.store, names, rank, size, address, left_s, ports):
             connections.gloo_groups.append(one)
-        group.connect_transport(group.device, max(0.0, end - time.monotonic()))
+        group.connect_transport(group.device, max(0.0, end - time.monotonic()), dropped)
         if len(siblings) > 1:
             group.node = _connect_node(connections, siblings, rank, address, end, ports)
         streams.connect_ahead()

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -31,10 +31,17 @@ from torch._C._distributed_c10d import (
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.gloo import COLLECTIVE_TIMEOUT, reason
 
-_WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"Else torch ends the process when a peer is lost, which is not the end of it here."
+_NCCL_SETTINGS = {
+    # Else torch ends the process when a peer is lost, which is not the end of it here.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Seconds for which connecting, or taking down, may hold the communicator's lock, which `abort` takes as well.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
+}
+"""Unless the job has set them."""
 
 _POLL_S = 1e-3
+_LOOK_S = 0.02
 
 
 class Staged:
@@ -123,7 +130,15 @@ def failure(communicator: Any, device: torch.device) -> str | None:
     return None if error == ErrorType.SUCCESS else f"the communicator of {device} failed: {error.name}"
 
 
-def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def connect(
+    device: torch.device,
+    gloo_group: Any,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    dropped: Callable[[], object] = devices.never,
+) -> Any:
     """Make the communicator of a device, with its connections where it can make them before the first collective.
 
     Args:
@@ -133,9 +148,10 @@ def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size
         rank: this process's place, 0-based.
         size: members.
         timeout_s: seconds until the attempt fails.
+        dropped: asked again and again; the attempt is given up when it returns something true.
 
     Raises:
-        RuntimeError: the others did not come, or the communicator refused.
+        RuntimeError: the others did not come, the communicator refused, or the attempt was given up.
     """
     if not devices.asynchronous(device):
         return gloo_group
@@ -146,25 +162,55 @@ def connect(device: torch.device, gloo_group: Any, store: Store, rank: int, size
             stacklevel=2,
         )
         return Staged(gloo_group, device)
-    made = Future[Any]()
+    made, ready = Future[Any](), Future[None]()
 
     def build() -> None:
         try:
             devices.enter(device)
             process_group = _make(backend, store, rank, size)
-            if getattr(process_group, "supports_splitting", False):
-                process_group.eager_connect_single_device(device)
             made.set_result(process_group)
+            _connect_now(process_group, device)
+            ready.set_result(None)
         except Exception as error:
-            made.set_exception(error)
+            ready.set_exception(error)
 
     # NCCL waits without end for a peer that died meanwhile.
     threading.Thread(target=build, name="communicator", daemon=True).start()
+    end = time.monotonic() + timeout_s
+    while not ready.done() and time.monotonic() < end and not dropped():
+        wait([ready], _LOOK_S)
+    error = ready.exception() if ready.done() else None
+    if ready.done() and error is None:
+        return made.result()
+    if made.done():
+        abandon(made.result())
+    late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
+    raise RuntimeError(reason(error) if error else "the generation was given up" if dropped() else late) from error
+
+
+def abandon(communicator: Any) -> None:
+    """End what is pending, with garbage, and give its memory back. On a thread of its own: it may take long."""
+    threading.Thread(target=communicator.abort, name="abort", daemon=True).start()
+
+
+def release(communicator: Any) -> None:
+    """Give a communicator's memory back, once nothing is pending. May take long: the other ranks have to come."""
     try:
-        return made.result(timeout_s)
-    except Exception as error:
-        late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
-        raise RuntimeError(reason(error) if made.done() else late) from error
+        communicator.shutdown()
+    except RuntimeError:  # a peer is gone meanwhile
+        communicator.abort()
+
+
+def _connect_now(process_group: Any, device: torch.device) -> None:
+    """Connect before the first collective, if the communicator can. It then does not wait in a step.
+
+    NCCL's `eager_connect_single_device` only begins to connect, since the communicator must be there for an `abort`.
+    `_comm_ptr` waits until it is connected; `_is_initialized` tells so only after that (torch 2.13, NCCLUtils.cpp).
+    """
+    if getattr(process_group, "supports_splitting", False):
+        process_group.eager_connect_single_device(device)
+        if hasattr(process_group, "_comm_ptr"):
+            process_group._comm_ptr()
 
 
 def _backend(device: torch.device) -> Any:
@@ -176,10 +222,12 @@ def _backend(device: torch.device) -> Any:
 
 def _make(backend: Any, store: Store, rank: int, size: int) -> Any:
     if not isinstance(backend, dist.Backend._BackendPlugin):
-        for key, value in _WATCHDOG_OFF.items():
+        for key, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(key, value)
         options = backend.Options()
         options._timeout = COLLECTIVE_TIMEOUT
+        if hasattr(options, "config"):
+            options.config.blocking = 0
         return backend(store, rank, size, options)
     if not backend.extended_api:
         return backend.creator_fn(store, rank, size, COLLECTIVE_TIMEOUT)

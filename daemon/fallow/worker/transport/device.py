@@ -22,6 +22,11 @@ _POLL_SHARE = 0.02
 "Part of a wait by which polling may prolong it."
 
 
+def never() -> bool:
+    """A reason to stop that never comes."""
+    return False
+
+
 def asynchronous(device: torch.device) -> bool:
     """True if the host runs ahead of this device."""
     return device.type not in ("cpu", "meta")
@@ -38,7 +43,7 @@ def event(device: torch.device) -> torch.Event | None:
     return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
 
 
-def wait(event: torch.Event | None, stop: Callable[[], object] = lambda: None) -> None:
+def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
     """Wait until an event is complete, by polling: a call that blocks in the driver could not be ended.
 
     Args:

@@ -162,7 +162,7 @@ class Group(Waits):
             connections, self.connections = self.connections, Connections()
             whole, self.broken = self.broken is None, self.broken or "destroyed"
         if whole and connections.transport is not None:
-            connections.transport.shutdown()
+            communicators.release(connections.transport)
         for one in connections.gloo_groups:
             gloo.close_connections(one)
             one.shutdown()
@@ -259,8 +259,12 @@ class Group(Waits):
         for rank, piece in enumerate(pieces):  # gloo's own all-gather takes four times as long
             self.copy(piece, rank)
 
-    def connect_transport(self, device: torch.device, timeout_s: float) -> None:
+    def connect_transport(
+        self, device: torch.device, timeout_s: float, dropped: Callable[[], object] = devices.never
+    ) -> None:
         """Make the transport for tensors of `device`. All ranks do so together, with nothing pending.
+
+        The attempt is given up when `dropped` returns something true.
 
         Raises:
             RuntimeError: the others did not come, or the device's communicator refused.
@@ -268,7 +272,7 @@ class Group(Waits):
         if self.size > 1:
             gloo_group, store = self.connections.gloo_groups[-1], PrefixStore("device", self.connections.store)
             self.connections.transport = communicators.connect(
-                device, gloo_group, store, self.rank, self.size, timeout_s
+                device, gloo_group, store, self.rank, self.size, timeout_s, dropped
             )
         self.device = device
 

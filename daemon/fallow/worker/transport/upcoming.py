@@ -45,6 +45,8 @@ class Upcoming:
     built: Built | None = None
     "None: still at it"
     committed: bool = False
+    dropped: bool = False
+    "nobody wants it any more"
 
     @property
     def group(self) -> Group | None:
@@ -91,6 +93,7 @@ class Upcoming:
                 siblings=self.siblings,
                 holds=holds,
                 ports=ports,
+                dropped=lambda: self.dropped,
             )
         except CutOff as error:
             built.tried = {prepare.members[rank].worker: at for rank, at in error.tried.items()}
@@ -101,6 +104,12 @@ class Upcoming:
             # Who has died is known to the head by then, and it does not blame who tells of a lost connection.
             time.sleep(min(_SETTLE_S, max(0.0, end - time.monotonic())))
         return built
+
+    def drop(self, reason: str) -> None:
+        """It is not needed, whether its group stands or is still being made."""
+        self.dropped = True
+        if self.built is not None:
+            self.built.drop(reason)
 
     @property
     def siblings(self) -> list[int]:
