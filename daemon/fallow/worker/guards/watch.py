@@ -47,6 +47,7 @@ class Watch:
         """
         first = self._known_parameters is None
         self._check_prepared()
+        self._prepared.modes.look()
         self._weights = [parameter for _, parameter in self._prepared.parameters()]
         if first:
             summed = set(map(id, self._weights))
