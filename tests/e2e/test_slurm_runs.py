@@ -254,10 +254,10 @@ def test_a_script_that_knows_nothing_of_fallow_is_restarted_on_the_nodes_that_ar
         path = training.folder / "starts"
         return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
-    training.wait_for("both base nodes have started it", lambda: len(starts()) == 2, START_S)
+    training.wait_for("two nodes have started it", lambda: len(starts()) == 2, START_S)
     training.wait_for("why the newcomer waits", lambda: "waits for another" in training.view().message, START_S)
+    # Of three that start at about the same time, whichever was last: on a busy machine it may be a base node's.
     newcomer = next(m for m in training.view().members if m.rank is None)
-    assert newcomer.allocation == "harvest"
     assert f"{newcomer.worker} ({newcomer.node}) waits for another" in training.view().message
     kept, lost = training.members()
     # All scripts begin again in any case, so it need not wait any longer.
