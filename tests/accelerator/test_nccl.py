@@ -111,6 +111,9 @@ def test_a_generation_that_is_given_up_meanwhile_ends_the_attempt_at_once(member
         building.join(PATIENCE_S)
         assert not building.is_alive()
         assert "given up" in failed[0]
+        # Else it would go on to connect, and hold the store's line, which all of this process's questions take.
+        made = collectives.communicators()[-1]
+        until(lambda: aborted(made))
     finally:
         nccl.stalled.clear()
         os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "60"
