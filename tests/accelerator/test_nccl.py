@@ -1,28 +1,146 @@
-"""The transport on the communicator that GPUs have: it is made in the background, before it is used."""
+"""The transport on the communicator that GPUs have: made in the background, given up, and given back."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from accelerator import nccl
+from accelerator import collectives, nccl
 from accelerator.crew import Member, on_both
-from accelerator.test_transport import grouped
+from fallow.model import FallowError, Peer, Prepare
 from fallow.worker.transport import communicators
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.upcoming import Upcoming
+
+PATIENCE_S = 60.0
+
+
+def device() -> torch.device:
+    return torch.device("fake:0")
+
+
+def connect(member: Member, timeout_s: float, dropped: Any = lambda: False) -> Any:
+    return communicators.connect(device(), None, member.store, member.rank, member.size, timeout_s, dropped)
+
+
+def aborted(communicator: Any) -> bool:
+    return bool(communicator._aborted)
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def meet(member: Member, name: str) -> None:
+    member.store.set(f"{name}/{member.rank}", "")
+    member.store.wait([f"{name}/{rank}" for rank in range(member.size)])
+
+
+def tear_down(member: Member, group: Group) -> None:
+    meet(member, "before the end")
+    group.interrupt("over")
+    threading.Thread(target=group.destroy, daemon=True).start()
 
 
 @on_both
-def test_it_is_connected_without_blocking_and_bound_to_its_device(member: Member) -> None:
-    with grouped(member) as group:
-        made = group.connections.transport
-        assert isinstance(made, nccl.ProcessGroupNCCL)
-        assert made._is_initialized()
-        assert made._options.config.blocking == 0
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost peer would end the survivors"
-        assert communicators.choice(group.device).startswith("nccl")
+def test_it_is_connected_before_it_counts_and_its_first_collective_comes_later(member: Member) -> None:
+    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", PATIENCE_S, device=device())
+    made = group.connections.transport
+    assert isinstance(made, nccl.ProcessGroupNCCL)
+    assert made._is_initialized()
+    assert made._options.config.blocking == 0
+    summed = torch.ones(4, device="fake:0")
+    group.sum(summed)
+    group.certain()
+    assert summed.tolist() == [2.0] * 4
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost peer would end the survivors"
+    tear_down(member, group)
+
+
+@on_both
+def test_a_peer_that_does_not_come_ends_the_attempt_at_its_deadline(member: Member) -> None:
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "0.5"
+    nccl.stalled.set()
+    try:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"had not all members within|timeout"):
+            connect(member, 0.2)
+        assert time.monotonic() - began < PATIENCE_S / 2
+        made = collectives.communicators()[-1]
+        until(lambda: aborted(made))
+    finally:
+        nccl.stalled.clear()
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "60"
+    meet(member, "over")
+
+
+@on_both
+def test_a_generation_that_is_given_up_meanwhile_ends_the_attempt_at_once(member: Member) -> None:
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "0.5"
+    nccl.stalled.set()
+    before = len(collectives.communicators())
+    members = [Peer(worker=f"w{rank}", address="127.0.0.1") for rank in range(member.size)]
+    prepare = Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=10 * PATIENCE_S)
+    upcoming = Upcoming(prepare, member.rank)
+    failed: list[str] = []
+
+    def build() -> None:
+        try:
+            build_group(
+                1, member.rank, member.size, member.store, "127.0.0.1", 10 * PATIENCE_S, device=device(),
+                dropped=lambda: upcoming.dropped,
+            )  # fmt: skip
+        except FallowError as error:
+            failed.append(error.message)
+
+    building = threading.Thread(target=build)
+    building.start()
+    try:
+        until(lambda: len(collectives.communicators()) > before)
+        upcoming.drop("superseded")
+        building.join(PATIENCE_S)
+        assert not building.is_alive()
+        assert "given up" in failed[0]
+        # Else it would go on to connect, and hold the store's line, which all of this process's questions take.
+        made = collectives.communicators()[-1]
+        until(lambda: aborted(made))
+    finally:
+        nccl.stalled.clear()
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "60"
+    meet(member, "over")
+
+
+@on_both
+def test_a_group_that_is_done_with_gives_its_communicator_back(member: Member) -> None:
+    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", PATIENCE_S, device=device())
+    made = group.connections.transport
+    meet(member, "built")
+    if member.rank == 1:  # the higher rank first, as `reap` does
+        group.destroy()
+    meet(member, "one")
+    if member.rank == 0:
+        group.destroy()
+    assert aborted(made), "its memory is given back"
+
+
+@on_both
+def test_a_registered_backend_is_taken_where_torch_has_no_class_for_the_device(member: Member) -> None:
+    with nccl.hidden():
+        made = connect(member, PATIENCE_S)
+    assert type(made) is collectives.Communicator
+    assert communicators.choice(device()).startswith("nccl")
+    meet(member, "over")
+    made.abort()
 
 
 @on_both

@@ -168,8 +168,9 @@ def connect(
         try:
             devices.enter(device)
             process_group = _make(backend, store, rank, size)
+            _begin_to_connect(process_group, device)
             made.set_result(process_group)
-            _connect_now(process_group, device)
+            _finish_connecting(process_group)
             ready.set_result(None)
         except Exception as error:
             ready.set_exception(error)
@@ -182,8 +183,7 @@ def connect(
     error = ready.exception() if ready.done() else None
     if ready.done() and error is None:
         return made.result()
-    if made.done():
-        abandon(made.result())
+    made.add_done_callback(lambda done: abandon(done.result()))  # also one that is still being made
     late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
     raise RuntimeError(reason(error) if error else "the generation was given up" if dropped() else late) from error
 
@@ -201,16 +201,19 @@ def release(communicator: Any) -> None:
         communicator.abort()
 
 
-def _connect_now(process_group: Any, device: torch.device) -> None:
+def _begin_to_connect(process_group: Any, device: torch.device) -> None:
     """Connect before the first collective, if the communicator can. It then does not wait in a step.
 
-    NCCL's `eager_connect_single_device` only begins to connect, since the communicator must be there for an `abort`.
-    `_comm_ptr` waits until it is connected; `_is_initialized` tells so only after that (torch 2.13, NCCLUtils.cpp).
+    NCCL only begins to connect here. From now on the communicator is there, so that an `abort` ends it.
     """
     if getattr(process_group, "supports_splitting", False):
         process_group.eager_connect_single_device(device)
-        if hasattr(process_group, "_comm_ptr"):
-            process_group._comm_ptr()
+
+
+def _finish_connecting(process_group: Any) -> None:
+    """NCCL: wait until it is connected. `_is_initialized` tells so only after this (torch 2.13, NCCLUtils.cpp)."""
+    if getattr(process_group, "supports_splitting", False) and hasattr(process_group, "_comm_ptr"):
+        process_group._comm_ptr()
 
 
 def _backend(device: torch.device) -> Any:
