@@ -34,9 +34,14 @@ class Place:
         return found | self.devices.share(index, self.slots)
 
 
+def devices_here(environ: Mapping[str, str] = os.environ) -> Devices:
+    """The GPUs of this node that Slurm has given to the job."""
+    return visible(environ, amd=_AMD_DRIVER.exists())
+
+
 def look_around(keys: KeyFile, head: HeadFile, environ: Mapping[str, str] = os.environ) -> Place:
     """Find out from the environment that Slurm (or `fallow local`) made."""
-    devices = visible(environ, amd=_AMD_DRIVER.exists())
+    devices = devices_here(environ)
     # In a heterogeneous job the leader's id names the allocation.
     for name in ("SLURM_HET_JOB_ID", "SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID"):
         job_id = environ.get(name)

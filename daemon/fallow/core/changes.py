@@ -242,13 +242,18 @@ class Changes:
         """The message that has a participant build its group; said again to those who missed it."""
         r = self._roster
         workers = [r.workers[name] for name in change.members]
-        nodes = list(dict.fromkeys((one.token, one.node) for one in workers))
+        nodes: dict[tuple[str, str], int] = {}
         return Prepare(
             term=self._effects.term,
             generation=change.generation,
             replaces=change.replaces,
             members=[
-                Peer(worker=one.worker, address=one.address, node=nodes.index((one.token, one.node))) for one in workers
+                Peer(
+                    worker=one.worker,
+                    address=one.address,
+                    node=nodes.setdefault((one.token, one.node), len(nodes)),
+                )
+                for one in workers
             ],
             interrupt=change.interrupt,
             timeout_s=max(0.1, change.deadline_at - at),

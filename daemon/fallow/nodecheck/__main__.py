@@ -10,16 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from fallow.core.devices import visible
+from fallow.agent.place import devices_here
 from fallow.model import KvOp
 from fallow.nodecheck.meeting import folder_ask
 
 MEETING_S = 60.0
-_AMD_DRIVER = Path("/dev/kfd")
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A worker's place; `--worker` has it as JSON."""
+    """A worker's place; its third argument has it as JSON."""
 
     node: str
     rank: int
@@ -33,7 +32,7 @@ def main() -> int:
         from fallow.nodecheck.worker import work
 
         work(folder, float(measured_s), msgspec.json.decode(sys.argv[3], type=Place))
-    devices = visible(os.environ, amd=_AMD_DRIVER.exists())
+    devices = devices_here()
     node, count = os.environ.get("SLURMD_NODENAME", socket.gethostname()), devices.count or 1
     index, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
     ask = folder_ask(folder)

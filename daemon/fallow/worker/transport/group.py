@@ -43,7 +43,7 @@ class Connections:
     """What the members of a group are connected by."""
 
     gloo_groups: list[Any] = field(default_factory=list)
-    "the first is control's, the last can sum tensors of the host"
+    "control's, then what sums tensors of the host if there is such a one, then the node's"
     transport: Any = None
     streams: Streams | None = None
     store: Any = None
@@ -270,7 +270,8 @@ class Group(Waits):
             RuntimeError: the others did not come, or the device's communicator refused.
         """
         if self.size > 1:
-            gloo_group, store = self.connections.gloo_groups[-1], PrefixStore("device", self.connections.store)
+            # Of two or more the second one is for sums.
+            gloo_group, store = self.connections.gloo_groups[:2][-1], PrefixStore("device", self.connections.store)
             self.connections.transport = communicators.connect(
                 device, gloo_group, store, self.rank, self.size, timeout_s, dropped
             )
