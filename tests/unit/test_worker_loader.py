@@ -74,22 +74,6 @@ def test_loader_processes_change_nothing() -> None:
     assert epochs_of(elastic(num_workers=1)) == epochs_of(elastic())
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_loading_leaves_the_scripts_random_numbers_alone(processes: int) -> None:
-    """The loop has seeded them for the shard before it fetches the batch."""
-    generator = torch.Generator(device="cpu").manual_seed(1)
-    torch.manual_seed(1)
-    random.seed(1)
-    expected = float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))
-    loader = elastic(num_workers=processes, shuffle=True)
-    loader.generators = [generator.manual_seed(1)]
-    loader.replan(Key(0, 0, 0), range)
-    torch.manual_seed(1)
-    random.seed(1)
-    loader.fetch(Key(0, 0, 0))
-    assert (float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))) == expected
-
-
 @pytest.mark.parametrize(
     "make",
     [
