@@ -37,7 +37,7 @@ lint: setup  ## ruff, mypy, direction of the layers
 
 test: setup  ## lint and all tests that need neither a GPU nor patience, e.g. make test ARGS="-k planner", ARGS="-n 0 -s"
 	@$(MAKE) -j 2 lint compiled
-	@$(BIN)/pytest -m "not soak and not gpu" -n 3 $(ARGS)
+	@$(BIN)/pytest -m "not soak" -n 3 $(ARGS)
 
 # Where nothing is compiled yet, each of the test processes would compile all tests by itself, and at the same time.
 compiled: setup
