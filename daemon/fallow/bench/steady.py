@@ -87,7 +87,10 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards each{', compiled' if compiled else ''}"
         progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
-        yield row(measure("gpt", params, members, shards, rounds=settings.n or ROUNDS, compiled=compiled))
+        figures = measure(
+            "gpt", params, members, shards, rounds=settings.n or ROUNDS, compiled=compiled, device=settings.device
+        )
+        yield row(figures)
 
 
 def measure(
@@ -100,24 +103,29 @@ def measure(
     trainings: int = TRAININGS,
     compiled: bool = False,
     reproducible: bool = False,
+    device: str = "cpu",
 ) -> Figures:
     """Train under a private head and compare.
 
     Args:
         model: "gpt" or "mlp".
         params: about so many parameters.
-        members: worlds of at least 2; one worker each, all on this machine.
+        members: one worker each, all on this machine.
         shards: of a step, on each member.
         rounds: turns of each arm, in all trainings together.
         trainings: one after the other, each in new processes.
         compiled: both with torch.compile.
         reproducible: ours with `prepare(reproducible=True)`.
+        device: to train on, as torch names its kind; each member needs one of its own.
 
     Raises:
-        FallowError: the training did not finish.
+        FallowError: the training did not finish, or there are not enough devices.
     """
+    if device != "cpu":
+        check_devices(device, members)
     command = [sys.executable, "-m", "fallow.bench.steady_member", "--model", model, "--params", str(params)]
     command += ["--members", str(members), "--shards", str(shards), "--rounds", str(-(-rounds // trainings))]
+    command += ["--device", device]
     command += [*(["--compile"] if compiled else []), *(["--reproducible"] if reproducible else [])]
     arms: dict[str, list[Series]] = {"ours": [], "ddp": [], "ddp again": []}
     for _ in range(trainings):
@@ -138,6 +146,17 @@ def measure(
         aa_wall=ratio(wall[1], wall[2]),
         aa_cpu=ratio(cpu[1], cpu[2]),
     )
+
+
+def check_devices(device: str, members: int) -> None:
+    """Raises FallowError if members would have to share a device: that would say nothing of either side."""
+    from fallow.bench.device import count
+
+    if members > count(device):
+        raise FallowError(
+            f"{members} members beside DDP need {members} devices ({device}), this machine has {count(device)}",
+            Exit.UNAVAILABLE,
+        )
 
 
 def row(figures: Figures) -> Row:
@@ -205,6 +224,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     say: Callable[[str], int] = sys.stdout.write
     figures = measure(
@@ -214,6 +234,7 @@ def main() -> int:
         args.shards,
         rounds=args.rounds,
         compiled=args.compile,
+        device=args.device,
     )
     say(msgspec.json.format(msgspec.json.encode(row(figures))).decode() + "\n")
     return 0
