@@ -66,6 +66,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     members: int
     shards: int
     compiled: bool
+    reproducible: bool
+    "ours"
+    device: str
     ours_s: list[float]
     "seconds per step, of each turn"
     peer_s: list[float]
@@ -139,6 +142,8 @@ def measure(
         members=members,
         shards=shards,
         compiled=compiled,
+        reproducible=reproducible,
+        device=device,
         ours_s=wall[0],
         peer_s=wall[1] + wall[2],
         wall=ratio(_mean(wall[1], wall[2]), wall[0]),
@@ -161,8 +166,9 @@ def check_devices(device: str, members: int) -> None:
 
 def row(figures: Figures) -> Row:
     """As `fallow bench` shows it."""
+    kinds = [*(["compiled"] if figures.compiled else []), *(["ours reproducible"] if figures.reproducible else [])]
     words = [
-        f"{figures.model}, {figures.shards} shards a member{', compiled' if figures.compiled else ''}",
+        ", ".join([f"{figures.model}, {figures.shards} shards a member", *kinds]),
         f"wall {_text(figures.wall)}, CPU {_text(figures.cpu)}",
         f"A/A: wall {_text(figures.aa_wall)}, CPU {_text(figures.aa_cpu)}",
     ]
@@ -175,6 +181,7 @@ def row(figures: Figures) -> Row:
         peer=Peer(name="DDP", p50=statistics.median(figures.peer_s)),
         ratio=figures.wall.value,
         note="; ".join(words),
+        device=figures.device,
     )
 
 
@@ -223,7 +230,9 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--trainings", type=int, default=TRAININGS)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--reproducible", action="store_true", help="ours")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     say: Callable[[str], int] = sys.stdout.write
@@ -233,7 +242,9 @@ def main() -> int:
         args.members,
         args.shards,
         rounds=args.rounds,
+        trainings=args.trainings,
         compiled=args.compile,
+        reproducible=args.reproducible,
         device=args.device,
     )
     say(msgspec.json.format(msgspec.json.encode(row(figures))).decode() + "\n")

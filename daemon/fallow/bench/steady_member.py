@@ -119,11 +119,11 @@ class Arm:
         if list(running):
             raise AssertionError("one step too many")
 
-    def series(self, members: int) -> Series:
-        """The noted turns of all members; a collective."""
+    def series(self, members: int, host: Any) -> Series:
+        """The noted turns of all members; a collective of a group for the host's tensors."""
         mine = torch.tensor([self._wall, self._cpu], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(members)]
-        dist.all_gather(every, mine)
+        dist.all_gather(every, mine, group=host)
         return Series(self.name, [one[0].tolist() for one in every], [one[1].tolist() for one in every])
 
 
@@ -155,18 +155,18 @@ def main() -> None:
     train = _ours(run, copy.deepcopy(model), data, loss_of, args)
     Arm("joining", train(compiled=False), device).warmed()
     store = FileStore(str(args.out.with_suffix(".store")), args.members)
-    backends = {"cpu": "gloo", device.type: dist.Backend.default_device_backend_map[device.type]}
-    together = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
-    dist.init_process_group(together, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
+    backend = dist.Backend.default_device_backend_map[device.type]
+    dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
+    host: Any = dist.new_group(backend="gloo")
     arms = [Arm("ddp", _ddp(run, copy.deepcopy(model), data, loss_of, args), device).warmed()]
     arms.append(Arm("ours", train(compiled=args.compile), device).warmed())
     arms.append(Arm("ddp again", _ddp(run, copy.deepcopy(model), data, loss_of, args), device).warmed())
     dice = random.Random(0)
     for _ in range(args.rounds):
         for arm in dice.sample(arms, len(arms)):
-            dist.all_reduce(torch.zeros(1))  # a barrier on the host
+            dist.barrier(host)
             arm.turn()
-    found = [arm.series(args.members) for arm in arms]
+    found = [arm.series(args.members, host) for arm in arms]
     if run.is_main:
         partial = args.out.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(found))
