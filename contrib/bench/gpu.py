@@ -73,6 +73,8 @@ ON_FAKE = [
 FACTS = """
 import json, sys, torch
 kind = sys.argv[1]
+if not torch.accelerator.is_available():
+    sys.exit(f"torch {torch.__version__} finds no GPU")
 facts = {"kind": kind, "name": kind, "count": torch.accelerator.device_count(), "torch": torch.__version__}
 facts["cuda"], facts["nccl"] = torch.version.cuda, None
 if kind == "cuda":
@@ -128,7 +130,7 @@ class Session:
         """What this machine is."""
         done = self.run(f"-c {shlex.quote(FACTS)} {self._device}", self._environ)
         if done.get("code") != 0:
-            raise SystemExit(f"gpu: torch cannot say what {self._device} is here: {done.get('errors')}")
+            raise SystemExit("gpu: nothing to measure on, see above")
         return dict(json.loads(done["output"]))
 
     def tests(self) -> dict[str, Any]:
@@ -212,7 +214,8 @@ def environment(device: str, folder: Path) -> dict[str, str]:
     sys.path.insert(0, str(ROOT / "tests"))
     from accelerator import autoload
 
-    return autoload.environment(folder)
+    environ: dict[str, str] = autoload.environment(folder)
+    return environ
 
 
 def main() -> int:
