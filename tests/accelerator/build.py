@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import platformdirs
-import pytest
 import torch
 
 _SOURCE = Path(__file__).parent / "native"
@@ -19,16 +18,6 @@ _OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 class Unavailable(Exception):
     """The device cannot be built here."""
-
-
-def require() -> None:
-    """Build the device now. Where that is impossible the test is skipped; with FALLOW_REQUIRE_ACCELERATOR it fails."""
-    try:
-        library()
-    except Unavailable as error:
-        if os.environ.get("FALLOW_REQUIRE_ACCELERATOR"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
 
 
 def library() -> Path:

@@ -14,6 +14,7 @@ from torch.nn import functional
 import accelerator
 from accelerator import build
 from accelerator.crew import on_device
+from gpu.device import DEVICES, require
 
 
 def train(device: str, optimizer: str, steps: int = 3) -> list[torch.Tensor]:
@@ -154,10 +155,10 @@ def test_without_a_compiler_tests_are_skipped_or_fail(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("FALLOW_REQUIRE_ACCELERATOR", raising=False)
     with pytest.raises(pytest.skip.Exception, match=r"needs g\+\+"):
-        build.require()
+        require(DEVICES["fake"])
     monkeypatch.setenv("FALLOW_REQUIRE_ACCELERATOR", "1")
     with pytest.raises(pytest.fail.Exception, match=r"needs g\+\+"):
-        build.require()
+        require(DEVICES["fake"])
 
 
 def test_a_build_is_made_once_and_a_failed_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from elastic_rig import NurseryClient, Rig, judge, phase
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from accelerator import build
 from conftest import Undisturbed
 from fallow.model import CheckpointState, RunReport, RunStatus, WorkerPhase
+from gpu.device import DEVICES, require
 
 MOST = 5
 LEASE_S = 3.0  # an agent that starts beside other tests may be late by a second
@@ -238,7 +238,7 @@ def test_d3_any_short_history(
 @pytest.fixture(scope="module")
 def device() -> None:
     """The fake accelerator can be had here."""
-    build.require()
+    require(DEVICES["fake"])
 
 
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit], suppress_health_check=list(HealthCheck))

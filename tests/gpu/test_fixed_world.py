@@ -5,25 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import accelerator
 import fallow
-from accelerator.crew import Member, on_both
 from fallow.model import FallowError
 from fallow.testbed.host import free_ports
 from fallow.worker.api import fixed
 from fallow.worker.transport.group import Group
+from gpu import DEVICE, Member, on_both, on_device, on_two_devices
 
 STEPS = 12
 LEARNED = 6
 """In the steps before, exact sums learn their scales, and are made again where one does not fit."""
 
 INPUTS = torch.randn(64, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
+EXACT = pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
 
 
 @contextmanager
@@ -31,10 +32,16 @@ def world(member: Member) -> Iterator[None]:
     """The environment of a rank."""
     if member.rank == 0:
         member.store.set("port", str(free_ports(1)))
-    port = member.store.get("port").decode()
-    place = {"RANK": str(member.rank), "WORLD_SIZE": str(member.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with place(member.rank, member.size, member.store.get("port").decode()):
+        yield
+
+
+@contextmanager
+def place(rank: int, size: int, port: str = "") -> Iterator[None]:
+    """The environment of a rank of a world."""
+    names = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.items():
+        for name, value in names.items():
             patch.setenv(name, value)
         groups: list[Group] = []
         plain = fixed.build_world
@@ -50,49 +57,62 @@ def train(device: str, exact: bool) -> tuple[list[torch.Tensor], int]:
     certain = Group.certain
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1))
+        model: Any = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "certain", lambda self: (waits.append(1), certain(self))[1])
         run = fallow.init()
         model.to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
-        loader = DataLoader(TensorDataset(INPUTS), batch_size=8, pin_memory=device != "cpu")
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+        loader: Any = DataLoader(TensorDataset(INPUTS), batch_size=8, pin_memory=device != "cpu")
         model, optimizer, loader = run.prepare(model, optimizer, loader, global_batch=32, reproducible=exact)
         for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
             if update.step == LEARNED:
                 waits.clear()
-            accelerator.report_syncs("raise")
-            for (x,) in update:
-                loss = model(x.to(device, non_blocking=True)).square().mean()
-                update.note(loss=loss)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            accelerator.report_syncs("off")
+            with DEVICE.hidden_syncs_raise():
+                for (x,) in update:
+                    loss = model(x.to(device, non_blocking=True)).square().mean()
+                    update.note(loss=loss)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
     return [tensor.detach().cpu() for tensor in model.state_dict().values()], len(waits)
 
 
-@on_both
-@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
-@pytest.mark.parametrize("default", ["cpu", "fake"])
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@on_device
+@EXACT
+def test_alone_its_steps_are_right_and_wait_for_the_device_once(exact: bool) -> None:
+    with place(0, 1):
+        found, waits = train(DEVICE.kind, exact)
+        wanted, _ = train("cpu", exact)
+    assert waits == STEPS - LEARNED
+    assert_close(found, wanted)
+
+
+@on_two_devices
+@EXACT
+@pytest.mark.parametrize("default", ["cpu", "device"])
 def test_its_steps_are_right_and_wait_for_the_device_once(member: Member, exact: bool, default: str) -> None:
     with world(member):
-        torch.set_default_device(default)
+        torch.set_default_device(DEVICE.kind if default == "device" else default)
         try:
-            found, waits = train("fake", exact)
+            found, waits = train(DEVICE.kind, exact)
         finally:
             torch.set_default_device("cpu")
         assert waits == STEPS - LEARNED
         os.environ.update(RANK="0", WORLD_SIZE="1")
         wanted, _ = train("cpu", exact)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_close(found, wanted)
     member.store.set(f"weights-{member.rank}", repr([tensor.tolist() for tensor in found]))
     assert member.store.get("weights-0") == member.store.get("weights-1")
 
 
 @on_both
 def test_ranks_on_unlike_devices_are_told_so(member: Member) -> None:
-    device = ["cpu", "fake"][member.rank]
-    with world(member), pytest.raises(FallowError, match=r"rank 1 trains on .*fake.*, rank 0 on cpu"):
+    device = ["cpu", DEVICE.kind][member.rank]
+    with world(member), pytest.raises(FallowError, match=rf"rank 1 trains on .*{DEVICE.kind}.*, rank 0 on cpu"):
         train(device, False)
