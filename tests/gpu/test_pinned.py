@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fallow.worker.data import rng
 from fallow.worker.handover import pieces, supply
+from fallow.worker.handover.snapshot import Snapshot
 from fallow.worker.handover.standing import HOLDS
 from fallow.worker.prepared import checksum
 from fallow.worker.transport import device as devices
@@ -234,6 +235,20 @@ def test_many_small_tensors_of_a_device_and_of_the_host_pass_a_ring(count: int) 
         donor.join(DEADLINE_S)
     assert moves
     assert all(map(torch.equal, [part.cpu() for part in given], [part.cpu() for part in taken]))
+
+
+@on_device
+def test_what_is_kept_for_a_rehearsal_is_not_pinned() -> None:
+    script = Mixed(0)
+    for _ in range(2):  # without state of the optimizer, and with it
+        before = script.seen()
+        with DEVICE.hidden_syncs_raise(), pinned_bytes() as peak:
+            snapshot = Snapshot(script.prepared)
+            script.train(1)
+            snapshot.restore()
+        assert 0 < peak[0] <= RING_BYTES + SUMS_BYTES
+        assert script.seen() == before
+        script.train(1)
 
 
 @on_device

@@ -141,6 +141,22 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
         yield chunk
 
 
+def copy_to_host(memory: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copy flat uint8 tensors of a device, through a ring, to others of the same sizes on the host. Waits for it."""
+    with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, 0, 1))) as chunks:
+        for (buffer,), targets in zip(chunks, cut(copies, 0, 1), strict=True):
+            for view, target in zip(_views(torch.from_numpy(buffer), targets), targets, strict=True):
+                target.copy_(view)
+
+
+def copy_to_device(copies: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> None:
+    """Do the inverse of `copy_to_host`."""
+    with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, 0, 1))) as chunks:
+        for (buffer,), sources in zip(chunks, cut(copies, 0, 1), strict=True):
+            for view, source in zip(_views(torch.from_numpy(buffer), sources), sources, strict=True):
+                view.copy_(source)
+
+
 def _gather(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> None:
     if _is_many(chunk):
         buffer.copy_(torch.cat(chunk), non_blocking=True)
