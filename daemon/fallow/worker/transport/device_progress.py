@@ -17,7 +17,7 @@ from fallow.worker.transport import device as devices
 
 
 @dataclass(slots=True)
-class StreamWait:
+class _StreamWait:
     """A stream waits for other members."""
 
     own: torch.Event | None
@@ -38,14 +38,14 @@ class DeviceProgress:
         "the device is at this member's own work, or hangs in it"
         self.awaits_others = False
         "all that it has to do waits for other members"
-        self._waits: list[StreamWait] = []
+        self._waits: list[_StreamWait] = []
 
     @contextlib.contextmanager
-    def wait(self, device: torch.device) -> Iterator[StreamWait]:
+    def wait(self, device: torch.device) -> Iterator[None]:
         """Inside, the device's current stream is made to wait for others."""
-        wait = StreamWait(devices.event(device))
+        wait = _StreamWait(devices.event(device))
         self._waits.append(wait)
-        yield wait
+        yield
         wait.end = devices.event(device)
 
     def arrived(self) -> None:

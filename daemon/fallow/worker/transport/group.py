@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
-from fallow.worker.transport.device_progress import DeviceProgress, StreamWait
+from fallow.worker.transport.device_progress import DeviceProgress
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
@@ -300,14 +300,10 @@ class Group(Waits):
     def stream_waits(self) -> None:
         """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
         if devices.asynchronous(self.device):
-            self._stream_waits()
-
-    def _stream_waits(self) -> StreamWait:
-        launched, self._launched = self._launched, []
-        with self.device_progress.wait(self.device) as wait:
-            for work, _ in launched:
-                work.wait()
-        return wait
+            launched, self._launched = self._launched, []
+            with self.device_progress.wait(self.device):
+                for work, _ in launched:
+                    work.wait()
 
     def certain(self) -> None:
         """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
@@ -321,11 +317,13 @@ class Group(Waits):
             self.finish([work for work, _ in self._launched])
             self._launched.clear()
             return
-        wait = self._stream_waits()
+        own = devices.event(self.device)
+        self.stream_waits()
+        end = devices.event(self.device)
         # As long as this device itself has something to do, others wait for this member, and it for nobody.
-        devices.wait(wait.own, self._failure)
+        devices.wait(own, self._failure)
         with self.waits():
-            devices.wait(wait.end, self._failure)
+            devices.wait(end, self._failure)
         self.device_progress.arrived()
         # After the event: an abort completes events, too, with garbage before them.
         failure = self._failure()
