@@ -67,7 +67,7 @@ def sources(donors: Sequence[int], receivers: Sequence[int], *, several_lines: b
     """Which donors send to which receiver, in the order of the pieces; the load is spread evenly.
 
     `several_lines`: where there are few donors one may send several pieces at once, each over a line of its own. What
-    trains on a device has processors to spare, and one of them fills a line with 2 to 3 GB/s.
+    trains on a device has processors to spare, and a line is as fast as one of them.
     """
     count = DONORS if several_lines else min(DONORS, len(donors))
     return {
