@@ -27,6 +27,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+START = str(Path(__file__).parent / "start")
 SLURM = "slurm"
 PROCESSES = ("hosts", "e2e", "elastic")
 """Folders whose tests start many processes."""
@@ -62,6 +63,14 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_start() -> Iterator[None]:
+    """Have all Python processes that tests start import PyTorch with fewer garbage collections."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", START, prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -222,7 +222,7 @@ ALL: list[Event] = [
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(history=st.lists(EVENTS, min_size=3, max_size=9), options=OPTIONS)
+@given(history=st.lists(EVENTS, min_size=3, max_size=5), options=OPTIONS)
 @example(history=TOGETHER, options=RICH)
 @example(history=ALL, options=THAW)
 def test_d3_any_short_history(
@@ -253,7 +253,7 @@ def test_p3_short_histories_on_an_asynchronous_device(
     undisturbed: Undisturbed,
     loop: asyncio.Runner,
 ) -> None:
-    loop.run(judged(history, nursery, undisturbed, "--steps", 600, *DEVICE, *options))
+    loop.run(judged(history, nursery, undisturbed, "--steps", 240, *DEVICE, *options))
 
 
 @pytest.mark.soak
