@@ -15,6 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from nursery_client import NurseryClient
 from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
 __all__ = ["make_testbed", "pyslurm_installed", "slurm_installed", "testbed"]
@@ -71,6 +72,13 @@ def quick_start() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", START, prepend=os.pathsep)
         yield
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NurseryClient]:
+    made = NurseryClient(tmp_path_factory.mktemp("nursery") / "nursery.log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from elastic_rig import NurseryClient, Rig, judge, phase
+from elastic_rig import Rig, judge, phase
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from accelerator import build
 from conftest import Undisturbed
 from fallow.model import CheckpointState, RunReport, RunStatus, WorkerPhase
+from nursery_client import NurseryClient
 
 MOST = 5
 LEASE_S = 3.0  # an agent that starts beside other tests may be late by a second
