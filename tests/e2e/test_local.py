@@ -1,4 +1,6 @@
-"""`fallow local` as its users have it: a subprocess with a real head, store, agents and workers, judged by its report.
+"""`fallow local` with a real head, store, agents and workers, judged by its report.
+
+`Box.exec_local` starts it as its users do; `Box.local` starts it as a fork, which takes half the processor time.
 
 What `tests/elastic` goes through as well is left to `make soak` here.
 
