@@ -7,9 +7,9 @@ An agent has threads, so it cannot fork workers itself. It comes with `eggs`, ch
 that wait for what `exec` would have given them: argv, environment, standard streams and the pipe.
 
 The requests are JSON objects over the sequenced-packet socket whose descriptor is the first argument:
-`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`, one
-with `folder` starts `fallow ARGV` instead (see `local_nest`), and `{}` with `{"ended": {PID: STATUS}}`, the wait statuses of all agents that have ended so far. When the socket closes,
-all end.
+`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`. A request
+with a `folder` starts `fallow ARGV` instead (see `local_nest`). `{}` is answered with `{"ended": {PID: STATUS}}`, the
+wait statuses of all processes that were started here and have ended so far. When the socket closes, all end.
 """
 
 from __future__ import annotations
