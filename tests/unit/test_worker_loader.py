@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -229,6 +231,32 @@ def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[...,
     assert sorted(sampled) == list(range(8))
 
 
+@pytest.mark.parametrize("make", [ElasticLoader, StreamLoader])
+def test_processes_of_a_loader_that_is_collected_hear_of_their_end(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for those that do not."""
+    gc.collect()
+    codes: list[int | None] = []
+    join = multiprocessing.process.BaseProcess.join
+
+    def joined(process: Any, timeout: float | None = None) -> None:
+        join(process, timeout)
+        codes.append(process.exitcode)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", joined)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 15.0)
+    loader = make(DataLoader(Noisy() if make is ElasticLoader else Flow(), 4, num_workers=2), 3, 4)
+    loader.itself = loader
+    if make is ElasticLoader:
+        loader.replan(Key(0, 0, 0), range)
+    loader.cut(0, 0)
+    loader.fetch(Key(0, 0, 0))
+    del loader
+    gc.collect()
+    assert codes == [0, 0]
+
+
 SLOW = """
 import os, sys, time
 from torch.utils.data import DataLoader, Dataset
@@ -280,7 +308,7 @@ def alive(processes: set[int]) -> list[int]:
     def runs(number: int) -> bool:
         try:
             return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     return [number for number in processes if runs(number)]
