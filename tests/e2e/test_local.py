@@ -387,10 +387,11 @@ def test_what_scripts_do_beside_the_training(box: Box, tiny: Callable[..., Any])
     assert done.kinds == ["start", "absorb", "eject", "release"]
     generations = [generation for generation in done.report["generations"] if "w2" in generation["members"]]
     # The main member at the end came with the second generation.
-    assert done.result["resized"] == [
-        [len(generation["members"]), generation["members"].index("w2"), generation["first_step"]]
-        for generation in generations
-    ]
+    sizes, steps = [told[:2] for told in done.result["resized"]], [told[2] for told in done.result["resized"]]
+    assert sizes == [[len(g["members"]), g["members"].index("w2")] for g in generations]
+    joined, after_kill, left = (generation["first_step"] for generation in generations)
+    # Behind a kill it may be in the step whose sums only another one has: it goes on by those.
+    assert steps in ([joined, after_kill, left], [joined, after_kill - 1, left])
     same(done, tiny())
 
 
