@@ -18,15 +18,15 @@ import torch
 import accelerator
 from accelerator.collectives import communicators
 from accelerator.crew import Member, on_both
-from accelerator.test_handover import Script as Newcomer
-from accelerator.test_handover import connected, hand_over
-from accelerator.test_reduction import STEPS, Script, expected, group_of
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
+from gpu.test_handover import Script as Newcomer
+from gpu.test_handover import connected, hand_over
+from gpu.test_reduction import STEPS, Script, expected, group_of
 
 Patch = pytest.MonkeyPatch
 OVER = "over"

@@ -6,10 +6,28 @@ A test takes all from here: `DEVICE` for what it runs on, `on_device` for one pr
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
 from gpu.crew import Crew, Member, decorators
 from gpu.device import chosen
 
-__all__ = ["DEVICE", "Crew", "Member", "on_both", "on_device", "on_two_devices"]
+__all__ = ["DEVICE", "Crew", "Member", "on_both", "on_device", "on_two_devices", "without_communicator"]
 
 DEVICE = chosen()
 on_device, on_both, on_two_devices = decorators(DEVICE)
+
+
+@contextlib.contextmanager
+def without_communicator() -> Iterator[None]:
+    """Inside, torch knows no communicator for the device: sums go through the host, with a warning."""
+    known = torch.distributed.Backend.default_device_backend_map
+    backend = known.pop(DEVICE.kind)
+    try:
+        with pytest.warns(UserWarning, match=f"no communicator for devices of type {DEVICE.kind}"):
+            yield
+    finally:
+        known[DEVICE.kind] = backend

@@ -9,13 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-import accelerator
-from accelerator.crew import Member, on_both, on_device
 from fallow.worker.checkpoint.parts import take
 from fallow.worker.checkpoint.restore import load
 from fallow.worker.checkpoint.writer import Writing
@@ -29,6 +26,7 @@ from fallow.worker.prepared.objects import Prepared
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
+from gpu import DEVICE, Member, on_both, on_device, on_two_devices
 
 DEADLINE_S = 180.0
 
@@ -38,7 +36,7 @@ class Scaled(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.amax = torch.ones(2, device="fake")
+        self.amax = torch.ones(2, device=DEVICE.kind)
 
     def get_extra_state(self) -> Any:
         return {"amax": self.amax}
@@ -55,11 +53,11 @@ class Script:
         turned = nn.Linear(8, 2100)
         turned.weight = nn.Parameter(torch.randn(8, 2100).t())  # does not lie row by row
         body = [nn.Linear(8, 9000), nn.Tanh(), nn.Linear(9000, 8), nn.BatchNorm1d(8), Scaled(), turned]
-        self.model: Any = nn.Sequential(*body).to("fake")
+        self.model: Any = nn.Sequential(*body).to(DEVICE.kind)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.values: dict[str, Any] = {"seen": 0, "mean": torch.zeros(3, device="fake")}
-        self.scaler = torch.amp.GradScaler("fake", init_scale=8.0) if scaler else None
+        self.values: dict[str, Any] = {"seen": 0, "mean": torch.zeros(3, device=DEVICE.kind)}
+        self.scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=8.0) if scaler else None
         self.prepared = Prepared()
         for thing in (self.model, self.optimizer, self.schedule, self.values, self.scaler):
             if thing is not None:
@@ -68,7 +66,7 @@ class Script:
 
     def backward(self) -> None:
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(self.values["seen"]))
-        loss = self.model(x.pin_memory().to("fake", non_blocking=True)).square().mean()
+        loss = self.model(x.pin_memory().to(DEVICE.kind, non_blocking=True)).square().mean()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
@@ -110,9 +108,9 @@ def hand_over(group: Group, script: Script, donors: list[int]) -> dict[str, Any]
 
 
 @contextmanager
-def connected(member: Member, device: str = "cpu") -> Iterator[Group]:
+def connected(member: Member, device: torch.device = devices.HOST) -> Iterator[Group]:
     """A group of both processes."""
-    group = build_group(2, member.rank, member.size, member.store, "127.0.0.1", DEADLINE_S, device=torch.device(device))
+    group = build_group(2, member.rank, member.size, member.store, "127.0.0.1", DEADLINE_S, device=device)
     try:
         yield group
         group.gather(b"")  # a group that is closed while the other one still receives may end the process
@@ -127,13 +125,12 @@ def test_a_newcomer_trains_on_bit_for_bit_and_nobody_waits_for_the_device_unaske
         script.train(2)
         script.standing.value = HOLDS
     with connected(member) as group:
-        accelerator.report_syncs("raise")
-        plain = hand_over(group, script, [0])
-        assert plain == (None if member.rank == 0 else {"step": 2})
-        script.backward()  # the late part is on its way
-        assert script.standing.settle()
-        script.step()
-        accelerator.report_syncs("off")
+        with DEVICE.hidden_syncs_raise():
+            plain = hand_over(group, script, [0])
+            assert plain == (None if member.rank == 0 else {"step": 2})
+            script.backward()  # the late part is on its way
+            assert script.standing.settle()
+            script.step()
         script.train(2)
         seen = script.seen()
         one, other = group.gather(repr(seen).encode())
@@ -154,12 +151,11 @@ def test_with_a_scaler_its_state_is_all_that_waits(member: Member) -> None:
     else:
         script.train(1)
     with connected(member) as group:
-        accelerator.report_syncs("record")
-        hand_over(group, script, [0])
-        assert script.standing.settle()
-        accelerator.report_syncs("off")
-        reports = accelerator.take_reports()
-        assert all("_local_scalar_dense" in report for report in reports), reports
+        with DEVICE.hidden_syncs() as reports:
+            hand_over(group, script, [0])
+            assert script.standing.settle()
+        if DEVICE.kind == "fake":  # CUDA does not name the operator
+            assert all("_local_scalar_dense" in report for report in reports), reports
         assert len(reports) <= 2, "the scale and the growth tracker"
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
@@ -186,10 +182,10 @@ def test_what_a_donor_has_to_send_does_not_wait_for_its_training(member: Member)
         try:
             hand_over(group, script, [0])
             if member.rank == 0:
-                with accelerator.held(torch.accelerator.current_stream()):
+                with DEVICE.held(torch.accelerator.current_stream()):
                     script.backward()
-                    with devices.beside(torch.device("fake:0")):
-                        torch.zeros(1, device="fake").add_(1)
+                    with devices.beside(DEVICE.here()):
+                        torch.zeros(1, device=DEVICE.kind).add_(1)
                     gate.set()
                     assert script.standing.settle()
             else:
@@ -246,30 +242,29 @@ def test_each_donor_copies_its_own_piece_only() -> None:
 @on_device
 def test_the_fingerprint_is_taken_on_the_device() -> None:
     host = [torch.randn(5000), torch.randn(3, 700).t(), torch.tensor(2), torch.randn(2000).bfloat16(), torch.empty(0)]
-    device = [tensor.to("fake") for tensor in host]
-    accelerator.report_syncs("raise")
-    there = checksum.row_hashes(state.as_bytes(device[0]))
-    assert there.device.type == "fake"
-    copied = devices.to_host(there)
-    devices.wait(devices.event(there.device))
-    assert torch.equal(copied, checksum.row_hashes(state.as_bytes(host[0])))
-    before = checksum.fingerprint(device)
-    assert before == checksum.fingerprint([tensor.clone() for tensor in device])
-    device[0][4999] += 1
-    assert before != checksum.fingerprint(device)
+    device = [tensor.to(DEVICE.kind) for tensor in host]
+    with DEVICE.hidden_syncs_raise():
+        there = checksum.row_hashes(state.as_bytes(device[0]))
+        assert there.device.type == DEVICE.kind
+        copied = devices.to_host(there)
+        devices.wait(devices.event(there.device))
+        assert torch.equal(copied, checksum.row_hashes(state.as_bytes(host[0])))
+        before = checksum.fingerprint(device)
+        assert before == checksum.fingerprint([tensor.clone() for tensor in device])
+        device[0][4999] += 1
+        assert before != checksum.fingerprint(device)
 
 
 @on_device
 def test_a_rehearsal_leaves_nothing_behind() -> None:
     one, other = Script(1), Script(1)
-    accelerator.report_syncs("raise")
-    snapshot = Snapshot(one.prepared)
-    one.train(2)
-    snapshot.restore()
-    one.optimizer.zero_grad()
-    accelerator.report_syncs("off")
+    with DEVICE.hidden_syncs_raise():
+        snapshot = Snapshot(one.prepared)
+        one.train(2)
+        snapshot.restore()
+        one.optimizer.zero_grad()
     assert one.seen() == other.seen()
-    assert one.values["mean"].device.type == one.model[4].amax.device.type == "fake"
+    assert one.values["mean"].device.type == one.model[4].amax.device.type == DEVICE.kind
     for script in (one, other):
         script.train(2)
     assert one.seen() == other.seen()
@@ -283,8 +278,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
     wanted = script.seen()
     reports: list[Any] = []
     prepared = script.prepared
-    accelerator.report_syncs("raise")
-    with accelerator.held(torch.accelerator.current_stream()):
+    with DEVICE.hidden_syncs_raise(), DEVICE.held(torch.accelerator.current_stream()):
         snapshot = take(
             export_state(prepared, {"step": 2}),
             0,
@@ -305,16 +299,23 @@ def test_a_checkpoint_holds_the_state_of_its_step_though_the_training_goes_on(tm
         assert writing.is_alive(), "nothing is copied yet"
     writing.join(DEADLINE_S)
     assert not writing.is_alive()
-    accelerator.report_syncs("off")
     assert load_state(again.prepared, load(Path(reports[0].path))) == {"step": 2}
-    assert again.values["mean"].device.type == "fake"
-    again.model[4].amax = again.model[4].amax.to("fake")
+    assert again.values["mean"].device.type == DEVICE.kind
+    again.model[4].amax = again.model[4].amax.to(DEVICE.kind)
     assert again.seen() == wanted
 
 
 @on_both
-@pytest.mark.parametrize("device", ["cpu", "fake:0"])
-def test_members_that_came_apart_are_brought_together(member: Member, device: str) -> None:
+def test_members_that_came_apart_are_brought_together(member: Member) -> None:
+    bring_together(member, devices.HOST)
+
+
+@on_two_devices
+def test_members_that_came_apart_are_brought_together_on_the_device(member: Member) -> None:
+    bring_together(member, DEVICE.here())
+
+
+def bring_together(member: Member, device: torch.device) -> None:
     script = Script(1)
     script.train(2)
     for parameter in script.model.parameters():

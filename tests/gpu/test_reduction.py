@@ -12,9 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import accelerator
-from accelerator.collectives import communicators
-from accelerator.crew import Member, on_both
 from fallow.worker.reduction import buckets
 from fallow.worker.reduction.arithmetic import Arithmetic
 from fallow.worker.reduction.buffers import StepBuffers
@@ -25,8 +22,10 @@ from fallow.worker.transport import device as devices
 from fallow.worker.transport.build import build_group
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
+from gpu import DEVICE, Member, on_both, on_two_devices, without_communicator
 
 KINDS: dict[str, Callable[[], Arithmetic]] = {"float": Arithmetic, "exact": Exact}
+BOTH_KINDS = pytest.mark.parametrize("kind", list(KINDS))
 STEPS, SHARDS = 4, 4
 
 
@@ -73,11 +72,11 @@ class Script:
     """One member's script, with two of the four shards."""
 
     def __init__(self, group: Group, arithmetic: Arithmetic) -> None:
-        self.group, self.net = group, model().to("fake")
+        self.group, self.net = group, model().to(DEVICE.kind)
         self.buffers = StepBuffers(lambda: list(self.net.buffers()))
         self.reduction = Reduction(list(self.net.named_parameters()), arithmetic, self.buffers)
         self.reduction.attach(group)
-        self.shards = [devices.to_device(batch, torch.device("fake:0")) for batch in batches()]
+        self.shards = [devices.to_device(batch, DEVICE.here()) for batch in batches()]
         self.launched: list[int] = []
         "by sum, buckets that left before the script was done with its last shard"
 
@@ -112,14 +111,21 @@ class Script:
 
 @contextmanager
 def group_of(member: Member) -> Iterator[Group]:
-    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", 60, device=torch.device("fake:0"))
+    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", 60, device=DEVICE.here())
     yield group
     torch.accelerator.synchronize()
     group.destroy()
 
 
-@on_both
-@pytest.mark.parametrize("kind", list(KINDS))
+def assert_close(found: list[list[torch.Tensor]]) -> None:
+    torch.accelerator.synchronize()
+    for got, wanted in zip(found, expected(), strict=False):
+        for tensor, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(tensor.double(), other, rtol=2e-5, atol=1e-6)
+
+
+@on_two_devices
+@BOTH_KINDS
 def test_sums_are_right_without_a_race_and_with_no_hidden_wait(member: Member, kind: str) -> None:
     buckets._FIRST_BYTES = buckets._LAST_BYTES = 1 << 12
     with group_of(member) as group:
@@ -127,54 +133,59 @@ def test_sums_are_right_without_a_race_and_with_no_hidden_wait(member: Member, k
         waits: list[int] = []
         certain = script.group.certain
         script.group.certain = lambda: (waits.append(1), certain())[1]  # type: ignore[method-assign]
-        wanted = expected()
-        accelerator.report_syncs("raise")
-        found = [script.step(step) for step in range(STEPS)]
-        accelerator.report_syncs("off")
-        torch.accelerator.synchronize()
-        for got, one in zip(found, wanted, strict=True):
-            for tensor, other in zip(got, one, strict=True):
-                torch.testing.assert_close(tensor.double(), other, rtol=2e-5, atol=1e-6)
+        with DEVICE.hidden_syncs_raise():
+            found = [script.step(step) for step in range(STEPS)]
+        assert_close(found)
         assert script.launched[0] >= 2, "buckets leave in backward"
         assert len(waits) == len(script.launched) + 1, "one for each sum, and one for the late round of the second step"
 
 
-@on_both
-@pytest.mark.parametrize("kind", list(KINDS))
+@on_two_devices
+@BOTH_KINDS
 def test_slow_collectives_are_waited_for(member: Member, kind: str) -> None:
     with group_of(member) as group:
         script = Script(group, KINDS[kind]())
-        for one in communicators():
-            one.delay_s = 0.02
-        found = [script.step(step) for step in range(2)]
-        torch.accelerator.synchronize()
-        for got, one in zip(found, expected(), strict=False):
-            for tensor, other in zip(got, one, strict=True):
-                torch.testing.assert_close(tensor.double(), other, rtol=2e-5, atol=1e-6)
+        found = []
+        for step in range(2):
+            if member.rank == step:
+                DEVICE.busy(0.1)  # the other one's collectives take as long
+            found.append(script.step(step))
+        assert_close(found)
 
 
 @on_both
+@BOTH_KINDS
+def test_sums_go_through_the_host_where_two_share_a_device(member: Member, kind: str) -> None:
+    with without_communicator(), group_of(member) as group:
+        script = Script(group, KINDS[kind]())
+        assert_close([script.step(step) for step in range(STEPS)])
+
+
+@on_two_devices
 @pytest.mark.parametrize("moment_s", [0.0, 0.3], ids=["at-once", "while-it-waits"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@BOTH_KINDS
 def test_an_abort_leaves_garbage_that_nobody_uses(member: Member, kind: str, moment_s: float) -> None:
     with group_of(member) as group:
         script = Script(group, KINDS[kind]())
         script.step(0)
         script.buffers.restore()
-        for one in communicators():
-            one.delay_s = 1.0
+        if member.rank == 1:  # lost, as it were: what the other has launched stays pending
+            member.store.wait(["aborted"])
+            group.interrupt("a peer was lost")
+            return
         script.attempt(0)
         threading.Timer(moment_s, script.group.interrupt, ["a peer was lost"]).start()
         with pytest.raises(Interrupted):
             script.reduction.finish(script.tell)
         script.group.retire()
+        member.store.set("aborted", "")
         script.buffers.restore()
         script.reduction.drop()
         script.reduction.forget()
-        script.group = build_group(2, 0, 1, None, "127.0.0.1", 60, device=torch.device("fake:0"))
+        script.group = build_group(2, 0, 1, None, "127.0.0.1", 60, device=DEVICE.here())
         script.reduction.attach(script.group)
         script.shards = [*script.shards[:2], *script.shards[:2]]
         script.step(0)
         torch.accelerator.synchronize()
-        accelerator.take_reports()
+        DEVICE.reset()  # that garbage was read is no mistake before the abort is known
         assert all(bool(p.grad.cpu().isfinite().all()) for p in script.net.parameters() if p.grad is not None)
