@@ -15,7 +15,7 @@ _Scaler = torch.amp.GradScaler
 
 def read(thing: Any) -> dict[str, Any]:
     """Return its state; tensors are the live ones."""
-    if not _is_plain_scaler(thing) or thing._scale is None:
+    if not _is_plain_scaler(thing) or thing._get_scale_async() is None:
         state: dict[str, Any] = thing.state_dict()
         return state
     return {
@@ -33,14 +33,14 @@ def write(thing: Any, state: dict[str, Any]) -> None:
     Raises:
         Exception: its `load_state_dict` raised it.
     """
-    if _is_plain_scaler(thing) and thing._scale is None:  # until its first step it keeps them as numbers
+    if _is_plain_scaler(thing) and thing._get_scale_async() is None:  # until its first step it keeps them as numbers
         state = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     thing.load_state_dict(state)
 
 
 def _is_plain_scaler(thing: Any) -> bool:
-    """True for a scaler whose class gives and takes its state as torch's own does."""
-    if not isinstance(thing, _Scaler):
+    """True for a scaler that is enabled, and whose class gives and takes its state as torch's own does."""
+    if not isinstance(thing, _Scaler) or not thing.is_enabled():
         return False
     kind = type(thing)
     return (kind.state_dict, kind.load_state_dict) == (_Scaler.state_dict, _Scaler.load_state_dict)
