@@ -280,9 +280,21 @@ def check_checkpoint(tmp_path: Path) -> None:
     script.train(2)
     script.backward()
     wanted = script.seen()
-    reports: list[Any] = []
-    prepared = script.prepared
     with DEVICE.hidden_syncs_raise(), DEVICE.held(torch.accelerator.current_stream()):
+        saving = Saving(script.prepared, tmp_path)
+        script.step()
+        saving.writing.join(0.1)
+        assert saving.writing.is_alive(), "nothing is copied yet"
+    assert load_state(again.prepared, saving.load()) == {"step": 2}
+    assert again.values["mean"].device.type == DEVICE.kind
+    again.model[4].amax = again.model[4].amax.to(DEVICE.kind)
+    assert again.seen() == wanted
+
+
+class Saving:
+    """A checkpoint of one member that is on its way to the disk."""
+
+    def __init__(self, prepared: Prepared, folder: Path) -> None:
         snapshot = take(
             export_state(prepared, {"step": 2}),
             0,
@@ -296,17 +308,15 @@ def check_checkpoint(tmp_path: Path) -> None:
             asked=False,
             written_at=0.0,
         )
-        writing = Writing("w0", tmp_path, snapshot, reports.append)
-        writing.start()
-        script.step()
-        writing.join(0.1)
-        assert writing.is_alive(), "nothing is copied yet"
-    writing.join(DEADLINE_S)
-    assert not writing.is_alive()
-    assert load_state(again.prepared, load(Path(reports[0].path))) == {"step": 2}
-    assert again.values["mean"].device.type == DEVICE.kind
-    again.model[4].amax = again.model[4].amax.to(DEVICE.kind)
-    assert again.seen() == wanted
+        self._reports: list[Any] = []
+        self.writing = Writing("w0", folder, snapshot, self._reports.append)
+        self.writing.start()
+
+    def load(self) -> Any:
+        """What it holds, when it is complete."""
+        self.writing.join(DEADLINE_S)
+        assert not self.writing.is_alive()
+        return load(Path(self._reports[0].path))
 
 
 @on_both
