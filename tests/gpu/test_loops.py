@@ -32,6 +32,7 @@ from gpu.test_handover import DEADLINE_S, Saving
 BATCH, SHARDS, STEPS = 8, 4, 6
 INPUTS = torch.randn(64, 3, 8, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
 LOADING = {"num_workers": 2, "prefetch_factor": 2}
+FUSED = partial(torch.optim.AdamW, fused=True)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,7 +49,7 @@ class Way:
 
     forward: Callable[[nn.Module], Forward] = lambda model: model
     "made once, behind run.prepare"
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    optimizer: Callable[..., torch.optim.Optimizer] = FUSED
     memory: torch.memory_format = torch.contiguous_format
     half: bool = False
     loading: tuple[tuple[str, Any], ...] = ()
@@ -72,6 +73,7 @@ def children_allowed() -> Iterator[None]:
 
 def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Train with exact sums."""
+    torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     with torch.device("cpu"):
         model: Any = images()
@@ -81,6 +83,7 @@ def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
     scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=2.0**10, growth_interval=3, enabled=way.half)
     loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=True, **dict(way.loading))
     *_, loader = run.prepare(model, optimizer, scaler, loader, global_batch=BATCH * SHARDS, reproducible=True)
+    assert torch.are_deterministic_algorithms_enabled(), "graphs keep the kernels that they are made with"
     forward = way.forward(model)
     for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
         with DEVICE.hidden_syncs_raise() if update.step else nullcontext():  # what is made at first use may wait
@@ -245,6 +248,7 @@ def captured() -> Iterator[None]:
         ("backward", "a backward inside of torch.cuda.graph.*make_graphed_callables"),
         ("step", "an optimizer's step inside of torch.cuda.graph"),
         ("backward in front", "step 0: a backward in front of the inner loop, or the capture of one by torch.cuda.gr"),
+        ("compiled autograd", "torch._dynamo.config.compiled_autograd is on"),
         ("nothing", ""),
     ],
 )
@@ -261,6 +265,7 @@ def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
             model.zero_grad()
             with captured():
                 model(x).sum().backward()
+        torch._dynamo.config.compiled_autograd = what == "compiled autograd"
         acted = 0
         with pytest.raises(FallowError, match=told) if told else nullcontext():
             for update in run.updates(loader, max_steps=3):
@@ -272,7 +277,8 @@ def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
                 with graph() if what == "step" else nullcontext():
                     optimizer.step()
                 acted += 1
-        assert acted == {"backward": 1, "step": 1, "backward in front": 0, "nothing": 3}[what]
+        torch._dynamo.config.compiled_autograd = False
+        assert acted == {"backward": 1, "step": 1, "nothing": 3}.get(what, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- scalers

@@ -57,8 +57,14 @@ class Watch:
         """An inner loop begins.
 
         Raises:
-            FallowError: parameters are trained whose gradients are not summed.
+            FallowError: parameters are trained whose gradients are not summed, or hooks would be compiled.
         """
+        if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
+            raise FallowError(
+                "torch._dynamo.config.compiled_autograd is on: it compiles the backward, and in it the hooks that take "
+                "the gradients, which torch cannot: leave it off; torch.compile(model) compiles the backward as well",
+                Exit.DATA,
+            )
         sizes = [len(group["params"]) for group in self._prepared.groups()]
         if sizes != self._group_sizes:
             self._check_prepared()

@@ -85,8 +85,10 @@ def has_room(device: torch.device, nbytes: int) -> bool:
     """
     if not asynchronous(device):
         return False
-    free_and_total = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return free_and_total is not None and bool(free_and_total(device)[0] >= 2 * nbytes)
+    with contextlib.suppress(AttributeError, RuntimeError):
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return bool(free >= 2 * nbytes)
+    return False
 
 
 @contextlib.contextmanager
