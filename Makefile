@@ -12,11 +12,15 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
+GPU_BIN := .venv-gpu/bin
+GPU_STAMP := .venv-gpu/.setup-done
+# Of pip, with builds of torch for CUDA; see docs/gpus.md.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cu130
 
-.PHONY: help setup demo test lint compiled bench soak
+.PHONY: help setup demo test lint compiled bench soak test-gpu bench-gpu
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## system packages and .venv; SYSTEM=no leaves the system alone, PYTHON=... names the interpreter
 	@:
@@ -48,3 +52,13 @@ bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --j
 
 soak: setup  ## the long tests
 	@$(BIN)/pytest -m soak $(ARGS)
+
+test-gpu: $(GPU_STAMP)  ## the tests of the engine on this machine's GPUs; .venv-gpu gets torch from TORCH_INDEX=...
+	@FALLOW_TEST_DEVICE=cuda FALLOW_REQUIRE_ACCELERATOR=1 $(GPU_BIN)/pytest tests/gpu $(ARGS)
+
+bench-gpu: $(GPU_STAMP)  ## those tests and the benchmarks on GPUs, in ten minutes, e.g. make bench-gpu ARGS="--out gpu.json"
+	@$(GPU_BIN)/python contrib/bench/gpu.py $(ARGS)
+
+$(GPU_STAMP): pyproject.toml constraints.txt $(wildcard contrib/setup/*.sh)
+	@TORCH_INDEX=$(TORCH_INDEX) contrib/setup/python.sh .venv-gpu >&2 </dev/null
+	@touch $@

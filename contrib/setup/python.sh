@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment named by $1 and installs Fallow into it, editable, with everything its tests need.
-# PYTHON=/path/to/python3.x chooses the interpreter. pip's own configuration chooses the index and the build of torch.
+# PYTHON=/path/to/python3.x chooses the interpreter. pip's own configuration chooses the index and the build of torch;
+# TORCH_INDEX=URL names an index with another build of the same version.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=contrib/setup/common.sh
@@ -39,6 +40,6 @@ fi
 
 # torch first: it is by far the largest, and everything after it finds it in place.
 say "installing Python packages into $venv (minutes at first)"
-"${pip[@]}" -c constraints.txt "$(grep '^torch==' constraints.txt)"
+"${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 "${pip[@]}" -c constraints.txt -e ".[torch,tui,sim,dev]"
 say "done"

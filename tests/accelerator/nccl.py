@@ -70,6 +70,10 @@ class ProcessGroupNCCL(Communicator):
         self._initialized = False
         self._lock = threading.Lock()
 
+    @property
+    def options(self) -> Any:
+        return self._options
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Connect, or begin to."""
         if device.index is None:

@@ -16,7 +16,6 @@ from accelerator.crew import Member, on_both
 from fallow.model import FallowError, Peer, Prepare
 from fallow.worker.transport import communicators
 from fallow.worker.transport.build import build_group
-from fallow.worker.transport.group import Group
 from fallow.worker.transport.upcoming import Upcoming
 
 PATIENCE_S = 60.0
@@ -44,27 +43,6 @@ def until(condition: Any) -> None:
 def meet(member: Member, name: str) -> None:
     member.store.set(f"{name}/{member.rank}", "")
     member.store.wait([f"{name}/{rank}" for rank in range(member.size)])
-
-
-def tear_down(member: Member, group: Group) -> None:
-    meet(member, "before the end")
-    group.interrupt("over")
-    threading.Thread(target=group.destroy, daemon=True).start()
-
-
-@on_both
-def test_it_is_connected_before_it_counts_and_its_first_collective_comes_later(member: Member) -> None:
-    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", PATIENCE_S, device=device())
-    made = group.connections.transport
-    assert isinstance(made, nccl.ProcessGroupNCCL)
-    assert made._is_initialized()
-    assert made._options.config.blocking == 0
-    summed = torch.ones(4, device="fake:0")
-    group.sum(summed)
-    group.certain()
-    assert summed.tolist() == [2.0] * 4
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost peer would end the survivors"
-    tear_down(member, group)
 
 
 @on_both
@@ -118,19 +96,6 @@ def test_a_generation_that_is_given_up_meanwhile_ends_the_attempt_at_once(member
         nccl.stalled.clear()
         os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = "60"
     meet(member, "over")
-
-
-@on_both
-def test_a_group_that_is_done_with_gives_its_communicator_back(member: Member) -> None:
-    group = build_group(1, member.rank, member.size, member.store, "127.0.0.1", PATIENCE_S, device=device())
-    made = group.connections.transport
-    meet(member, "built")
-    if member.rank == 1:  # the higher rank first, as `reap` does
-        group.destroy()
-    meet(member, "one")
-    if member.rank == 0:
-        group.destroy()
-    assert aborted(made), "its memory is given back"
 
 
 @on_both

@@ -1,178 +1,15 @@
-"""A group whose transport is the device communicator: launches, the one wait, and what ends it."""
+"""What ends a group whose transport is a device communicator: errors that only a fake one makes at will."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
-import torch
-import torch.distributed as dist
 
-import accelerator
-from accelerator.crew import Member, on_both, on_device
+from accelerator.collectives import communicators
+from accelerator.crew import Member, on_both
 from fallow.model import FallowError
-from fallow.worker.transport import communicators
-from fallow.worker.transport import device as devices
 from fallow.worker.transport import group as group_module
-from fallow.worker.transport.build import build_group
-from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
-
-FAKE = "fake:0"
-"A `torch.device` where the device is loaded only, which is not where tests are collected."
-PATIENCE_S = 180.0
-
-
-@contextlib.contextmanager
-def grouped(member: Member, name: str = "1") -> Iterator[Group]:
-    """A group of all, which is taken down in the end."""
-    store = dist.PrefixStore(name, member.store)
-    group = build_group(1, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=fake(), holds=True)
-    group.sum(filled(0.0))  # the fake communicator connects at its first collective
-    group.certain()
-    try:
-        yield group
-    finally:
-        group.interrupt("over")
-        # gloo ends the process if both ends of a connection close at once
-        member.store.set(f"over-{name}-{member.rank}", "")
-        member.store.wait([f"over-{name}-{rank}" for rank in range(member.rank + 1, member.size)])
-        threading.Thread(target=group.destroy, daemon=True).start()
-
-
-def fake() -> torch.device:
-    return torch.device(FAKE)
-
-
-def communicator() -> Any:
-    """The newest one of this process."""
-    from accelerator.collectives import communicators
-
-    return communicators()[-1]
-
-
-def filled(value: float) -> torch.Tensor:
-    return torch.full((1000,), value, device=FAKE)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-class Waiter:
-    """`Group.certain` on a thread of its own."""
-
-    def __init__(self, group: Group) -> None:
-        self.interrupted = ""
-        self._group = group
-        self._thread = threading.Thread(target=self._wait)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        try:
-            self._group.certain()
-        except Interrupted as error:
-            self.interrupted = str(error)
-
-    @property
-    def waits(self) -> bool:
-        return self._thread.is_alive()
-
-    def end(self) -> str:
-        """Why it was interrupted; empty: all was good."""
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
-        return self.interrupted
-
-
-@on_both
-def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wait(member: Member) -> None:
-    mine = float(member.rank + 1)
-    with grouped(member) as group:
-        accelerator.report_syncs("raise")
-        summed, copied, whole = filled(mine), filled(mine), filled(mine)[:2]
-        taken = torch.empty(3 if member.rank else 1, device=FAKE)
-        given = torch.arange(2.0, device=FAKE)
-        group.sum(summed)
-        group.copy(copied, 1)
-        group.collect(whole)
-        # rank 0 has one element for itself and one for rank 1; rank 1 has none and two
-        group.exchange(given, [0, 2] if member.rank else [1, 1], taken, [1, 2] if member.rank else [1, 0])
-        group.stream_waits()
-        found = [devices.to_host(tensor) for tensor in (summed * 2, copied, whole, taken)]
-        told = group.tell(bytes([member.rank]))
-        group.certain()
-        assert [found[0].unique().tolist(), found[1].unique().tolist()] == [[6.0], [2.0]]
-        assert found[2].tolist() == [1.0, 2.0]
-        assert found[3].tolist() == ([1.0, 0.0, 1.0] if member.rank else [0.0])
-        assert told.wait() == [b"\0", b"\1"]
-        assert group.broken is None
-
-
-@on_both
-def test_only_certain_waits_for_the_device(member: Member) -> None:
-    with grouped(member) as group:
-        held = accelerator.held(torch.accelerator.current_stream())
-        with held:
-            summed = filled(1.0)
-            group.sum(summed)
-            group.stream_waits()
-            value = devices.to_host(summed)
-            assert group.tell(b"x").wait() == [b"x", b"x"]
-            assert group.gather(b"x" * member.rank) == [b"", b"x"]
-            wait = Waiter(group)
-            assert wait.waits
-            assert not group.waiting, "it is this member that is not done"
-        assert wait.end() == ""
-        assert value.unique().tolist() == [2.0]
-
-
-@on_both
-def test_who_waits_for_others_on_the_device_says_so(member: Member) -> None:
-    with grouped(member) as group:
-        if member.rank == 0:
-            group.sum(filled(1.0))
-            wait = Waiter(group)
-            until(lambda: group.waiting)
-            member.store.set("waits", "")
-        else:
-            member.store.wait(["waits"])
-            group.sum(filled(1.0))
-            wait = Waiter(group)
-        assert wait.end() == ""
-        assert not group.waiting
-
-
-@on_both
-def test_an_interrupt_ends_the_wait_and_what_was_computed_is_not_good(member: Member) -> None:
-    with grouped(member) as group:
-        if member.rank == 0:
-            group.sum(filled(1.0))
-            wait = Waiter(group)
-            until(lambda: group.waiting)
-            group.interrupt("over")
-            assert wait.end() == "over"
-        else:
-            group.interrupt("over")
-        with pytest.raises(Interrupted, match="over"):
-            group.sum(filled(1.0))
-        with pytest.raises(Interrupted, match="over"):
-            group.certain()
-        group.retire()
-        with grouped(member, "2") as following:
-            again = filled(2.0)
-            following.sum(again)
-            following.stream_waits()
-            value = devices.to_host(again)
-            following.certain()
-            assert value.unique().tolist() == [4.0]
+from gpu.test_transport import Waiter, filled, grouped
 
 
 @on_both
@@ -181,7 +18,7 @@ def test_a_communicator_that_fails_alone_breaks_the_group(member: Member) -> Non
     with grouped(member) as group:
         if member.rank == 0:
             group.sum(filled(1.0))
-            communicator().fail("a link went down")
+            communicators()[-1].fail("a link went down")
             assert Waiter(group).end() == "the communicator of fake:0 failed: COMM_ERROR"
             assert group.broken == "the communicator of fake:0 failed: COMM_ERROR"
             with pytest.raises(Interrupted, match="failed"):
@@ -192,29 +29,17 @@ def test_a_communicator_that_fails_alone_breaks_the_group(member: Member) -> Non
 @on_both
 def test_a_launch_on_a_failed_communicator_is_an_interrupt(member: Member) -> None:
     with grouped(member) as group:
-        communicator().fail("a link went down")
+        communicators()[-1].fail("a link went down")
         with pytest.raises(Interrupted, match="the communicator of fake:0 failed"):
             group.sum(filled(1.0))
         assert group.broken
 
 
 @on_both
-def test_a_mistake_at_a_launch_is_raised_and_the_group_stands(member: Member) -> None:
-    with grouped(member) as group:
-        with pytest.raises(TypeError, match="the transport is for fake:0, not for a tensor on cpu"):
-            group.sum(torch.ones(3))
-        with pytest.raises(RuntimeError, match="contiguous"):
-            group.sum(torch.ones(3, 3, device=FAKE).t())
-        assert group.broken is None
-        group.sum(filled(1.0))
-        group.certain()
-
-
-@on_both
 def test_a_device_that_does_not_end_what_was_aborted_ends_this_member(member: Member) -> None:
     with grouped(member) as group:
         if member.rank == 0:
-            stubborn = communicator()
+            stubborn = communicators()[-1]
             stubborn.ignores_abort = True
             group.sum(filled(1.0))
             group.interrupt("over")
@@ -228,85 +53,3 @@ def test_a_device_that_does_not_end_what_was_aborted_ends_this_member(member: Me
                 stubborn.abort()
         member.store.set(f"ended-{member.rank}", "")
         member.store.wait(["ended-0", "ended-1"])
-
-
-@on_both
-def test_a_device_without_a_communicator_goes_through_the_host(member: Member) -> None:
-    known = dist.Backend.default_device_backend_map.pop("fake")
-    try:
-        with contextlib.ExitStack() as stack:
-            with pytest.warns(UserWarning, match="no communicator for devices of type fake"):
-                group = stack.enter_context(grouped(member))
-            summed, whole = filled(float(member.rank + 1)), filled(float(member.rank)).repeat(2)
-            group.sum(summed)
-            group.collect(whole)
-            group.stream_waits()
-            value = devices.to_host(summed), devices.to_host(whole)
-            group.certain()
-            assert value[0].unique().tolist() == [3.0]
-            assert value[1].tolist() == [0.0] * 1000 + [1.0] * 1000
-            if member.rank == 0:
-                group.sum(filled(1.0))
-                wait = Waiter(group)
-                group.interrupt("over")
-                assert wait.end() == "over"
-    finally:
-        dist.Backend.default_device_backend_map["fake"] = known
-
-
-@on_both
-def test_a_communicator_that_cannot_be_made_fails_the_build(member: Member) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("no such link")
-
-    real, communicators.connect = communicators.connect, refuse
-    try:
-        with pytest.raises(FallowError, match=r"generation 1 \(rank . of 2\) on 127.0.0.1: no such link; check"):
-            build_group(1, member.rank, member.size, member.store, "127.0.0.1", PATIENCE_S, device=fake())
-    finally:
-        communicators.connect = real
-    until(lambda: not any(thread.name.startswith("reaper") for thread in threading.enumerate()))
-
-
-@on_device
-def test_alone_on_a_device_the_wait_is_for_what_the_stream_was_given() -> None:
-    group = Group(1, 0, 1, None, fake())
-    accelerator.report_syncs("raise")
-    with accelerator.held(torch.accelerator.current_stream()):
-        given = filled(1.0) + 1
-        group.sum(given)
-        value = devices.to_host(given)
-        wait = Waiter(group)
-        assert wait.waits
-    assert wait.end() == ""
-    assert value.unique().tolist() == [2.0]
-    group.retire()
-
-
-@on_device
-def test_copies_beside_the_stream() -> None:
-    accelerator.report_syncs("raise")
-    source, host = filled(1.0) + 1, torch.arange(10.0)
-    target = torch.empty(10, device=FAKE)
-    pinned = host.pin_memory()
-    with devices.beside(fake()):
-        out = devices.to_host(source)
-        target.copy_(pinned, non_blocking=True)
-        copied = devices.event(fake())
-    devices.wait(copied)
-    more = devices.to_host(target + devices.to_device(host, fake()))
-    devices.wait(devices.event(fake()))
-    assert out.unique().tolist() == [2.0]
-    assert more.tolist() == (2 * host).tolist()
-
-
-@on_device
-def test_a_wait_is_ended_by_a_reason() -> None:
-    with accelerator.held(torch.accelerator.current_stream()):
-        filled(1.0)
-        event = devices.event(fake())
-        assert event is not None
-        devices.wait(event, lambda: "enough")
-        assert not event.query()
-    devices.wait(event)
-    assert event.query()

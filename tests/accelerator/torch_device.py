@@ -49,7 +49,7 @@ def _module(ops: Any) -> types.ModuleType:
     module.device = lambda index: contextlib.nullcontext()
     module.stream = module.StreamContext = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.is_available = module.is_initialized = lambda: True
-    module._initialized = True
+    module._initialized = True  # else activation checkpointing leaves the device's random numbers as they are
     module._is_in_bad_fork = lambda: False
     module._lazy_init = module.empty_cache = lambda: None
     module.current_device = lambda: 0

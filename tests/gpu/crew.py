@@ -147,6 +147,7 @@ def _remote(body: Callable[..., Any], *, device: Device, ranks: int, devices: in
 
 
 def _serve(device: Device, rank: int, port: int, pipe: Connection) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # else a loader may start no processes
     torch.set_num_threads(1)
     device.load(rank)
     (torch.ones(1, device=device.kind) + 1).item()  # torch loads what it needs for the first operator

@@ -26,14 +26,14 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world and model: seconds that one checkpoint holds training up."""
     for params, members in settings.worlds:
         progress(f"checkpoint: {members} members, {params / 1e6:g} M parameters")
-        yield measure(members, params, settings.n or ROUNDS)
+        yield measure(members, params, settings.n or ROUNDS, settings.device)
 
 
-def measure(members: int, params: int, rounds: int) -> Row:
+def measure(members: int, params: int, rounds: int, device: str = "cpu") -> Row:
     """One run with `rounds` checkpoints of each kind."""
     steps = BLOCK * (4 * rounds + 1)
     options = ["--checkpoint-blocks", str(BLOCK)]
-    _, finished = session.train_noting(params, steps, members, most=members, options=options)
+    _, finished = session.train_noting(params, steps, members, most=members, device=device, options=options)
     mine, theirs = holdups(finished, 1), holdups(finished, 3)
     measured, middle = rows.ours(mine), quantile(theirs, 0.5)
     assert middle is not None

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from fallow.bench.rows import Row, Settings
 from fallow.model import Exit, FallowError
@@ -28,6 +29,12 @@ BENCHES: dict[str, str] = {
     "torchft": "absorb and kill, against torchft, where it is installed",
 }
 """Name (and module) -> what it measures."""
+
+ON_DEVICE = frozenset({"pause", "recovery", "steady", "reproducible", "state", "checkpoint"})
+"""Those that can train on another device than the processor."""
+
+ALONE = ON_DEVICE - {"recovery"}
+"""Those that mean something for a world of one."""
 
 INTERRUPTED = 130
 """Exit code as shells give it after SIGINT."""
@@ -61,7 +68,7 @@ def main(names: Sequence[str], settings: Settings, *, json: bool) -> int:
                     sys.stderr.write(f"bench: {head}{text}\n")
 
             for row in importlib.import_module(f"fallow.bench.{name}").run(settings, progress):
-                found.append(row)  # noqa: PERF402 - what is complete must be there if the next one is interrupted
+                found.append(replace(row, device=settings.device))  # noqa: PERF401 - complete rows outlive an interrupt
         code = Exit.OK
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
@@ -94,12 +101,17 @@ def show(found: Sequence[Row]) -> None:
             console.print(f"{row.name}, {row.members or '-'} members: {row.note}", style="dim", soft_wrap=True)
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Refuse unknown names before anything is started.
+def check_names(names: Sequence[str], device: str = "cpu") -> None:
+    """Refuse what cannot be measured before anything is started.
 
     Raises:
-        FallowError: a name that is not in `BENCHES`.
+        FallowError: a name that is not in `BENCHES`, one that measures on the processor only, or no such device here.
     """
     for name in names:
         if name not in BENCHES:
             raise FallowError(f"bench {name!r}: unknown; there are {', '.join(BENCHES)}, harvest", Exit.USAGE)
+    if device == "cpu":
+        return
+    if not names or not ON_DEVICE.issuperset(names):
+        raise FallowError(f"bench --device: name some of {', '.join(sorted(ON_DEVICE))}", Exit.USAGE)
+    importlib.import_module("fallow.bench.device").check(device)  # like what measures, it needs torch

@@ -32,13 +32,14 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows for all planned changes, and for absorbs and releases by themselves, per world and model."""
     for params, members in settings.worlds:
         progress(f"pause: {members} members, {params / 1e6:g} M parameters")
-        yield from measure(members, params, settings.n or CHANGES)
+        yield from measure(members, params, settings.n or CHANGES, settings.device)
 
 
-def measure(members: int, params: int, changes: int) -> list[Row]:
+def measure(members: int, params: int, changes: int, device: str = "cpu") -> list[Row]:
     """One run with that many planned changes around `members` members."""
     steps = FIRST_STEP + 6 * changes + 10
-    done, finished = session.train_noting(params, steps, members, schedule(members, changes), most=members + 1)
+    items = schedule(members, changes)
+    done, finished = session.train_noting(params, steps, members, items, most=members + 1, device=device)
     generations = [g for g in done.report.generations if g.kind is not ChangeKind.START and g.pause_s is not None]
     wanted = {
         "planned pause": set(ChangeKind),
@@ -49,7 +50,7 @@ def measure(members: int, params: int, changes: int) -> list[Row]:
     for name, kinds in wanted.items():
         some = [generation for generation in generations if generation.kind in kinds]
         if some:
-            found.append(_row(name, some, finished, members, params))
+            found.append(_row(name, some, finished, members, params, done.sums))
     return found
 
 
@@ -98,10 +99,10 @@ def beyond(change: GenerationReport, finished: Sequence[Finished]) -> float | No
 
 
 def _row(
-    name: str, changes: Sequence[GenerationReport], finished: Sequence[Finished], members: int, params: int
+    name: str, changes: Sequence[GenerationReport], finished: Sequence[Finished], members: int, params: int, sums: str
 ) -> Row:
     pauses = [change.pause_s or 0.0 for change in changes]
-    words = [f"max {max(pauses):.3f}"]
+    words = [*([sums] if sums else []), f"max {max(pauses):.3f}"]
     for part in PARTS:
         values = [getattr(change.parts, part) for change in changes]
         words.append(f"{part} {quantile(values, 0.5):.3f}/{quantile(values, 0.95):.3f}")

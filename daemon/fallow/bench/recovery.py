@@ -28,13 +28,13 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One row per world and model."""
     for params, members in settings.worlds:
         progress(f"recovery: {members} members, {params / 1e6:g} M parameters")
-        yield measure(members, params, settings.n or KILLS)
+        yield measure(members, params, settings.n or KILLS, settings.device)
 
 
-def measure(members: int, params: int, kills: int) -> Row:
+def measure(members: int, params: int, kills: int, device: str = "cpu") -> Row:
     """One run in which `kills` members die."""
     steps = FIRST_STEP + 4 * SPACING * kills
-    done, finished = session.train_noting(params, steps, members, schedule(members, kills), most=members)
+    done, finished = session.train_noting(params, steps, members, schedule(members, kills), most=members, device=device)
     killed = [at for item, at in done.happened if item.action is Action.KILL]
     found = recoveries(finished, killed)
     times = [one.took for one in found]
@@ -43,6 +43,7 @@ def measure(members: int, params: int, kills: int) -> Row:
     note = f"max {max(times):.3f}; p50/p95: a step of the survivors {step.p50:.3f}/{step.p95:.3f}, "
     note += f"detection, regrouping and all else {rest.p50:.3f}/{rest.p95:.3f}; "
     note += f"steps done again: {discarded} in {len(killed)} kills; samples lost, repeated: 0, 0"
+    note += f"; {done.sums}" if done.sums else ""
     return Row(name="recovery", members=members, params=params, unit="s", ours=rows.ours(times), note=note)
 
 

@@ -28,16 +28,21 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     first, *others = settings.worlds
     for (params, members), shards in [(first, 1), (first, 4), *((world, 1) for world in others)]:
         progress(f"reproducible: {members} members, {params / 1e6:g} M parameters, {shards} shards each")
-        yield _row(measure(members, params, shards, settings.n or ROUNDS))
+        yield _row(measure(members, params, shards, settings.n or ROUNDS, settings.device))
 
 
-def measure(members: int, params: int, shards: int, rounds: int) -> tuple[list[Figures], list[Figures]]:
+def measure(
+    members: int, params: int, shards: int, rounds: int, device: str = "cpu"
+) -> tuple[list[Figures], list[Figures]]:
     """(fast, reproducible) runs in turn."""
     fast: list[Figures] = []
     exact: list[Figures] = []
     for _ in range(TURNS):
         for kind, into in ((False, fast), (True, exact)):
-            into.append(steady.measure("gpt", params, members, shards, rounds=rounds, trainings=1, reproducible=kind))
+            figures = steady.measure(
+                "gpt", params, members, shards, rounds=rounds, trainings=1, reproducible=kind, device=device
+            )
+            into.append(figures)
     return fast, exact
 
 

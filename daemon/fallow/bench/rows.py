@@ -38,6 +38,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None = None
     "ours / peer for throughput, peer / ours for times: above 1 is better than the peer"
     note: str = ""
+    device: str = "cpu"
+    "that the members trained on"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     params: list[int]
     n: int | None
     "measurements per row, about; None: each benchmark's own default"
+    device: str = "cpu"
+    "to train on, as torch names its kind"
 
     @property
     def worlds(self) -> list[tuple[int, int]]:

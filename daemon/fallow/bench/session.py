@@ -8,12 +8,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fallow.bench import steplog
 from fallow.bench.steplog import Finished
-from fallow.core.schedule import Item
+from fallow.core.schedule import Action, Item
 from fallow.local.driver import Driver
 from fallow.model import Exit, FallowError, RunReport, RunStatus
 
@@ -25,6 +25,8 @@ class Trained:
     report: RunReport
     happened: list[tuple[Item, float]]
     "items of the schedule and when they began, in seconds of CLOCK_MONOTONIC"
+    sums: str = ""
+    "on a device: how gradients were summed, in words"
 
 
 @contextlib.contextmanager
@@ -45,6 +47,7 @@ def train(
     schedule: Sequence[Item] = (),
     *,
     most: int,
+    device: str = "cpu",
     options: Sequence[str] = (),
 ) -> Trained:
     """One run of `fallow.bench.training` with as many shards as there are members at most.
@@ -56,13 +59,20 @@ def train(
         members: workers at the start.
         schedule: what happens to the membership.
         most: members at most, and shards in a step.
+        device: to train on, as torch names its kind.
         options: further words for the training.
 
     Raises:
         FallowError: it did not finish, or samples were lost or repeated: then no figure is worth anything.
     """
-    argv = command(params, steps, most, options)
-    return trained(Driver(scratch, argv, members, schedule, max_members=most, output=sys.stderr.fileno()))
+    workers = members + sum(item.count for item in schedule if item.action is Action.ADD)
+    argv = command(params, steps, most, ["--device", device, "--workers", str(workers), *options])
+    done = trained(Driver(scratch, argv, members, schedule, max_members=most, output=sys.stderr.fileno()))
+    if device == "cpu":
+        return done
+    from fallow.bench.device import describe
+
+    return replace(done, sums=describe(device, workers))
 
 
 def command(params: int, steps: int, shards: int, options: Sequence[str] = ()) -> list[str]:
@@ -89,13 +99,19 @@ def trained(driver: Driver) -> Trained:
 
 
 def train_noting(
-    params: int, steps: int, members: int, schedule: Sequence[Item] = (), *, most: int, options: Sequence[str] = ()
+    params: int,
+    steps: int,
+    members: int,
+    schedule: Sequence[Item] = (),
+    *,
+    most: int,
+    device: str = "cpu",
+    options: Sequence[str] = (),
 ) -> tuple[Trained, list[Finished]]:
     """`train` in a folder of its own; also returns the finished steps as the training noted them."""
     with folder() as scratch:
         log = scratch / "steps"
         log.mkdir()
-        done = train(
-            scratch / "run", params, steps, members, schedule, most=most, options=["--log", str(log), *options]
-        )
+        options = ["--log", str(log), *options]
+        done = train(scratch / "run", params, steps, members, schedule, most=most, device=device, options=options)
         return done, steplog.read(log)

@@ -66,6 +66,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     members: int
     shards: int
     compiled: bool
+    reproducible: bool
+    "ours"
+    device: str
     ours_s: list[float]
     "seconds per step, of each turn"
     peer_s: list[float]
@@ -87,7 +90,10 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     for (params, members), shards, compiled in arms:
         words = f"{shards} shards each{', compiled' if compiled else ''}"
         progress(f"steady: {members} members, {params / 1e6:g} M parameters, {words}")
-        yield row(measure("gpt", params, members, shards, rounds=settings.n or ROUNDS, compiled=compiled))
+        figures = measure(
+            "gpt", params, members, shards, rounds=settings.n or ROUNDS, compiled=compiled, device=settings.device
+        )
+        yield row(figures)
 
 
 def measure(
@@ -100,24 +106,29 @@ def measure(
     trainings: int = TRAININGS,
     compiled: bool = False,
     reproducible: bool = False,
+    device: str = "cpu",
 ) -> Figures:
     """Train under a private head and compare.
 
     Args:
         model: "gpt" or "mlp".
         params: about so many parameters.
-        members: worlds of at least 2; one worker each, all on this machine.
+        members: one worker each, all on this machine.
         shards: of a step, on each member.
         rounds: turns of each arm, in all trainings together.
         trainings: one after the other, each in new processes.
         compiled: both with torch.compile.
         reproducible: ours with `prepare(reproducible=True)`.
+        device: to train on, as torch names its kind; each member needs one of its own.
 
     Raises:
-        FallowError: the training did not finish.
+        FallowError: the training did not finish, or there are not enough devices.
     """
+    if device != "cpu":
+        check_devices(device, members)
     command = [sys.executable, "-m", "fallow.bench.steady_member", "--model", model, "--params", str(params)]
     command += ["--members", str(members), "--shards", str(shards), "--rounds", str(-(-rounds // trainings))]
+    command += ["--device", device]
     command += [*(["--compile"] if compiled else []), *(["--reproducible"] if reproducible else [])]
     arms: dict[str, list[Series]] = {"ours": [], "ddp": [], "ddp again": []}
     for _ in range(trainings):
@@ -131,6 +142,8 @@ def measure(
         members=members,
         shards=shards,
         compiled=compiled,
+        reproducible=reproducible,
+        device=device,
         ours_s=wall[0],
         peer_s=wall[1] + wall[2],
         wall=ratio(_mean(wall[1], wall[2]), wall[0]),
@@ -140,10 +153,22 @@ def measure(
     )
 
 
+def check_devices(device: str, members: int) -> None:
+    """Raises FallowError if members would have to share a device: that would say nothing of either side."""
+    from fallow.bench.device import count
+
+    if members > count(device):
+        raise FallowError(
+            f"{members} members beside DDP need {members} devices ({device}), this machine has {count(device)}",
+            Exit.UNAVAILABLE,
+        )
+
+
 def row(figures: Figures) -> Row:
     """As `fallow bench` shows it."""
+    kinds = [*(["compiled"] if figures.compiled else []), *(["ours reproducible"] if figures.reproducible else [])]
     words = [
-        f"{figures.model}, {figures.shards} shards a member{', compiled' if figures.compiled else ''}",
+        ", ".join([f"{figures.model}, {figures.shards} shards a member", *kinds]),
         f"wall {_text(figures.wall)}, CPU {_text(figures.cpu)}",
         f"A/A: wall {_text(figures.aa_wall)}, CPU {_text(figures.aa_cpu)}",
     ]
@@ -156,6 +181,7 @@ def row(figures: Figures) -> Row:
         peer=Peer(name="DDP", p50=statistics.median(figures.peer_s)),
         ratio=figures.wall.value,
         note="; ".join(words),
+        device=figures.device,
     )
 
 
@@ -204,7 +230,10 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--trainings", type=int, default=TRAININGS)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--reproducible", action="store_true", help="ours")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     say: Callable[[str], int] = sys.stdout.write
     figures = measure(
@@ -213,7 +242,10 @@ def main() -> int:
         args.members,
         args.shards,
         rounds=args.rounds,
+        trainings=args.trainings,
         compiled=args.compile,
+        reproducible=args.reproducible,
+        device=args.device,
     )
     say(msgspec.json.format(msgspec.json.encode(row(figures))).decode() + "\n")
     return 0

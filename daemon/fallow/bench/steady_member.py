@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fallow
 from fallow.bench import workload
+from fallow.bench.device import synchronize, take
 
 BATCH = 8
 _MLP_IN = 256
@@ -37,8 +38,8 @@ _MLP_IN = 256
 _SAMPLES = 1 << 13
 """Of a pass, which each turn begins anew: its order must not take longer to draw than the turn."""
 
-TURN = 2
-"""Counted steps."""
+TURN, TURN_DEVICE = 2, 10
+"""Counted steps, on the processor and on a device: the host runs ahead of that, and waits for it at a turn's end."""
 WARM = 5
 """Steps of each arm before the first round: buckets laid out, moments allocated, code compiled."""
 
@@ -70,21 +71,31 @@ def mlp(params: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
-def model_and_data(kind: str, params: int) -> tuple[nn.Module, Dataset[Any], Callable[..., torch.Tensor]]:
+def model_and_data(
+    kind: str, params: int, device: torch.device
+) -> tuple[nn.Module, Dataset[Any], Callable[..., torch.Tensor]]:
     """Model, its data, and its loss of (model, inputs, targets)."""
     if kind == "gpt":
-        return workload.make(params)[0], workload.Text(_SAMPLES), workload.loss_of
+        model = workload.make(params, device)[0]
+        return model, workload.Text(model.context, _SAMPLES), workload.loss_of
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    return mlp(params), Vectors(), lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+    return mlp(params).to(device), Vectors(), mlp_loss
+
+
+def mlp_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of one batch, which may still be on the host."""
+    device = next(model.parameters()).device
+    return nn.functional.cross_entropy(model(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))
 
 
 class Arm:
     """Something that trains: `steps(n)` does n optimizer steps and yields after each."""
 
-    def __init__(self, name: str, steps: Callable[[int], Iterator[None]]) -> None:
+    def __init__(self, name: str, steps: Callable[[int], Iterator[None]], device: torch.device) -> None:
         self.name = name
         self._steps = steps
+        self._device, self._turn = device, TURN if device.type == "cpu" else TURN_DEVICE
         self._wall: list[float] = []
         self._cpu: list[float] = []
 
@@ -96,21 +107,23 @@ class Arm:
 
     def turn(self) -> None:
         """One turn, its seconds noted."""
-        running = self._steps(1 + TURN)
+        running = self._steps(1 + self._turn)
         next(running)
+        synchronize(self._device)
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(TURN):
+        for _ in range(self._turn):
             next(running)
-        self._wall.append((time.perf_counter() - wall) / TURN)
-        self._cpu.append((time.process_time() - cpu) / TURN)
+        synchronize(self._device)
+        self._wall.append((time.perf_counter() - wall) / self._turn)
+        self._cpu.append((time.process_time() - cpu) / self._turn)
         if list(running):
             raise AssertionError("one step too many")
 
-    def series(self, members: int) -> Series:
-        """The noted turns of all members; a collective."""
+    def series(self, members: int, host: Any) -> Series:
+        """The noted turns of all members; a collective of a group for the host's tensors."""
         mine = torch.tensor([self._wall, self._cpu], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(members)]
-        dist.all_gather(every, mine)
+        dist.all_gather(every, mine, group=host)
         return Series(self.name, [one[0].tolist() for one in every], [one[1].tolist() for one in every])
 
 
@@ -131,23 +144,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--device", default="cpu", help="to train on, as torch names its kind")
     parser.add_argument("--out", type=Path, required=True, help="file for the figures; its folder is shared")
     args = parser.parse_args()
-    model, data, loss_of = model_and_data(args.model, args.params)
+    if args.reproducible:  # before CUDA is used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = take(args.device, args.members)
+    model, data, loss_of = model_and_data(args.model, args.params, device)
     run = fallow.init()
     train = _ours(run, copy.deepcopy(model), data, loss_of, args)
-    Arm("joining", train(compiled=False)).warmed()
+    Arm("joining", train(compiled=False), device).warmed()
     store = FileStore(str(args.out.with_suffix(".store")), args.members)
-    dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
-    arms = [Arm("ddp", _ddp(run, copy.deepcopy(model), data, loss_of, args)).warmed()]
-    arms.append(Arm("ours", train(compiled=args.compile)).warmed())
-    arms.append(Arm("ddp again", _ddp(run, copy.deepcopy(model), data, loss_of, args)).warmed())
+    backend = dist.Backend.default_device_backend_map[device.type]
+    dist.init_process_group(backend, store=store, rank=run.rank, world_size=run.size, timeout=timedelta(minutes=10))
+    host: Any = dist.new_group(backend="gloo")
+    arms = [Arm("ddp", _ddp(run, copy.deepcopy(model), data, loss_of, args), device).warmed()]
+    arms.append(Arm("ours", train(compiled=args.compile), device).warmed())
+    arms.append(Arm("ddp again", _ddp(run, copy.deepcopy(model), data, loss_of, args), device).warmed())
     dice = random.Random(0)
     for _ in range(args.rounds):
         for arm in dice.sample(arms, len(arms)):
-            dist.barrier()
+            dist.barrier(host)
             arm.turn()
-    found = [arm.series(args.members) for arm in arms]
+    found = [arm.series(args.members, host) for arm in arms]
     if run.is_main:
         partial = args.out.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(found))
@@ -170,7 +189,7 @@ def _ours(
     model, optimizer, loader = run.prepare(
         model,
         optimizer,
-        DataLoader(data, BATCH),
+        DataLoader(data, BATCH, pin_memory=args.device != "cpu"),
         global_batch=BATCH * args.members * args.shards,
         reproducible=args.reproducible,
     )
@@ -197,7 +216,7 @@ def _ddp(
     net = torch.compile(wrapped) if args.compile else wrapped
     optimizer = workload.optimizer(wrapped)
     sampler: Any = DistributedSampler(data, args.members, run.rank, shuffle=False)
-    batches = _endless(DataLoader(data, BATCH, sampler=sampler))
+    batches = _endless(DataLoader(data, BATCH, sampler=sampler, pin_memory=args.device != "cpu"))
     last = args.shards - 1
 
     def steps(count: int) -> Iterator[None]:

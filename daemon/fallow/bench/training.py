@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import fallow
 from fallow.bench import workload
+from fallow.bench.device import synchronize, take
 from fallow.bench.steplog import StepLog
 
 
@@ -21,6 +22,8 @@ def main() -> None:
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True, help="samples, which is shards, of a step")
+    parser.add_argument("--device", default="cpu", help="to train on, as torch names its kind")
+    parser.add_argument("--workers", type=int, default=1, help="that the run has in all: with fewer devices they share")
     parser.add_argument(
         "--log", type=Path, help="folder for finished steps; a worker raises when it finds WORKER.raise there"
     )
@@ -31,8 +34,9 @@ def main() -> None:
     parser.add_argument("--slow", help="the worker whose shards take --slow-factor as long")
     parser.add_argument("--slow-factor", type=float, default=1.0)
     args = parser.parse_args()
-    model, optimizer = workload.make(args.params)
-    loader = DataLoader(workload.Text(), batch_size=1)
+    device = take(args.device, args.workers)
+    model, optimizer = workload.make(args.params, device)
+    loader = DataLoader(workload.Text(model.context), batch_size=1, pin_memory=device.type != "cpu")
     run = fallow.init()
     model, optimizer, loader = run.prepare(
         model, optimizer, loader, global_batch=args.global_batch, reproducible=args.reproducible
@@ -50,6 +54,7 @@ def main() -> None:
             workload.loss_of(model, tokens, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
+        synchronize(device)  # the step ends for its clock when the device has done it
         if run.rehearsing:
             continue
         if args.pace:

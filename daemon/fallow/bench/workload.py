@@ -1,7 +1,8 @@
 """The training that benchmarks run: a GPT of about so many parameters on made-up text, with AdamW.
 
-Context and batch are small, so that a step is short beside the state: what is measured is elasticity, and on a machine
-with few cores anything else would only make all figures wait.
+On the processor context and batch are small, so that a step is short beside the state: what is measured is elasticity,
+and on a machine with few cores anything else would only make all figures wait. On CUDA the context is longer and
+multiplications may use TF32, so that the GPU has something to do.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from torch.utils.data import Dataset
 
 VOCABULARY = 256
 CONTEXT = 16
+CONTEXT_CUDA = 256
 LAYERS = 6
 _SAMPLES = 1 << 20
+HOST = torch.device("cpu")
 
 
 class GPT(nn.Module):
@@ -22,20 +25,22 @@ class GPT(nn.Module):
     Args:
         width: of the residual stream.
         dropout: as usual; 0 by default.
+        context: tokens of a sample.
     """
 
-    def __init__(self, width: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, dropout: float = 0.0, context: int = CONTEXT) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.context = context
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
         block = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True, bias=True
         )
         self.blocks = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64[batch, CONTEXT] -> logits float[batch, CONTEXT, VOCABULARY]."""
+        """int64[batch, context] -> logits float[batch, context, VOCABULARY]."""
         x = self.token(tokens) + self.place.weight
         logits: torch.Tensor = self.head(self.blocks(x, mask=self.mask, is_causal=True))
         return logits
@@ -55,19 +60,21 @@ def width_for(wanted: float) -> int:
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of a periodic text, with the next byte as target; a pure function of the index."""
 
-    def __init__(self, samples: int = _SAMPLES) -> None:
-        self._samples = samples
+    def __init__(self, context: int = CONTEXT, samples: int = _SAMPLES) -> None:
+        self._context, self._samples = context, samples
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        window = (torch.arange(CONTEXT + 1) * (1 + index % 7) + index) % VOCABULARY
+        window = (torch.arange(self._context + 1) * (1 + index % 7) + index) % VOCABULARY
         return window[:-1], window[1:]
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of one batch."""
+    """Mean cross-entropy of one batch, which may still be on the host."""
+    device = next(model.parameters()).device
+    tokens, targets = (part.to(device, non_blocking=True) for part in (tokens, targets))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -76,9 +83,13 @@ def optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def make(params: int) -> tuple[GPT, torch.optim.AdamW]:
+def make(params: int, device: torch.device = HOST) -> tuple[GPT, torch.optim.AdamW]:
     """Model and optimizer of about `params` parameters, the same in every process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = GPT(width_for(params))
+    context = CONTEXT
+    if device.type == "cuda":
+        context = CONTEXT_CUDA
+        torch.set_float32_matmul_precision("high")  # TF32
+    model = GPT(width_for(params), context=context).to(device)
     return model, optimizer(model)

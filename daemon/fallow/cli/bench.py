@@ -23,6 +23,7 @@ _PEERS = frozenset({"torchrun", "torchft"})
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of harvest: which jobs others submit.")
 @click.option("--n", type=click.IntRange(min=2), help="Measurements per row, about.")
+@click.option("--device", default="cpu", show_default=True, metavar="KIND", help="To train on: cpu, cuda.")
 @json_option
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 def bench(
@@ -33,6 +34,7 @@ def bench(
     seconds: float,
     profile: str,
     seed: int,
+    device: str,
     as_json: bool,
 ) -> int:
     """Measure NAMEs (default: all but harvest) on this machine; nothing else should run on it.
@@ -63,14 +65,15 @@ def bench(
         if len(names) > 1:
             raise FallowError("bench harvest: measures another way than the others; run it by itself", Exit.USAGE)
         return _harvest(seconds, profile, seed, as_json)
-    from fallow.bench.main import check_names, main
+    from fallow.bench.main import ALONE, check_names, main
     from fallow.bench.rows import Settings
     from fallow.core.schedule import MOST_MEMBERS
 
-    check_names(names)
-    worlds = [int(number) for number in _numbers(members, "--members", least=2, most=MOST_MEMBERS)]
+    check_names(names, device)
+    least = 1 if names and ALONE.issuperset(names) else 2
+    worlds = [int(number) for number in _numbers(members, "--members", least=least, most=MOST_MEMBERS)]
     sizes = [round(number * 1e6) for number in _numbers(params, "--params", least=0.01, most=100_000)]
-    return int(main(names, Settings(members=worlds, params=sizes, n=n), json=as_json))
+    return int(main(names, Settings(members=worlds, params=sizes, n=n, device=device), json=as_json))
 
 
 def _harvest(seconds: float, profile: str, seed: int, as_json: bool) -> int:

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Runs the device tests and the benchmarks on this machine's GPUs, in less than ten minutes, and writes one JSON file.
+
+    python contrib/bench/gpu.py --out gpu.json            # what `make bench-gpu` does
+    python contrib/bench/gpu.py --device fake             # tries the script itself on the tests' stand-in
+
+What needs more GPUs than there are is listed with what it needs. Figures of the stand-in mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 570.0
+"""For everything together."""
+
+_NOTHING = "made on the tests' stand-in for a GPU: no figure here means anything"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark, and how many GPUs it needs for its sums to stay on them."""
+
+    command: str
+    gpus: int = 1
+
+
+STEADY = "-m fallow.bench.steady --members {members} --params {params} --rounds 16 --trainings 2"
+CHANGES = "-m fallow bench --json --members {members} --params {params} --n {n}"
+
+BENCHES = [
+    Bench(STEADY.format(members=1, params=100_000_000)),
+    Bench(f"{CHANGES.format(members=1, params=100, n=4)} state"),
+    Bench(f"{CHANGES.format(members=1, params=25, n=8)} pause"),
+    Bench(f"{CHANGES.format(members=2, params=25, n=4)} recovery"),
+    Bench(f"{STEADY.format(members=1, params=100_000_000)} --reproducible"),
+    Bench(f"{STEADY.format(members=1, params=100_000_000)} --shards 4"),
+    Bench(f"{STEADY.format(members=1, params=100_000_000)} --compile"),
+    Bench(STEADY.format(members=2, params=100_000_000), gpus=2),
+    Bench(f"{STEADY.format(members=2, params=100_000_000)} --reproducible", gpus=2),
+    Bench(f"{CHANGES.format(members=2, params=100, n=4)} pause", gpus=4),
+    Bench(f"{CHANGES.format(members=2, params=100, n=2)} recovery", gpus=4),
+]
+ON_FAKE = [
+    Bench("-m fallow.bench.steady --members 1 --params 100000 --rounds 4 --trainings 2"),
+    Bench("-m fallow bench --json --members 1 --params 0.1 --n 4 state"),
+    Bench("-m fallow bench --json --members 1 --params 0.1 --n 4 pause"),
+    Bench("-m fallow bench --json --members 2 --params 0.1 --n 2 recovery"),
+    Bench("-m fallow.bench.steady --members 1 --params 100000 --rounds 4 --trainings 2 --reproducible"),
+    Bench("-m fallow.bench.steady --members 2 --params 100000 --rounds 4 --trainings 2", gpus=2),
+]
+
+FACTS = """
+import json, sys, torch
+kind = sys.argv[1]
+facts = {"kind": kind, "name": kind, "count": torch.accelerator.device_count(), "torch": torch.__version__}
+facts["cuda"], facts["nccl"] = torch.version.cuda, None
+if kind == "cuda":
+    facts["name"] = torch.cuda.get_device_name()
+    facts["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps(facts))
+"""
+
+
+class Session:
+    """Runs commands until the time is up.
+
+    Args:
+        device: `cuda`, or `fake`.
+        environ: for what is measured.
+    """
+
+    def __init__(self, device: str, environ: dict[str, str]) -> None:
+        self._device, self._environ = device, environ
+        self._tests = {**os.environ, "FALLOW_TEST_DEVICE": device, "FALLOW_REQUIRE_ACCELERATOR": "1"}
+        self._end = time.monotonic() + LIMIT_S
+
+    def run(self, words: str, environ: dict[str, str]) -> dict[str, Any]:
+        """Run Python with these arguments. Returns the command, its seconds, code and output."""
+        shown = f"python {words}"
+        left_s = self._end - time.monotonic()
+        if left_s < 1.0:
+            return {"command": shown, "failed": f"not begun: {LIMIT_S:g} s were over"}
+        print(f"gpu: {shown.splitlines()[0]}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        command = [sys.executable, *shlex.split(words)]
+        with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                output, _ = process.communicate(timeout=left_s)
+            except BaseException as error:
+                process.terminate()  # it ends what it has started
+                output, _ = process.communicate()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+        found = {"command": shown, "seconds": round(time.monotonic() - began, 1)}
+        return {**found, "code": process.returncode, "output": output}
+
+    def facts(self) -> dict[str, Any]:
+        """What this machine is."""
+        done = self.run(f"-c {shlex.quote(FACTS)} {self._device}", self._environ)
+        if done.get("code") != 0:
+            raise SystemExit(f"gpu: torch cannot say what {self._device} is here: {done.get('output')}")
+        return dict(json.loads(done["output"]))
+
+    def tests(self) -> dict[str, Any]:
+        """Run the suite; counts and reasons."""
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "junit.xml")
+            done = self.run(f"-m pytest -q tests/gpu --junitxml={report}", self._tests)
+            if not report.exists():
+                return {"command": done["command"], "failed": last_lines(done)}
+            cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 - pytest has just written it
+        kinds = Counter("passed" if not len(case) else case[0].tag for case in cases)
+        names = [f"{case.get('classname')}.{case.get('name')}" for case in cases if failed(case)]
+        return {
+            "command": f"FALLOW_TEST_DEVICE={self._device} python -m pytest -q tests/gpu",
+            "seconds": done["seconds"],
+            "passed": kinds["passed"],
+            "skipped": dict(Counter(str(case[0].get("message")) for case in cases if skipped(case))),
+            "failed": names,
+        }
+
+    def bench(self, bench: Bench, gpus: int) -> dict[str, Any]:
+        """Measure, if there are GPUs enough."""
+        words = f"{bench.command} --device {self._device}"
+        if bench.gpus > gpus:
+            return {"command": f"python {words}", "needs": f"{bench.gpus} GPUs"}
+        done = self.run(words, self._environ)
+        if done.get("code") != 0:
+            return {**{key: done[key] for key in done if key != "output"}, "failed": last_lines(done)}
+        rows = json.loads(done["output"])
+        rows = rows if isinstance(rows, list) else [rows]
+        return {"command": done["command"], "seconds": done["seconds"], "rows": rows}
+
+
+def failed(case: ElementTree.Element) -> bool:
+    """True if a test of the report failed."""
+    return any(part.tag in ("failure", "error") for part in case)
+
+
+def skipped(case: ElementTree.Element) -> bool:
+    """True if a test of the report was skipped."""
+    return any(part.tag == "skipped" for part in case)
+
+
+def last_lines(done: dict[str, Any]) -> str:
+    """Of what a command printed, for the report."""
+    return str(done.get("failed") or f"exit code {done['code']}: {done['output'][-500:]}".strip())
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str | None:
+    """Of this checkout."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def environment(device: str, folder: Path) -> dict[str, str]:
+    """Variables for what is started; the stand-in comes as packages for real devices do."""
+    if device != "fake":
+        return dict(os.environ)
+    sys.path.insert(0, str(ROOT / "tests"))
+    from accelerator import autoload
+
+    return autoload.environment(folder)
+
+
+def main() -> int:
+    """Write the report. Returns 1 if a test or a benchmark failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fallow-gpu-") as folder:
+        session = Session(args.device, environment(args.device, Path(folder, "backend")))
+        found: dict[str, Any] = {} if args.device == "cuda" else {"note": _NOTHING}
+        found |= {"made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit()}
+        found |= {"python": platform.python_version(), "driver": driver(), "device": session.facts()}
+        found["tests"] = session.tests()
+        found["figures"] = []
+        for bench in BENCHES if args.device == "cuda" else ON_FAKE:
+            found["figures"].append(session.bench(bench, found["device"]["count"]))
+            # After each: what is known must outlive a machine that is taken away.
+            args.out.write_text(json.dumps(found, indent=2) + "\n")
+    return int(bool(found["tests"].get("failed")) or any("failed" in one for one in found["figures"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

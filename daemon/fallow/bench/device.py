@@ -1,0 +1,73 @@
+"""The device that a benchmark trains on. Here only it is known that workers may share one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import distributed as dist
+
+from fallow.model import Exit, FallowError
+
+
+def check(name: str) -> None:
+    """Refuse a kind of device that this machine has none of, before anything is started.
+
+    Raises:
+        FallowError: torch knows none here.
+    """
+    if name != "cpu" and name != _kind():
+        raise FallowError(
+            f"--device {name}: torch {torch.__version__} finds {_kind() or 'no device beside the processor'} here; "
+            "check nvidia-smi, and that this build of torch is for the device",
+            Exit.UNAVAILABLE,
+        )
+
+
+def count(name: str) -> int:
+    """How many workers can have one of their own; any number on the processor."""
+    return 1 << 20 if name == "cpu" else torch.accelerator.device_count()
+
+
+def take(name: str, workers: int) -> torch.device:
+    """Make a device this process's own, before anything else is done with torch.
+
+    Where the workers are more than the devices they share them, and gradients go through the host: NCCL refuses two
+    ranks on one GPU.
+
+    Args:
+        name: of its kind.
+        workers: that the run has in all, from its start to its end.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if shared(name, workers):
+        dist.Backend.default_device_backend_map.pop(name, None)
+    number = int(os.environ.get("FALLOW_WORKER", "w0")[1:])
+    torch.accelerator.set_device_index(number % count(name))
+    return torch.device(name, number % count(name))
+
+
+def shared(name: str, workers: int) -> bool:
+    """True if some of them have no device of their own."""
+    return workers > count(name)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device has to do, so that a clock can be read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(name: str, workers: int) -> str:
+    """For a row's note: what summed the gradients; empty on the processor."""
+    if name == "cpu":
+        return ""
+    if shared(name, workers):
+        return f"{workers} workers share {count(name)} {name}: sums go through the host"
+    return f"each worker has a {name}: sums on the device"
+
+
+def _kind() -> str | None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type

@@ -1,0 +1,199 @@
+"""The communicator of a device: made in the background, in use, aborted, and given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from fallow.worker.transport import communicators
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.build import build_group
+from fallow.worker.transport.group import Group
+from fallow.worker.transport.waits import Interrupted
+from gpu import DEVICE, Member, on_device, on_two_devices
+
+PATIENCE_S = 60.0
+ROOM = 64 << 20
+"""Bytes by which free memory may differ for other reasons; a communicator of NCCL takes more."""
+
+
+def alone(dropped: Any = devices.never, *, size: int = 1, timeout_s: float = PATIENCE_S) -> Any:
+    """A communicator of this process; with a larger size the others never come."""
+    return communicators.connect(DEVICE.here(), None, HashStore(), 0, size, timeout_s, dropped)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(1000, device=DEVICE.here())
+
+
+def summed(communicator: Any) -> list[float]:
+    """Of ones, over the ranks: through the communicator and the current stream."""
+    tensor = ones()
+    communicator.allreduce([tensor]).wait()
+    value = devices.to_host(tensor)
+    devices.wait(devices.event(DEVICE.here()))
+    return value.unique().tolist()
+
+
+def meet(member: Member, name: str) -> None:
+    member.store.set(f"{name}/{member.rank}", "")
+    member.store.wait([f"{name}/{rank}" for rank in range(member.size)])
+
+
+def generation(member: Member, number: int) -> Group:
+    store = dist.PrefixStore(str(number), member.store)
+    return build_group(number, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here())
+
+
+def free_bytes() -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+@on_device
+def test_it_is_connected_before_its_first_collective() -> None:
+    made: Any = alone()
+    assert isinstance(made, dist.ProcessGroupNCCL)
+    assert made._is_initialized()
+    assert made.options.config.blocking == 0
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost peer would end the survivors"
+    with DEVICE.hidden_syncs_raise():
+        assert summed(made) == [1.0]
+    assert communicators.failure(made, DEVICE.here()) is None
+    communicators.release(made)
+
+
+@on_device
+def test_an_abort_while_a_collective_waits_ends_it_and_the_device_goes_on() -> None:
+    made = alone()
+    assert summed(made) == [1.0]
+    with DEVICE.held(torch.accelerator.current_stream()):
+        made.allreduce([ones()]).wait()
+        aborting = threading.Thread(target=made.abort)
+        aborting.start()
+    aborting.join(PATIENCE_S)
+    assert not aborting.is_alive()
+    end = time.monotonic() + PATIENCE_S
+    pending = devices.event(DEVICE.here())
+    assert pending is not None
+    devices.wait(pending, lambda: time.monotonic() > end)
+    assert pending.query(), "what was aborted is done"
+    with pytest.raises(RuntimeError):
+        made.allreduce([ones()])
+    DEVICE.reset()
+    following = alone()
+    assert summed(following) == [1.0]
+    communicators.release(following)
+
+
+@on_device
+def test_others_that_do_not_come_end_the_attempt_at_its_deadline_and_the_next_one_stands() -> None:
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")  # the abort waits for so long
+        with pytest.raises(RuntimeError, match="had not all members within 0 s"):
+            alone(size=2, timeout_s=0.4)
+        with pytest.raises(RuntimeError, match="the generation was given up"):
+            alone(lambda: time.monotonic() > began + 0.8, size=2)
+        assert time.monotonic() - began < PATIENCE_S / 2
+    following = alone()
+    assert summed(following) == [1.0]
+    communicators.release(following)
+
+
+@on_two_devices
+def test_it_sums_over_the_ranks(member: Member) -> None:
+    group = generation(member, 1)
+    given = ones() * (member.rank + 1)
+    group.sum(given)
+    group.certain()
+    assert given.unique().tolist() == [3.0]
+    meet(member, "summed")
+    tear_down(member, group)
+
+
+@on_two_devices
+def test_one_takes_over_from_another_with_sums_on_both_sides_of_the_switch(member: Member) -> None:
+    """As members switch: the next generation's is connected beside training, and used when the old one is drained."""
+    old = generation(member, 1)
+    given = ones()
+    with DEVICE.hidden_syncs_raise():
+        old.sum(given)
+        following: list[Group] = []
+        building = threading.Thread(target=lambda: following.append(generation(member, 2)))
+        building.start()
+        old.certain()
+        old.sum(given)
+        building.join(PATIENCE_S)
+        old.certain()
+        old.retire()
+        following[0].sum(given)
+        following[0].stream_waits()
+        value = devices.to_host(given)
+        following[0].certain()
+    assert value.unique().tolist() == [8.0]
+    meet(member, "switched")
+    for group in (old, following[0]):
+        tear_down(member, group)
+
+
+@on_two_devices
+def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> None:
+    made, free = [], []
+    for number in range(4):
+        group = generation(member, number)
+        group.sum(ones())
+        group.certain()
+        made.append(group.connections.transport)
+        meet(member, f"built {number}")
+        if member.rank == 1:  # the higher rank first, as `reap` does
+            group.destroy()
+        meet(member, f"one {number}")
+        if member.rank == 0:
+            group.destroy()
+        meet(member, f"both {number}")
+        if DEVICE.kind == "cuda":
+            free.append(free_bytes())
+    if DEVICE.kind == "cuda":
+        assert free[0] - free[-1] < ROOM
+    for one in made:
+        with pytest.raises(RuntimeError):
+            one.allreduce([ones()])
+
+
+@on_two_devices
+def test_a_rank_is_lost_while_kernels_run(member: Member) -> None:
+    """What this rank computes goes on; the sum that nobody joins ends with the interrupt, and the next world stands."""
+    group = generation(member, 1)
+    group.sum(ones())
+    group.certain()
+    if member.rank == 1:
+        member.store.wait(["survived"])
+        group.interrupt("lost, as it were")
+        return
+    kept = ones()
+    DEVICE.busy(0.2)
+    kept *= 3
+    group.sum(ones())
+    threading.Timer(0.1, group.interrupt, ["a peer was lost"]).start()
+    with pytest.raises(Interrupted, match="a peer was lost"):
+        group.certain()
+    group.retire()
+    member.store.set("survived", "")
+    survivor = Group(2, 0, 1, None, DEVICE.here())
+    survivor.sum(kept)
+    value = devices.to_host(kept)
+    survivor.certain()
+    assert value.unique().tolist() == [3.0]
+
+
+def tear_down(member: Member, group: Group) -> None:
+    group.interrupt("over")
+    meet(member, f"the end of {group.generation}")
+    threading.Thread(target=group.destroy, daemon=True).start()
