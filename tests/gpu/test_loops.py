@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,6 @@ from gpu.test_handover import DEADLINE_S, Saving
 
 BATCH, SHARDS, STEPS = 8, 4, 6
 INPUTS = torch.randn(64, 3, 8, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
-LOADING = {"num_workers": 2, "prefetch_factor": 2}
 FUSED = partial(torch.optim.AdamW, fused=True)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -52,22 +50,12 @@ class Way:
     optimizer: Callable[..., torch.optim.Optimizer] = FUSED
     memory: torch.memory_format = torch.contiguous_format
     half: bool = False
-    loading: tuple[tuple[str, Any], ...] = ()
 
 
 @contextmanager
 def together(member: Member) -> Iterator[None]:
     """Both ranks in one world; where they share a GPU, sums go through the host."""
     with world(member), nullcontext() if DEVICE.count() > 1 else without_communicator():
-        yield
-
-
-@contextmanager
-def children_allowed() -> Iterator[None]:
-    """Processes of a crew are daemons, which may not start loader processes."""
-    config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(config, "daemon", False)
         yield
 
 
@@ -81,7 +69,7 @@ def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
     run = fallow.init()
     optimizer: Any = way.optimizer(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=2.0**10, growth_interval=3, enabled=way.half)
-    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=True, **dict(way.loading))
+    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=True)
     *_, loader = run.prepare(model, optimizer, scaler, loader, global_batch=BATCH * SHARDS, reproducible=True)
     assert torch.are_deterministic_algorithms_enabled(), "graphs keep the kernels that they are made with"
     forward = way.forward(model)
@@ -193,18 +181,16 @@ WAYS = {
     "capturable": Way(optimizer=partial(torch.optim.AdamW, foreach=True, capturable=True)),
     "fused-momentum": Way(optimizer=partial(torch.optim.SGD, momentum=0.9, fused=True)),
     "side-stream": Way(beside),
-    "loaders": Way(loading=tuple(LOADING.items())),
 }
 
 
 @on_both
 @pytest.mark.parametrize("way", list(WAYS))
 def test_two_members_make_the_bits_of_one(member: Member, way: str) -> None:
-    with children_allowed():
-        with together(member):
-            model, optimizer = train(WAYS[way])
-        with place(0, 1):
-            alone, _ = train(WAYS[way])
+    with together(member):
+        model, optimizer = train(WAYS[way])
+    with place(0, 1):
+        alone, _ = train(WAYS[way])
     assert digest([model.state_dict()]) == digest([alone.state_dict()])
     for parameter in model.parameters():
         if parameter.dim() == 4:
@@ -216,10 +202,10 @@ def test_two_members_make_the_bits_of_one(member: Member, way: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("way", ["channels-last", "checkpointed", "checkpointed-reentrant", "graphed", "loaders"])
+@pytest.mark.parametrize("way", ["channels-last", "checkpointed-reentrant", "graphed"])
 def test_it_is_the_same_training(way: str) -> None:
     """Close to the plain one: kernels for another memory format may round otherwise."""
-    with children_allowed(), place(0, 1):
+    with place(0, 1):
         found, _ = train(WAYS[way])
         wanted, _ = train(WAYS["plain"])
     for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
@@ -407,8 +393,8 @@ def test_pinned_batches_are_right_whenever_the_division_changes() -> None:
     seen: list[tuple[int, torch.Tensor]] = []
     divisions = [[0, 1, 2, 3], [0, 1], [2, 3], [1], [0, 3], [0, 1, 2, 3]]
     numbers = torch.arange(4 * 2 * len(divisions), device="cpu")
-    with children_allowed(), DEVICE.hidden_syncs_raise():
-        loader = ElasticLoader(DataLoader(TensorDataset(numbers), 2, pin_memory=True, **LOADING), 0, 8)
+    with DEVICE.hidden_syncs_raise():
+        loader = ElasticLoader(DataLoader(TensorDataset(numbers), 2, pin_memory=True, num_workers=2), 0, 8)
         threads: set[int] = set()
         for step, mine in enumerate(divisions):
             loader.replan(Key(0, step, 0), lambda _, mine=mine: mine)  # type: ignore[misc]
