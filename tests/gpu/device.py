@@ -156,6 +156,7 @@ class Cuda:
         return torch.cuda.device_count()
 
     def load(self, rank: int) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # exact sums ask for it
         torch.cuda.set_device(rank % self.count())
 
     def here(self) -> torch.device:
@@ -179,7 +180,7 @@ class Cuda:
                 yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [text for one in caught if "synchronizing" in (text := str(one.message))]
+            found += [text for one in caught if "called a synchronizing" in (text := str(one.message))]
 
     @contextlib.contextmanager
     def held(self, stream: torch.Stream) -> Iterator[None]:

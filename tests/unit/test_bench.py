@@ -6,9 +6,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
-from fallow.bench import chaos, checkpoint, pause, planner, recovery, steady, steplog
+from fallow.bench import chaos, checkpoint, device, pause, planner, recovery, steady, steplog
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
@@ -146,6 +148,33 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     check_names(list(BENCHES))
     with pytest.raises(FallowError, match=r"there are pause.*, harvest$"):
         check_names(["pause", "puase"])
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [([], "name some of checkpoint, pause"), (["pause", "chaos"], "name some of"), (["steady"], "torch .* finds")],
+)
+def test_a_device_is_refused_where_nothing_could_be_measured_on_it(names: list[str], told: str) -> None:
+    with pytest.raises(FallowError, match=told):
+        check_names(names, "hpu")
+
+
+def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(dist.Backend.default_device_backend_map)
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    used: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    monkeypatch.setenv("FALLOW_WORKER", "w3")
+    assert device.describe("cuda", 2) == "each worker has a cuda: sums on the device"
+    assert device.take("cuda", 2) == torch.device("cuda:1")
+    assert known["cuda"] == "nccl"
+    assert device.describe("cuda", 3) == "3 workers share 2 cuda: sums go through the host"
+    assert device.take("cuda", 3) == torch.device("cuda:1")
+    assert "cuda" not in known, "the transport finds no communicator"
+    assert used == [1, 1]
+    with pytest.raises(FallowError, match=r"3 members beside DDP need 3 devices \(cuda\), this machine has 2"):
+        steady.check_devices("cuda", 3)
 
 
 @pytest.mark.parametrize("names", [[], ["torchrun"], ["planner", "torchft"]])
