@@ -15,6 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from nursery_client import NurseryClient
 from slurm_fixtures import make_testbed, pyslurm_installed, slurm_installed, testbed
 
 __all__ = ["make_testbed", "pyslurm_installed", "slurm_installed", "testbed"]
@@ -27,6 +28,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+START = str(Path(__file__).parent / "start")
 SLURM = "slurm"
 PROCESSES = ("hosts", "e2e", "elastic")
 """Folders whose tests start many processes."""
@@ -62,6 +64,21 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_start() -> Iterator[None]:
+    """Have all Python processes that tests start import PyTorch with fewer garbage collections."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", START, prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NurseryClient]:
+    made = NurseryClient(tmp_path_factory.mktemp("nursery") / "nursery.log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,11 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 570.0
 """For everything together."""
+
+TESTS_S = 330.0
+"""Of it for the tests, at most."""
+
+_END_S = 20.0
 
 _NOTHING = "made on the tests' stand-in for a GPU: no figure here means anything"
 
@@ -67,6 +73,8 @@ ON_FAKE = [
 FACTS = """
 import json, sys, torch
 kind = sys.argv[1]
+if not torch.accelerator.is_available():
+    sys.exit(f"torch {torch.__version__} finds no GPU")
 facts = {"kind": kind, "name": kind, "count": torch.accelerator.device_count(), "torch": torch.__version__}
 facts["cuda"], facts["nccl"] = torch.version.cuda, None
 if kind == "cuda":
@@ -90,43 +98,53 @@ class Session:
         self._tests = {**os.environ, "FALLOW_TEST_DEVICE": device, "FALLOW_REQUIRE_ACCELERATOR": "1"}
         self._end = time.monotonic() + LIMIT_S
 
-    def run(self, words: str, environ: dict[str, str]) -> dict[str, Any]:
-        """Run Python with these arguments. Returns the command, its seconds, code and output."""
+    def run(self, words: str, environ: dict[str, str], limit_s: float = LIMIT_S) -> dict[str, Any]:
+        """Run Python with these arguments. Returns the command, its seconds, code, output and errors."""
         shown = f"python {words}"
-        left_s = self._end - time.monotonic()
+        left_s = min(limit_s, self._end - time.monotonic())
         if left_s < 1.0:
             return {"command": shown, "failed": f"not begun: {LIMIT_S:g} s were over"}
         print(f"gpu: {shown.splitlines()[0]}", file=sys.stderr, flush=True)
         began = time.monotonic()
         command = [sys.executable, *shlex.split(words)]
-        with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
             try:
                 output, _ = process.communicate(timeout=left_s)
-            except BaseException as error:
-                process.terminate()  # it ends what it has started
-                output, _ = process.communicate()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
+            except subprocess.TimeoutExpired:
+                output = end(process)
+            except BaseException:
+                end(process)
+                raise
+            errors.seek(0)
+            said = errors.read()
+        sys.stderr.write(said)
         found = {"command": shown, "seconds": round(time.monotonic() - began, 1)}
-        return {**found, "code": process.returncode, "output": output}
+        return {**found, "code": process.returncode, "output": output, "errors": said}
 
     def facts(self) -> dict[str, Any]:
         """What this machine is."""
         done = self.run(f"-c {shlex.quote(FACTS)} {self._device}", self._environ)
         if done.get("code") != 0:
-            raise SystemExit(f"gpu: torch cannot say what {self._device} is here: {done.get('output')}")
+            raise SystemExit("gpu: nothing to measure on, see above")
         return dict(json.loads(done["output"]))
 
     def tests(self) -> dict[str, Any]:
         """Run the suite; counts and reasons."""
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "junit.xml")
-            done = self.run(f"-m pytest -q tests/gpu --junitxml={report}", self._tests)
+            done = self.run(f"-m pytest -q tests/gpu --junitxml={report}", self._tests, TESTS_S)
             if not report.exists():
                 return {"command": done["command"], "failed": last_lines(done)}
             cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 - pytest has just written it
         kinds = Counter("passed" if not len(case) else case[0].tag for case in cases)
         names = [f"{case.get('classname')}.{case.get('name')}" for case in cases if failed(case)]
+        if done["code"] not in (0, 1):
+            names.append(f"pytest ended with code {done['code']}: not all tests have run")
         return {
             "command": f"FALLOW_TEST_DEVICE={self._device} python -m pytest -q tests/gpu",
             "seconds": done["seconds"],
@@ -142,10 +160,21 @@ class Session:
             return {"command": f"python {words}", "needs": f"{bench.gpus} GPUs"}
         done = self.run(words, self._environ)
         if done.get("code") != 0:
-            return {**{key: done[key] for key in done if key != "output"}, "failed": last_lines(done)}
+            return {"command": done["command"], "seconds": done.get("seconds"), "failed": last_lines(done)}
         rows = json.loads(done["output"])
         rows = rows if isinstance(rows, list) else [rows]
         return {"command": done["command"], "seconds": done["seconds"], "rows": rows}
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Have a process end by itself, with what it started and with its report. Returns its output."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        process.send_signal(number)
+        try:
+            return process.communicate(timeout=_END_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
 
 
 def failed(case: ElementTree.Element) -> bool:
@@ -159,8 +188,8 @@ def skipped(case: ElementTree.Element) -> bool:
 
 
 def last_lines(done: dict[str, Any]) -> str:
-    """Of what a command printed, for the report."""
-    return str(done.get("failed") or f"exit code {done['code']}: {done['output'][-500:]}".strip())
+    """Of what a command said, for the report."""
+    return str(done.get("failed") or f"exit code {done['code']}: {(done['errors'] or done['output'])[-500:]}".strip())
 
 
 def driver() -> str | None:
@@ -185,7 +214,8 @@ def environment(device: str, folder: Path) -> dict[str, str]:
     sys.path.insert(0, str(ROOT / "tests"))
     from accelerator import autoload
 
-    return autoload.environment(folder)
+    environ: dict[str, str] = autoload.environment(folder)
+    return environ
 
 
 def main() -> int:

@@ -30,8 +30,8 @@ _UNSAFE = re.compile(
 _CONTROL_SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[\x30-\x3f]*[\x20-\x2f]*[\x40-\x7e]")
 """Colours, cursor movement and erasing (CSI), as programs write them. Titles and the clipboard (OSC) are others."""
 
-_OVERPRINTED = re.compile("[^\n]*\r(?=[^\n])")
-"""What a progress bar wrote on a line before its last carriage return."""
+_OVERPRINTED = re.compile("^[^\n]*\r(?=[^\n])", re.MULTILINE)
+"""What a progress bar wrote on a line before its last carriage return. Without `^` a long line takes minutes."""
 
 
 def clean(text: str, limit: int = MAX_SHOWN) -> str:

@@ -1,4 +1,6 @@
-"""`fallow local` as its users have it: a subprocess with a real head, store, agents and workers, judged by its report.
+"""`fallow local` with a real head, store, agents and workers, judged by its report.
+
+`Box.exec_local` starts it as its users do; `Box.local` starts it as a fork, which takes half the processor time.
 
 What `tests/elastic` goes through as well is left to `make soak` here.
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -24,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from nursery_client import MARK, OWN_MARK, NurseryClient
 
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
@@ -44,10 +49,9 @@ SAMPLES, BATCH = 250, 32
 """Data set and global batch of the tiny training: the last step of an epoch is a partial one."""
 
 RUN_S = 400.0
-PLAIN = {"PYTHONPATH": os.pathsep.join([str(HERE / "plain"), *filter(None, [os.environ.get("PYTHONPATH")])])}
-"""For scripts without a head: see there."""
-
-MARK = "FALLOW_TEST_MARK"
+COUNT = itertools.count()
+PLAIN = {"PUT_OFF_COMPILER": "1"}
+"""For scripts without a head: see `tests/start`."""
 
 
 @dataclass
@@ -86,23 +90,54 @@ class Done:
         return self
 
 
+class Fork:
+    """The part of `subprocess.Popen` that is used here, for a `fallow local` that the nursery started."""
+
+    def __init__(self, nursery: NurseryClient, argv: list[str], environ: dict[str, str], folder: Path) -> None:
+        self._nursery = nursery
+        self._files = [folder / f"{name}-{next(COUNT)}" for name in ("out", "error")]
+        self.pid = nursery.start_local(argv, environ, folder, *self._files)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.exit_code(self.pid)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end; returns its standard output and error."""
+        wait(lambda: self.poll() is not None, timeout)
+        out, error = (path.read_text() for path in self._files)
+        return out, error
+
+
 @dataclass
 class Box:
     """A folder of its own, and a mark in the environment by which everything that was started is found."""
 
     folder: Path
-    mark: str
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    nursery: NurseryClient
+    started: list[subprocess.Popen[str] | Fork] = field(default_factory=list)
 
     @property
     def environ(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FALLOW_", "SLURM_"))}
-        return {**kept, "TMPDIR": str(self.folder), MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        return {**kept, "TMPDIR": str(self.folder), MARK: OWN_MARK, "OMP_NUM_THREADS": "1"}
 
-    def local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> subprocess.Popen[str]:
-        """Start `fallow local --json`."""
-        words = ["local", "--members", str(members), "--schedule", schedule, "--json", "--", sys.executable, *command]
+    def local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> Fork:
+        """Start `fallow local --json` as a fork, and so its agents and workers: torch need not be imported."""
+        words = self._words(*command, members=members, schedule=schedule)
+        self.started.append(Fork(self.nursery, words, self.environ | environ, self.folder))
+        return self.started[-1]
+
+    def exec_local(self, *command: str, members: int = 2, schedule: str = "", **environ: str) -> subprocess.Popen[str]:
+        """Start `fallow local --json` as its users do."""
+        words = self._words(*command, members=members, schedule=schedule)
         return self.start(sys.executable, "-m", "fallow.cli.main", *words, **environ)
+
+    def _words(self, *command: str, members: int, schedule: str) -> list[str]:
+        words = ["local", "--members", str(members), "--schedule", schedule, "--json", "--"]
+        return [*words, sys.executable, *command]
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -117,7 +152,7 @@ class Box:
         self.started.append(process)
         return process
 
-    def finish(self, process: subprocess.Popen[str]) -> Done:
+    def finish(self, process: subprocess.Popen[str] | Fork) -> Done:
         stdout, stderr = process.communicate(timeout=RUN_S)
         written = self.folder / "result.json"
         return Done(process.returncode, stdout, stderr, json.loads(written.read_text()) if written.exists() else {})
@@ -151,7 +186,8 @@ class Box:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                marked = process.environ().get(MARK) == OWN_MARK and process.pid != self.nursery.pid
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -195,8 +231,8 @@ def wait(condition: Callable[[], Any], seconds: float = 120.0) -> None:
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
-    made = Box(tmp_path, f"{tmp_path.name}-{os.getpid()}")
+def box(tmp_path: Path, nursery: NurseryClient) -> Iterator[Box]:
+    made = Box(tmp_path, nursery)
     yield made
     try:
         wait(made.nothing_left, 20.0)
@@ -394,7 +430,7 @@ def test_a_stopped_member_is_ejected_and_wakes_up_to_nothing(box: Box, tiny: Cal
 @pytest.mark.soak
 def test_a_node_that_was_frozen_as_a_whole_does_no_harm_when_it_thaws(box: Box, tiny: Callable[..., Any]) -> None:
     """Agent and worker are stopped, so nobody can kill the zombie while it sleeps; woken, both end by themselves."""
-    process = box.local(*box.tiny_words(steps=400), members=3, FALLOW_MEMBERSHIP__LEASE_S="1.5")
+    process = box.exec_local(*box.tiny_words(steps=400), members=3, FALLOW_MEMBERSHIP__LEASE_S="1.5")
     box.until(lambda view: view.step >= 20)
     zombie = box.worker("w1")
     node = [zombie, zombie.parent()]
@@ -569,7 +605,7 @@ def test_drop_last_and_partial_steps(box: Box) -> None:
 
 
 def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> None:
-    process = box.local(*box.tiny_words(steps=100_000), members=2)
+    process = box.exec_local(*box.tiny_words(steps=100_000), members=2)
     box.until(lambda view: view.step >= 10)
     seen = box.processes()
     names = [" ".join(one.cmdline()) for one in seen]
@@ -609,7 +645,7 @@ def test_ctrl_c_leaves_nothing_and_a_run_shows_and_opens_nothing(box: Box) -> No
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_ended_or_killed_it_leaves_no_process(number: signal.Signals, code: int, box: Box) -> None:
-    process = box.local(*box.tiny_words(steps=100_000), members=2)
+    process = box.exec_local(*box.tiny_words(steps=100_000), members=2)
     box.until(lambda view: view.step >= 5)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=180)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from elastic_rig import NurseryClient, Rig
+from elastic_rig import Rig
 
 from fallow.model import RunReport
+from nursery_client import NurseryClient
 
 MakeRig = Callable[..., Rig]
 Undisturbed = Callable[..., Awaitable[RunReport]]
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NurseryClient]:
-    made = NurseryClient(tmp_path_factory.mktemp("nursery") / "nursery.log")
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +20,6 @@ from typing import Any
 
 import msgspec
 import psutil
-from nursery import LONGEST
 
 from fallow.control.client import ControlClient
 from fallow.control.protocol import LocalAllocation, NewRun
@@ -43,58 +39,13 @@ from fallow.model import (
     WorkerPhase,
 )
 from fallow.store.client import Store
+from nursery_client import NurseryClient
 
 TRAINING = str(Path(__file__).parent / "elastic_training.py")
 WAIT_S = 60.0
 LOOK_S = 0.05
 BATCH, SAMPLES = 32, 250
 """Global batch and data set of the training: the last step of an epoch is a partial one."""
-
-
-class NurseryClient:
-    """The tests' end of the nursery."""
-
-    def __init__(self, log: Path) -> None:
-        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(60)
-        with its, log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "nursery.py"), str(its.fileno())],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                pass_fds=(its.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stderr=errors,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def start(
-        self, argv: list[str], environ: dict[str, str], log: Path, eggs: int = 1, namespace: str | None = None
-    ) -> int:
-        """Start an agent, in another network namespace than this process's if one is named; returns its process id."""
-        request = {"argv": argv, "environ": environ, "log": str(log), "eggs": eggs, "namespace": namespace}
-        pid: int = self._ask(request)["pid"]
-        return pid
-
-    def exit_code(self, pid: int) -> int | None:
-        """How that agent ended (a signal as a negative number); None: it has not."""
-        status = self._ask({})["ended"].get(str(pid))
-        return None if status is None else os.waitstatus_to_exitcode(status)
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._socket.send(json.dumps(request).encode())
-        answer: dict[str, Any] = json.loads(self._socket.recv(LONGEST))
-        return answer
-
-    def close(self) -> None:
-        """End it, and with it whatever it started."""
-        with contextlib.suppress(OSError):
-            # Forks of this process (loader workers) may hold the socket too: closing it alone would tell nobody.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._process.wait(30)
 
 
 class Rig:

@@ -7,9 +7,9 @@ An agent has threads, so it cannot fork workers itself. It comes with `eggs`, ch
 that wait for what `exec` would have given them: argv, environment, standard streams and the pipe.
 
 The requests are JSON objects over the sequenced-packet socket whose descriptor is the first argument:
-`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`, and
-`{}` with `{"ended": {PID: STATUS}}`, the wait statuses of all agents that have ended so far. When the socket closes,
-all end.
+`{"argv": [...], "environ": {...}, "log": PATH, "eggs": N, "namespace": PATH}` is answered with `{"pid": N}`. A request
+with a `folder` starts `fallow ARGV` instead (see `local_nest`). `{}` is answered with `{"ended": {PID: STATUS}}`, the
+wait statuses of all processes that were started here and have ended so far. When the socket closes, all end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -81,7 +82,9 @@ class Nursery:
         pid = os.fork()
         if pid == 0:
             self._tests.close()
-            be_an_agent(request)
+            if "namespace" in request:
+                be_an_agent(request)
+            importlib.import_module("local_nest").be_local(request)
         self._alive.add(pid)
         return pid
 
@@ -93,26 +96,31 @@ def be_an_agent(request: dict[str, Any]) -> NoReturn:
         network.enter(request["namespace"])
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    _become(request["argv"], request["environ"], (null, log, log))
-    nest = [lay() for _ in range(request["eggs"])]
+    become(request["argv"], request["environ"], (null, log, log))
+    run_agent(request["argv"], request["eggs"])
+
+
+def run_agent(argv: list[str], eggs: int) -> NoReturn:
+    """An agent, with so many workers that hatch, to its end."""
+    nest = [lay(be_a_worker) for _ in range(eggs)]
 
     def start(command: Sequence[str], **options: Any) -> Any:
-        if not nest or command[0] != sys.executable:
+        if not nest or command[0] != sys.executable or not command[1].endswith(".py"):
             return subprocess.Popen(command, **options)
         return Hatched(*nest.pop(0), command, **options)
 
     fallow.agent.process.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
-    _end(agent_main(request["argv"]))
+    end(agent_main(argv))
 
 
-def lay() -> tuple[int, socket.socket]:
-    """Fork an egg: its process id, and where it waits for its orders."""
+def lay(hatch: Callable[[socket.socket], NoReturn]) -> tuple[int, socket.socket]:
+    """Fork an egg, which calls `hatch`: its process id, and where it waits for its orders."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         ours.close()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        be_a_worker(its)
+        hatch(its)
     its.close()
     return pid, ours
 
@@ -133,39 +141,51 @@ class Hatched:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def be_a_worker(orders: socket.socket) -> NoReturn:
-    """What `python ARGV` would be, as soon as the agent says so."""
+def told_by(orders: socket.socket, count: int) -> tuple[dict[str, Any], list[int]]:
+    """Wait for the orders and so many descriptors; ends this egg if none come."""
     try:
-        data, descriptors, _, _ = socket.recv_fds(orders, LONGEST, 3)
+        data, descriptors, _, _ = socket.recv_fds(orders, LONGEST, count)
     except OSError:
         os._exit(0)
     if not data:
         os._exit(0)
     orders.close()
-    told = json.loads(data)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    return json.loads(data), descriptors
+
+
+def be_a_worker(orders: socket.socket) -> NoReturn:
+    """What `python ARGV` would be, as soon as the agent says so."""
+    told, (channel, out, error) = told_by(orders, 3)
     os.setsid()
-    channel, out, error = descriptors
     os.set_inheritable(channel, True)
     null = os.open(os.devnull, os.O_RDONLY)
-    _become(told["argv"], {**told["environ"], "FALLOW_CHANNEL_FD": str(channel)}, (null, out, error))
+    become(told["argv"], {**told["environ"], "FALLOW_CHANNEL_FD": str(channel)}, (null, out, error))
     # Signals are at their defaults, as after an exec.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path[0] = os.path.dirname(sys.argv[0])
+    end(exit_code_of(lambda: runpy.run_path(sys.argv[0], run_name="__main__")))
+
+
+def exit_code_of(work: Callable[[], object]) -> int:
+    """Do it, and what the interpreter does behind it."""
     code = 0
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:  # as the interpreter would see it
-        code = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1
+        work()
+    except SystemExit as exit:  # as the interpreter would see it
+        code = 0 if exit.code is None else exit.code & 0xFF if isinstance(exit.code, int) else 1
+        if isinstance(exit.code, str):
+            sys.stderr.write(exit.code + "\n")
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
-    _end(code)
+    return code
 
 
-def _become(argv: Sequence[str], environ: dict[str, str], streams: tuple[int, int, int]) -> None:
+def become(argv: Sequence[str], environ: dict[str, str], streams: tuple[int, int, int]) -> None:
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = list(argv)
@@ -175,7 +195,7 @@ def _become(argv: Sequence[str], environ: dict[str, str], streams: tuple[int, in
         os.close(source)
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -189,5 +209,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     put_off_compiler()  # as `import fallow` does in a worker
     importlib.import_module("torch.distributed.checkpoint")  # the first save does so: once, not in every worker
+    gc.freeze()  # a collection in a fork would copy all pages
     if os.getppid() == parent:
+        sys.modules["nursery"] = sys.modules["__main__"]  # for `local_nest`
         Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -36,7 +36,7 @@ async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_st
 ) -> None:
     """For far longer than the lease. Where it is the store, the head waits for it to write a newcomer down."""
     async with make_rig(membership__lease_s=LEASE_S) as rig:
-        run = await (await rig.run("--steps", 240, "--pace", max(0.25, seconds / 60))).begin(3)
+        run = await (await rig.run("--steps", 120, "--pace", max(0.4, seconds / 40))).begin(3)
         await run.arrive()
         await run.goes_on()
         if what == "head":
@@ -52,6 +52,6 @@ async def test_d1_a_head_or_store_that_stood_still_ejects_nobody_and_costs_no_st
         await asyncio.sleep(LEASE_S + 1.0)
         report = await run.ends()
         assert await run.events("eject") == await run.events("abort") == []
-    judge(report, await undisturbed("--steps", 240))
+    judge(report, await undisturbed("--steps", 120))
     assert [(g.generation, g.kind) for g in report.generations] == [(1, "start"), (2, "absorb")]
     assert report.steps_discarded == 0

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from elastic_rig import Elastic, NurseryClient, Rig, judge, until
+from elastic_rig import Elastic, Rig, judge, until
 from test_histories import LEASE_S, Story
 
 from conftest import Undisturbed
 from fallow.local.driver import store_pid
+from nursery_client import NurseryClient
 
 EVENTS = int(os.environ.get("FALLOW_SOAK_EVENTS", "1000"))
 SEED = int(os.environ.get("FALLOW_SOAK_SEED", "1"))

@@ -157,6 +157,8 @@ class Cuda:
 
     def load(self, rank: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # exact sums ask for it
+        # Else a kernel that is used for the first time may wait for all streams, of which one may be held.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         torch.cuda.set_device(rank % self.count())
 
     def here(self) -> torch.device:

@@ -7,7 +7,8 @@ import torch
 
 from fallow.worker.transport import device as devices
 from gpu import DEVICE, on_device
-from gpu.device import chosen
+from gpu.crew import decorators
+from gpu.device import Fake, chosen
 
 
 def test_the_device_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,17 @@ def test_the_device_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("FALLOW_TEST_DEVICE", "tpu")
     with pytest.raises(ValueError, match="FALLOW_TEST_DEVICE='tpu': tests run on fake or cuda"):
         chosen()
+
+
+class One(Fake):
+    def count(self) -> int:
+        return 1
+
+
+def test_what_needs_two_is_skipped_where_there_is_one() -> None:
+    *_, on_two = decorators(One())
+    with pytest.raises(pytest.skip.Exception, match="needs 2 GPUs, this machine has 1: NCCL refuses two ranks on one"):
+        on_two(test_a_busy_stream_ends_later)(crews={})
 
 
 @on_device

@@ -206,14 +206,15 @@ def test_each_donor_copies_its_own_piece_only() -> None:
         script.standing.value = HOLDS
     store = HashStore()
     staged: dict[str, int] = {}
-    plain = pieces._views
+    plain = pieces.cut
 
-    def views(buffer: torch.Tensor, chunk: Any) -> list[torch.Tensor]:
+    def cut(*args: Any) -> Iterator[list[torch.Tensor]]:
         name = threading.current_thread().name.split("-")[0] + str(threading.get_ident())
-        staged[name] = staged.get(name, 0) + sum(part.numel() for part in chunk)
-        return plain(buffer, chunk)
+        for chunk in plain(*args):
+            staged[name] = staged.get(name, 0) + sum(part.numel() for part in chunk)
+            yield chunk
 
-    pieces._views = views
+    pieces.cut = cut
     try:
         with ThreadPoolExecutor(3) as pool:
             groups = list(
@@ -224,7 +225,7 @@ def test_each_donor_copies_its_own_piece_only() -> None:
             list(pool.map(hand_over, groups, scripts, [[0, 1]] * 3))
             assert all(pool.map(lambda script: script.standing.settle(), scripts))
     finally:
-        pieces._views = plain
+        pieces.cut = plain
         for group in groups:
             group.destroy()
     assert scripts[0].seen() == scripts[2].seen()

@@ -24,6 +24,7 @@ from fallow.worker.data.source import Key
 from fallow.worker.handover.transfer import load_state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import digest
+from fallow.worker.reduction import integers
 from gpu import DEVICE, Member, on_both, on_device, without_communicator
 from gpu.test_fixed_world import place, world
 from gpu.test_handover import DEADLINE_S, Saving
@@ -59,6 +60,15 @@ def together(member: Member) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def small_scratch() -> Iterator[None]:
+    """Exact sums keep 260 MB of a device to work in, and a run lives as long as its process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integers, "_CHUNK_DEVICE", 1 << 14)
+        yield
+
+
+@small_scratch()
 def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Train with exact sums."""
     torch.use_deterministic_algorithms(False)
@@ -313,7 +323,7 @@ def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, e
     data = INPUTS[:, 0, 0]
     scales: list[list[float]] = []
     weights: list[list[torch.Tensor]] = []
-    with together(member):
+    with together(member), small_scratch():
         script = Scaled()
         run = fallow.init()
         loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import msgspec
 import pytest
@@ -99,9 +100,14 @@ def started(*workers: str, nodes: dict[str, str] | None = None, timing: Timing =
 
 
 def beats(
-    m: Membership, at: float, step: int = 3, active: int | None = None, **doing: tuple[Doing, float]
+    m: Membership,
+    at: float,
+    step: int = 3,
+    active: int | None = None,
+    computing: Collection[str] = (),
+    **doing: tuple[Doing, float],
 ) -> list[ev.Instruction]:
-    """`active`: the generation in which they compute; by default the newest one."""
+    """`active`: the generation in which they compute; by default the newest one. `computing`: on their devices."""
     out: list[ev.Instruction] = []
     for worker, (what, stalled) in doing.items():
         generation = m.roster.generation if active is None else active
@@ -116,6 +122,7 @@ def beats(
                     held=False,
                     doing=what,
                     stalled_s=stalled,
+                    computes=worker in computing,
                 ),
             )
         )
@@ -139,6 +146,36 @@ def test_a_member_that_keeps_the_others_waiting_is_ejected_at_the_progress_deadl
     assert tells(out, Interrupt) == ["w0", "w2"]
     assert m.roster.change is not None
     assert m.roster.change.members == ["w0", "w2"]
+
+
+def test_of_members_that_are_all_stuck_the_one_whose_device_computes_is_to_blame() -> None:
+    m = started("w0", "w1", "w2")
+    for at in range(1, 41):
+        stuck = dict.fromkeys(m.roster.members, (WORKING, float(at)))
+        assert not kills(beats(m, at, computing=["w1"], **stuck)), at
+    out = beats(m, 41, computing=["w1"], **dict.fromkeys(m.roster.members, (WORKING, 41.0)))
+    assert [(k.worker, k.stack) for k in kills(out)] == [("w1", True)]
+    assert tells(out, Interrupt) == ["w0", "w2"]
+    for worker in ("w0", "w2"):
+        m.handle(ev.Said(at=41, message=Vote(worker=worker, generation=m.roster.high, ok=True)))
+    for at in range(42, 82):
+        assert not kills(beats(m, at, active=1, w0=(WORKING, at), w2=(WORKING, at))), "they have the deadline once more"
+    out = beats(m, 82, active=1, w0=(WORKING, 82), w2=(WORKING, 82))
+    assert sorted(k.worker for k in kills(out)) == ["w0", "w2"], "it was not for that one alone"
+
+
+@pytest.mark.parametrize("computing", [[], ["w0", "w1"]])
+def test_where_all_are_stuck_alike_nobody_is_spared(computing: list[str]) -> None:
+    m = started("w0", "w1")
+    out = beats(m, 41, computing=computing, w0=(WORKING, 41), w1=(WORKING, 41))
+    assert sorted(k.worker for k in kills(out)) == ["w0", "w1"]
+
+
+def test_a_newcomer_whose_rehearsal_takes_long_spares_no_member() -> None:
+    m = started("w0", "w1")
+    m.handle(ev.WorkerExpected(at=0.0, worker="w2", token="t", node="n2"))
+    out = beats(m, 41, active=1, computing=["w2"], w0=(WORKING, 41), w1=(WAITING, 40.9), w2=(WORKING, 41))
+    assert [k.worker for k in kills(out)] == ["w0"]
 
 
 def test_a_long_body_that_gets_on_and_code_after_the_loop_are_no_hangs() -> None:

@@ -82,3 +82,10 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 @given(st.text(alphabet=st.sampled_from("\x1b[]P_\\\x07\x9b\x9d;0mA\x9c"), max_size=40))
 def test_no_escape_can_be_hidden_in_another(text: str) -> None:
     assert not set(clean(text)) & set("\x1b\x07\x9b\x9c\x9d")
+
+
+@pytest.mark.timeout(60)
+def test_a_long_line_of_output_takes_no_longer_than_its_length() -> None:
+    """A member may send a traceback of 200,000 characters, and the head does nothing else meanwhile."""
+    line = "x" * 1_000_000
+    assert clean_output(f"bar\r{line}", 1_000_000) == line

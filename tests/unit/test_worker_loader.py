@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -72,22 +74,6 @@ def test_order_and_augmentation_depend_on_seed_and_epoch_only(processes: int) ->
 
 def test_loader_processes_change_nothing() -> None:
     assert epochs_of(elastic(num_workers=1)) == epochs_of(elastic())
-
-
-@pytest.mark.parametrize("processes", [0, 1])
-def test_loading_leaves_the_scripts_random_numbers_alone(processes: int) -> None:
-    """The loop has seeded them for the shard before it fetches the batch."""
-    generator = torch.Generator(device="cpu").manual_seed(1)
-    torch.manual_seed(1)
-    random.seed(1)
-    expected = float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))
-    loader = elastic(num_workers=processes, shuffle=True)
-    loader.generators = [generator.manual_seed(1)]
-    loader.replan(Key(0, 0, 0), range)
-    torch.manual_seed(1)
-    random.seed(1)
-    loader.fetch(Key(0, 0, 0))
-    assert (float(torch.rand(())), random.random(), float(torch.rand((), generator=generator))) == expected
 
 
 @pytest.mark.parametrize(
@@ -245,6 +231,32 @@ def test_a_default_device_of_the_script_is_no_matter_of_ours(make: Callable[...,
     assert sorted(sampled) == list(range(8))
 
 
+@pytest.mark.parametrize("make", [ElasticLoader, StreamLoader])
+def test_processes_of_a_loader_that_is_collected_hear_of_their_end(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for those that do not."""
+    gc.collect()
+    codes: list[int | None] = []
+    join = multiprocessing.process.BaseProcess.join
+
+    def joined(process: Any, timeout: float | None = None) -> None:
+        join(process, timeout)
+        codes.append(process.exitcode)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", joined)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 15.0)
+    loader = make(DataLoader(Noisy() if make is ElasticLoader else Flow(), 4, num_workers=2), 3, 4)
+    loader.itself = loader
+    if make is ElasticLoader:
+        loader.replan(Key(0, 0, 0), range)
+    loader.cut(0, 0)
+    loader.fetch(Key(0, 0, 0))
+    del loader
+    gc.collect()
+    assert codes == [0, 0]
+
+
 SLOW = """
 import os, sys, time
 from torch.utils.data import DataLoader, Dataset
@@ -296,7 +308,7 @@ def alive(processes: set[int]) -> list[int]:
     def runs(number: int) -> bool:
         try:
             return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     return [number for number in processes if runs(number)]

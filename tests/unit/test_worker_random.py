@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_training import GLOBAL_BATCH, alone, net, points
+from torch.utils.data import DataLoader, Dataset
 
 from fallow.worker.data import rng
 
@@ -93,3 +95,34 @@ def test_generators_of_devices_are_seeded_and_put_back_once_they_are_in_use(
 def test_what_cannot_be_seeded_is_no_generator() -> None:
     assert not rng.is_generator(random.SystemRandom())
     assert not rng.is_generator(random)
+
+
+class Noisy(Dataset[Any]):
+    """Draws a number for each sample."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = points()[index]
+        return x + random.random() + torch.rand(()), y
+
+
+def test_a_bodys_numbers_do_not_depend_on_who_loads_its_batch() -> None:
+    found: list[list[float]] = []
+    for processes in (0, 1):
+        run = alone()
+        model, generator = net(), torch.Generator(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Noisy(), batch_size=8, num_workers=processes)
+        model, optimizer, loader, generator = run.prepare(
+            model, optimizer, loader, generator, global_batch=GLOBAL_BATCH
+        )
+        for update in run.updates(loader):
+            for x, y in update:
+                found.append([float(x.sum()), *drawn(), draw(generator)])
+                (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(found) == 8
+    assert found[:4] == found[4:]

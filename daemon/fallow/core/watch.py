@@ -67,6 +67,8 @@ class Watch:
         "generation -> (its newest finished step, when this was seen to grow)"
         self._hearing = Hearing(at)
         self._committed_at = at
+        self._spared_at = -math.inf
+        "when members that did not get on were last kept, since another one was to blame"
 
     def hear(self, worker: str, at: float) -> None:
         """Something came from the worker itself."""
@@ -127,10 +129,26 @@ class Watch:
         """Workers that have to be ejected now."""
         waits = (self._beats[w][1].doing is Doing.WAITING for w in self._roster.members if w in self._beats)
         others_wait, finishing = any(waits), self._roster.finishing
-        found = (self._look(worker, at, others_wait, finishing) for worker in self._roster.workers.values())
+        stalled = {} if finishing else self._stalled(at, others_wait)
+        found = (self._look(worker, at, stalled.get(worker.worker, 0.0)) for worker in self._roster.workers.values())
         return [overdue for overdue in found if overdue is not None]
 
-    def _look(self, worker: Worker, at: float, others_wait: bool, finishing: bool) -> Overdue | None:
+    def _stalled(self, at: float, others_wait: bool) -> dict[str, float]:
+        """Who has to go because it does not get on -> for how many seconds.
+
+        Where a kernel hangs, the others' processes may be stuck as well: in the driver, behind sums that do not come.
+        Whose device computes is to blame then, and the others have the whole deadline once more.
+        """
+        others = (WorkerPhase.STARTING, WorkerPhase.GONE)
+        workers = (w for w in self._roster.workers.values() if w.phase not in others and not w.finished)
+        seconds = {w.worker: self._stalled_s(w.worker, at, others_wait) for w in workers}
+        found = {name: stalled for name, stalled in seconds.items() if stalled > self._timing.progress_s}
+        computing = {name: stalled for name, stalled in found.items() if self._beats[name][1].computes}
+        if computing and len(computing) < len(found):
+            self._spared_at = at
+        return computing or found
+
+    def _look(self, worker: Worker, at: float, stalled: float) -> Overdue | None:
         if worker.phase is WorkerPhase.GONE or worker.finished:
             return None
         name, timing = worker.worker, self._timing
@@ -143,8 +161,7 @@ class Watch:
             return None
         if self._is_lost(name, at):
             return Overdue(worker, f"silent for {self._silent_s(name, at):.1f} s", FailureKind.HANG)
-        stalled = 0.0 if finishing else self._stalled_s(name, at, others_wait)
-        if stalled > timing.progress_s:
+        if stalled:
             return Overdue(worker, f"no progress for {stalled:.1f} s, alive", FailureKind.HANG)
         return None
 
@@ -157,7 +174,7 @@ class Watch:
             # After the loop, or between two: nobody knows whether it will come to another one.
             return 0.0
         # What a worker did while it was not heard nobody knows: it is silent, not without progress.
-        return self._since(beat, came, min(at, came + self._timing.lease_s))
+        return min(self._since(beat, came, min(at, came + self._timing.lease_s)), at - self._spared_at)
 
     def _since(self, beat: Beat, came: float, at: float) -> float:
         """For how long a worker has done the same thing. A step that was finished since is another one."""

@@ -114,6 +114,8 @@ class Beat(Message, frozen=True, kw_only=True):
     doing: Doing = Doing.WORKING
     stalled_s: Finite = 0.0
     "seconds since its training thread last got on: began a body or a wait, or ended one"
+    computes: bool = False
+    "its device is at this member's own work, or hangs in it; False for a processor"
     unrecorded: Count | None = None
     "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
     busy_links: Fractions = {}

@@ -126,8 +126,7 @@ class ElasticLoader(Source):
         if self.processes:
             self.load_s, batch = self._prefetch.take(key)
             return batch
-        with rng.kept(self.generators):
-            _, batch = self._prefetch.take(key)
+        _, batch = self._prefetch.take(key)
         if self.source.pin_memory and torch.accelerator.is_available():
             batch = torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

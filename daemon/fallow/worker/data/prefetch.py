@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +126,15 @@ def start_loading(source: DataLoader[Any], dataset: Any, **options: Any) -> Iter
             generator=torch.Generator(device="cpu").manual_seed(torch.initial_seed()),
             **options,
         )
-        return iter(inner)
+        loading = iter(inner)
+    # A garbage collection of an iterator in a reference cycle closes its queues first. The order to end would then
+    # never reach the processes, and torch would wait 5 s for each. Queues that are kept alive stay open until then.
+    weakref.finalize(loading, _let_go, list(getattr(loading, "_index_queues", [])))
+    return loading
+
+
+def _let_go(queues: list[Any]) -> None:
+    """The iterator ends its processes now, and `queues` end with it."""
 
 
 # ---------------------------------------------------------------------------------- in the loader processes, if any

@@ -73,9 +73,9 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, key: Key) -> Any:
-        """Return one batch of the step that was cut last. The caller has seeded all random numbers for the shard.
+        """Return one batch of the step that was cut last.
 
-        A loader leaves all generators as they are; `Calls` draws from them.
+        The caller seeds all random numbers for the shard before this, and for the body behind it.
         """
 
     @abstractmethod

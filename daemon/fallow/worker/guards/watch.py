@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,19 @@ _its_version = attrgetter("_version")
 _CANARY = 1024
 """Elements of one parameter that are compared between the members in each step."""
 
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
 _CALLERS = 6
 """Frames from an optimizer's hook to `GradScaler.step`, at most: both wrap the step, and a scheduler does."""
+
+
+class Steering(NamedTuple):
+    """What only a whole step may change."""
+
+    versions: int
+    "sum of the weights' version counters"
+    rates: tuple[Any, ...]
+    "sizes and plain options of all optimizers' groups"
 
 
 class Watch:
@@ -114,9 +125,9 @@ class Watch:
             )
         self._known_parameters = now
 
-    def steering(self) -> tuple[int, int]:
-        """What an inner loop must leave alone: versions of the weights, and the optimizers' rates."""
-        return sum(map(_its_version, self._weights)), hash(self._rates())
+    def steering(self) -> Steering:
+        """What an inner loop must leave alone."""
+        return Steering(sum(map(_its_version, self._weights)), self._rates())
 
     def start_piece(self, step: int) -> torch.Tensor:
         """A piece of one parameter, another one in each step, on its way to the host."""
@@ -128,9 +139,9 @@ class Watch:
         """Its checksum, once it is there; 32 bits."""
         return zlib.crc32(as_bytes(piece).numpy().data)
 
-    def agreement(self) -> int:
+    def agreement(self, steering: Steering) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""
-        numbers = [*self._rates(), self._prepared.modes.fingerprint()]
+        numbers = [*steering.rates, self._prepared.modes.fingerprint()]
         if self._prepared.reproducible:
             # Unlike metrics show in the rate only when it is lowered next, and not where one member is left then.
             plateaus = [thing for thing in self._prepared.others if isinstance(thing, ReduceLROnPlateau)]
@@ -187,9 +198,9 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
     """The scaler that makes the step at work."""
     frame = sys._getframe(1)
     for _ in range(_CALLERS):
-        found = frame.f_locals.get("self")
-        if isinstance(found, torch.amp.GradScaler):
-            return found if found.is_enabled() else None
+        if frame.f_code is _SCALER_STEP:  # what `f_locals` gives takes longer than the rest of the hook
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
         frame = frame.f_back or frame
     return None
 

@@ -183,11 +183,7 @@ class Intake:
     def _lay_out(self, text: bytes) -> None:
         """Make room for the state: on this thread, so that memory of a device belongs to this thread's stream."""
         outline = msgspec.msgpack.decode(text, type=Outline)
-        place: dict[int, torch.Tensor] = {}
-        if self._in_place:
-            for n, (live, spec) in enumerate(zip(self._prepared.weights(), outline.tensors, strict=False)):
-                if state.spec_of(live) == spec and (live.is_contiguous() or spec.order):
-                    place[n] = live.detach()
+        place = state.fitting(self._prepared.weights() if self._in_place else [], outline.tensors)
         self.received = {id(tensor) for tensor in place.values()}
         late = outline.parts[LATE]  # in a block of its own: memory of the others can be freed
         for numbers in (late, sorted(set(range(len(outline.tensors))) - {*late, *place})):

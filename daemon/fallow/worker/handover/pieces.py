@@ -1,15 +1,16 @@
 """A list of tensors cut into equal pieces, and one piece on its way from one member to another.
 
 Both ends cut the same list of sizes, so a piece needs no description. It travels in chunks, each with a sum behind it.
-Bytes on the host are sent from live memory and received into it. Bytes on a device pass two pinned buffers: one is
-filled while the other is sent, or received while the other is emptied. The thread that sends or receives is on a side
-stream of its own (see `device.beside`).
+Bytes on the host are sent from live memory and received into it. Bytes on a device pass a `Ring` of two pinned buffers:
+one is filled while the other is sent, or received while the other is emptied. The thread that sends or receives is on a
+side stream of its own (see `device.beside`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -32,6 +33,54 @@ _WORDS = 8
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
+class Ring:
+    """Two pinned buffers through which bytes of a device pass on its current stream; none for bytes of the host."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        size = CHUNK if device.asynchronous(where) else 0
+        self._buffers = torch.empty(2, size, dtype=torch.uint8, device="cpu", pin_memory=size > 0)
+
+    def to_host(self, chunks: Iterator[list[torch.Tensor]]) -> Generator[list[Bytes]]:
+        """The chunks' bytes on the host, each until the next one is asked for."""
+        if not device.asynchronous(self._where):
+            yield from ([part.numpy() for part in chunk] for chunk in chunks)
+            return
+        ahead: tuple[list[Bytes], torch.Event | None] | None = None
+        try:
+            for number, chunk in enumerate(chunks):
+                buffer = self._buffer(number, chunk)
+                _gather(buffer, chunk)
+                ready, ahead = ahead, ([buffer.numpy()], device.event(self._where))
+                if ready is not None:
+                    device.wait(ready[1])
+                    yield ready[0]
+            if ahead is not None:
+                device.wait(ahead[1])
+                yield ahead[0]
+        finally:
+            device.wait(device.event(self._where))  # nothing writes to the buffers any more
+
+    def from_host(self, chunks: Iterator[list[torch.Tensor]]) -> Generator[list[Bytes]]:
+        """Memory on the host for the bytes of each chunk, which are taken to it when the next one is asked for."""
+        if not device.asynchronous(self._where):
+            yield from ([part.numpy() for part in chunk] for chunk in chunks)
+            return
+        emptied: list[torch.Event | None] = [None, None]
+        try:
+            for number, chunk in enumerate(chunks):
+                device.wait(emptied[number % 2])
+                buffer = self._buffer(number, chunk)
+                yield [buffer.numpy()]
+                _scatter(buffer, chunk)
+                emptied[number % 2] = device.event(self._where)
+        finally:
+            device.wait(device.event(self._where))
+
+    def _buffer(self, number: int, chunk: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._buffers[number % 2][: sum(part.numel() for part in chunk)]
+
+
 def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int, pieces: int) -> None:
     """Send piece `number` of `pieces` equal ones.
 
@@ -44,31 +93,9 @@ def send_piece(line: socket.socket, memory: Sequence[torch.Tensor], number: int,
     Raises:
         OSError: the line broke.
     """
-    for chunk in _on_host(cut(memory, number, pieces), device_of(memory)):
-        send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
-
-
-def _on_host(chunks: Iterator[list[torch.Tensor]], where: torch.device) -> Iterator[list[Bytes]]:
-    """The chunks' bytes on the host, each until the next one is asked for."""
-    if not device.asynchronous(where):
-        yield from ([part.numpy() for part in chunk] for chunk in chunks)
-        return
-    buffers = _pinned()
-    ahead: tuple[list[Bytes], torch.Event | None] | None = None
-    try:
-        for number, chunk in enumerate(chunks):
-            views = _views(buffers[number % 2], chunk)
-            for view, part in zip(views, chunk, strict=True):
-                view.copy_(part, non_blocking=True)
-            ready, ahead = ahead, ([view.numpy() for view in views], device.event(where))
-            if ready is not None:
-                device.wait(ready[1])
-                yield ready[0]
-        if ahead is not None:
-            device.wait(ahead[1])
-            yield ahead[0]
-    finally:
-        device.wait(device.event(where))  # nothing writes to the buffers any more
+    with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, number, pieces))) as chunks:
+        for chunk in chunks:
+            send_all(line, [*(part.data for part in chunk), memoryview(checksum(*chunk).to_bytes(8, "little"))])
 
 
 def receive_piece(
@@ -80,37 +107,16 @@ def receive_piece(
         OSError: the line broke.
         FallowError: what arrived is not what was sent. All of it was read, so the line can be used on.
     """
-    where = device_of(memory)
-    buffers = _pinned() if device.asynchronous(where) else []
-    emptied: list[torch.Event | None] = [None, None]
     total, damaged = 0, False
-    try:
-        for n, chunk in enumerate(cut(memory, number, pieces)):
-            device.wait(emptied[n % 2])
-            views = _views(buffers[n % 2], chunk) if buffers else chunk
-            places = [view.numpy() for view in views]
+    with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, number, pieces))) as chunks:
+        for places in chunks:
             total += sum(place.size for place in places)
             expected = bytearray(8)
             receive_into(line, [*(place.data for place in places), memoryview(expected)], moved)
             damaged = damaged or int.from_bytes(expected, "little") != checksum(*places)
-            if buffers:
-                for view, part in zip(views, chunk, strict=True):
-                    part.copy_(view, non_blocking=True)
-                emptied[n % 2] = device.event(where)
-    finally:
-        device.wait(device.event(where))
     if damaged:
         raise FallowError("state arrived damaged from another member; check this node's network", Exit.TEMPFAIL)
     return total
-
-
-def _pinned() -> list[torch.Tensor]:
-    return list(torch.empty(2, CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True))
-
-
-def _views(buffer: torch.Tensor, chunk: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    sizes = [part.numel() for part in chunk]
-    return buffer[: sum(sizes)].split_with_sizes(sizes)
 
 
 def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[list[torch.Tensor]]:
@@ -133,3 +139,45 @@ def cut(memory: Sequence[torch.Tensor], number: int, pieces: int) -> Iterator[li
         at += -(-flat.numel() // step) * step
     if chunk:
         yield chunk
+
+
+def copy_to_host(memory: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copy flat uint8 tensors of a device, through a ring, to others of the same sizes on the host. Waits for it."""
+    with contextlib.closing(Ring(device_of(memory)).to_host(cut(memory, 0, 1))) as chunks:
+        for (buffer,), targets in zip(chunks, cut(copies, 0, 1), strict=True):
+            for view, target in zip(_views(torch.from_numpy(buffer), targets), targets, strict=True):
+                target.copy_(view)
+
+
+def copy_to_device(copies: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> None:
+    """Do the inverse of `copy_to_host`."""
+    with contextlib.closing(Ring(device_of(memory)).from_host(cut(memory, 0, 1))) as chunks:
+        for (buffer,), sources in zip(chunks, cut(copies, 0, 1), strict=True):
+            for view, source in zip(_views(torch.from_numpy(buffer), sources), sources, strict=True):
+                view.copy_(source)
+
+
+def _gather(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> None:
+    if _is_many(chunk):
+        buffer.copy_(torch.cat(chunk), non_blocking=True)
+        return
+    for view, part in zip(_views(buffer, chunk), chunk, strict=True):
+        view.copy_(part, non_blocking=True)
+
+
+def _scatter(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> None:
+    views = _views(buffer.to(chunk[0].device, non_blocking=True) if _is_many(chunk) else buffer, chunk)
+    if _is_many(chunk):
+        torch._foreach_copy_(chunk, views)
+        return
+    for view, part in zip(views, chunk, strict=True):
+        part.copy_(view, non_blocking=True)
+
+
+def _is_many(chunk: list[torch.Tensor]) -> bool:
+    """Several tensors of a device: one kernel and one copy are cheaper than a copy for each."""
+    return len(chunk) > 1 and all(device.asynchronous(part.device) for part in chunk)
+
+
+def _views(buffer: torch.Tensor, chunk: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(buffer.split_with_sizes([part.numel() for part in chunk]))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from fallow.worker.handover.pieces import copy_to_device, copy_to_host
 from fallow.worker.handover.transfer import export_state, load_state
 from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.transport import device
+from fallow.worker.transport.device import asynchronous
 
 
 class Snapshot:
     """Copies of all that was prepared, on the host: a device may have no room for them.
 
-    The copies are complete behind what the device was given by now; nobody waits for them here.
+    They are made when this returns. What a device has passes a ring: pinned memory for all of it would take long to get
+    and stay with the process.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -21,9 +27,8 @@ class Snapshot:
         self._tree = encoded.tree
         self._specs = encoded.specs
         self._weights = len(prepared.weights())
-        weights, _ = state.host_copies(encoded.tensors[: self._weights])  # by themselves: nobody takes them over
-        others, self._copied = state.host_copies(encoded.tensors[self._weights :])
-        self._copies = [*weights, *others]
+        weights, others = encoded.tensors[: self._weights], encoded.tensors[self._weights :]
+        self._copies = [*_copied(weights), *_copied(others)]  # weights by themselves: nobody takes them over
 
     def restore(self) -> None:
         """Put everything back as it was. Once: the optimizers take the copies over.
@@ -31,10 +36,24 @@ class Snapshot:
         Raises:
             FallowError: the script has since changed what was prepared so that the copies do not fit.
         """
-        device.wait(self._copied)
-        tensors = [
-            device.to_device(copy, self._prepared.device) if spec.on_device and number >= self._weights else copy
-            for number, (copy, spec) in enumerate(zip(self._copies, self._specs, strict=True))
-        ]
+        far = {n: spec for n, spec in enumerate(self._specs) if spec.on_device}
+        weights = state.fitting(self._prepared.weights(), self._specs[: self._weights])
+        live = {n: tensor for n, tensor in weights.items() if n in far}
+        others = [n for n in far if n not in live]
+        new = state.room([far[n] for n in others], self._prepared.device)
+        placed = {**live, **dict(zip(others, new, strict=True))}
+        copy_to_device([state.as_bytes(self._copies[n]) for n in placed], [*map(state.as_bytes, placed.values())])
+        tensors = [placed.get(n, copy) for n, copy in enumerate(self._copies)]
         self._copies = []
-        load_state(self._prepared, state.decode(self._tree, tensors))
+        load_state(self._prepared, state.decode(self._tree, tensors), {id(tensor) for tensor in live.values()})
+
+
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    copies = state.room([state.spec_of(tensor) for tensor in tensors])
+    pairs = list(zip(tensors, copies, strict=True))
+    far = [(state.as_bytes(tensor), state.as_bytes(copy)) for tensor, copy in pairs if asynchronous(tensor.device)]
+    for tensor, copy in pairs:
+        if not asynchronous(tensor.device):
+            copy.copy_(tensor.detach())
+    copy_to_host([given for given, _ in far], [taken for _, taken in far])
+    return copies

@@ -15,6 +15,7 @@ from fallow.worker.handover.standing import HOLDS, TORN, Standing
 from fallow.worker.handover.supply import Supply
 from fallow.worker.prepared import extra_state, state
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.transport import device
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.stream import sources
 
@@ -62,7 +63,7 @@ def transfer(
         FallowError: the state does not fit, arrived damaged, or the donors' states differ.
     """
     standing.latest = None
-    plan = sources(roles.donors, roles.receivers)
+    plan = sources(roles.donors, roles.receivers, several_lines=device.asynchronous(group.device))
     if group.rank in plan:
         return _receive(group, prepared, standing, plan[group.rank], fingerprint, begun=roles.begun)
     pieces = sum(row.count(group.rank) for row in plan.values())

@@ -17,6 +17,7 @@ from fallow.model import Exit, FallowError
 from fallow.worker.data.ledger import Fed
 from fallow.worker.data.source import Key
 from fallow.worker.data.stream_loader import copied
+from fallow.worker.guards.watch import Steering
 from fallow.worker.loop.agreement import check_parts
 from fallow.worker.loop.exchange import Ended, Kind, Outcome, Part, decode_outcome, decode_part, encode
 from fallow.worker.loop.figures import Figures
@@ -123,7 +124,7 @@ class Shards(InnerLoop):
         "generation + 1 in which this member got their sums"
         self._samples = self._crc = 0
         "of the shards that it has computed"
-        self._steering = 0, 0
+        self._steering = Steering(0, ())
         self._piece = torch.empty(0, device="cpu")
         at = self._member.place.position
         self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
@@ -285,7 +286,7 @@ class Shards(InnerLoop):
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             pace=member.pace.value,
             piece=self._loop.watch.piece(self._piece),
-            agreement=self._loop.watch.agreement(),
+            agreement=self._loop.watch.agreement(self._steering),
             acts=at.acts,
             sums=sums,
             notes=self._figures.told(),

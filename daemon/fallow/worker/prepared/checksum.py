@@ -28,14 +28,19 @@ def checksum(*parts: Any) -> int:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """62 bits over the bits of tensors, in order, and over where each ends. Of device tensors `row_hashes` count."""
-    flat = [as_bytes(tensor.detach().contiguous()) for tensor in tensors]
-    lengths = repr([one.numel() for one in flat]).encode()
-    far = [one for one in flat if devices.asynchronous(one.device)]
-    near = [one for one in flat if not devices.asynchronous(one.device)]
-    copies, copied = host_copies([torch.cat(list(map(row_hashes, far)))] if far else [])
+    """62 bits over the bits of tensors, in order, and over where each ends. Of device tensors `row_hashes` count, and
+    of these again: 40 KB of 10 GB come to the host."""
+    lengths, near, hashes = [], [], []
+    for tensor in tensors:
+        flat = as_bytes(tensor.detach().contiguous())
+        lengths.append(flat.numel())
+        if devices.asynchronous(flat.device):
+            hashes.append(row_hashes(flat))
+        else:
+            near.append(flat)
+    copies, copied = host_copies([row_hashes(torch.cat(hashes))] if hashes else [])
     devices.wait(copied)
-    return checksum(lengths, *(one.numpy() for one in near + copies))
+    return checksum(repr(lengths).encode(), *(one.numpy() for one in near + copies))
 
 
 def row_hashes(flat: torch.Tensor) -> torch.Tensor:

@@ -184,9 +184,10 @@ class Prepared:
                 _load_module(module, tensors, received)
             for optimizer, groups, saved in zip(self.optimizers, state["groups"], state["optimizers"], strict=True):
                 _regroup(optimizer, groups, self._parameter_names())
-                optimizer.load_state_dict(saved)
                 if _loads_plainly(optimizer):
-                    _keep_dtypes(optimizer, saved)
+                    _load_plainly(optimizer, saved)
+                else:
+                    optimizer.load_state_dict(saved)
                 _keep_strides(optimizer)
             for own, values in zip(self.dicts, state["dicts"], strict=True):
                 values = _placed(values, own)
@@ -292,14 +293,25 @@ def _loads_plainly(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not hooks
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Loading casts state to the parameter's dtype (bfloat16 parameters, float32 state): take it as it was."""
+def _load_plainly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state and keep its dtypes. torch would cast it to the parameter's (bfloat16 parameters, float32 state):
+    that costs memory, and reads what may not have arrived yet."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, entry in saved["state"].items():
-        live = optimizer.state[params[number]]
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dtype != live[key].dtype:
-                live[key] = value.to(live[key].device)
+    cast = {
+        number: {key: value for key, value in entry.items() if _would_be_cast(key, value, params[number])}
+        for number, entry in saved["state"].items()
+    }
+    instead = {number: torch.empty(0, dtype=params[number].dtype, device=params[number].device) for number in cast}
+    kept = {
+        number: {**entry, **dict.fromkeys(cast[number], instead[number])} for number, entry in saved["state"].items()
+    }
+    optimizer.load_state_dict({**saved, "state": kept})
+    for number, entry in cast.items():
+        optimizer.state[params[number]].update({key: value.to(params[number].device) for key, value in entry.items()})
+
+
+def _would_be_cast(key: Any, value: Any, parameter: torch.Tensor) -> bool:
+    return key != "step" and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype
 
 
 def _keep_strides(optimizer: torch.optim.Optimizer) -> None:

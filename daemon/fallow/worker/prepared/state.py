@@ -253,6 +253,13 @@ def room(specs: Sequence[TensorSpec], device: torch.device = HOST, *, pinned: bo
     return tensors
 
 
+def fitting(live: Iterable[torch.Tensor], specs: Iterable[TensorSpec]) -> dict[int, torch.Tensor]:
+    """By number, the live tensors that are as specified, so that their memory takes such a tensor's bytes."""
+    pairs = enumerate(zip(live, specs, strict=False))
+    alike = {n: tensor.detach() for n, (tensor, spec) in pairs if spec_of(tensor) == spec}
+    return {n: tensor for n, tensor in alike.items() if tensor.is_contiguous() or _order(tensor)}
+
+
 def _block(size: int, *, pinned: bool) -> torch.Tensor:
     if pinned or size < _HUGE:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from fallow.worker.reduction.step_sums import PATIENCE, bitmap, count_unused, flags
@@ -37,8 +36,8 @@ class _Room:
 
     @cached_property
     def last_words(self) -> torch.Tensor:
-        """By buffer, the number of 8-byte words up to its end, on the device."""
-        return to_device(torch.tensor([end // 8 for end in self._ends], device="cpu"), self.bytes.device)
+        """0, and by buffer the number of 8-byte words up to its end, on the device."""
+        return to_device(torch.tensor([0, *(end // 8 for end in self._ends)], device="cpu"), self.bytes.device)
 
 
 class StepBuffers:
@@ -57,7 +56,7 @@ class StepBuffers:
         self._arrivals: list[tuple[Sequence[int], _Room]] = []
         "numbers of buffers on their way, and where they arrive"
         self._changed_words: torch.Tensor | None = None
-        "by buffer, on the host: words that shard 0 changed, up to its end; None: another member has shard 0"
+        "on the host: 0, and by buffer the words that shard 0 changed, up to its end; None: another member has shard 0"
 
     def _live(self) -> list[torch.Tensor]:
         return [tensor for tensor, writable in zip(self._all_live(), self._writable, strict=True) if writable]
@@ -87,7 +86,8 @@ class StepBuffers:
         torch._foreach_copy_(self._shard_0_room.views, self._live())
         unlike = self._shard_0_room.bytes.view(torch.int64) != self._step_room.bytes.view(torch.int64)
         # The sum before the first word is 0, and a buffer's last word stands in front of the place where it ends.
-        counts = torch.nn.functional.pad(unlike.cumsum(0, dtype=torch.int32), (1, 0))
+        counts = torch.zeros(len(unlike) + 1, dtype=torch.int32, device=unlike.device)
+        torch.cumsum(unlike, 0, out=counts[1:])
         self._changed_words = to_host(counts[self._shard_0_room.last_words])
 
     def share(self, group: Group, root: int, numbers: Sequence[int] | None = None) -> None:
@@ -109,7 +109,8 @@ class StepBuffers:
         """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
         if self._changed_words is None:
             return b""
-        return bitmap(np.diff(self._changed_words.numpy(), prepend=0) > 0)
+        words = self._changed_words.numpy()
+        return bitmap(words[1:] > words[:-1])
 
     def missing(self, changed: bytes) -> list[int]:
         """Numbers of the buffers that were changed and did not travel."""

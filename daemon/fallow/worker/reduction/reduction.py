@@ -195,7 +195,7 @@ class Reduction:
         decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
             late=bitmap(bucket.is_late for bucket in self._buckets),
-            touched=bitmap(index in self._touched for index in range(len(self._params))),
+            touched=bitmap(map(self._touched.__contains__, range(len(self._params)))),
             extents=self.arithmetic.extents(),
             order=list(self._touched) if decides_order else None,
             buffers=self.buffers.changed(),

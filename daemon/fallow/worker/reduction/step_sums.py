@@ -39,7 +39,7 @@ class Sums(msgspec.Struct, frozen=True, array_like=True):
 
 def bitmap(flags: Iterable[bool]) -> bytes:
     """Pack flags, eight to a byte."""
-    return np.packbits(np.fromiter(flags, dtype=bool), bitorder="little").tobytes()
+    return np.packbits(np.frombuffer(bytes(flags), dtype=np.uint8), bitorder="little").tobytes()
 
 
 def flags(packed: bytes, count: int) -> list[bool]:
@@ -50,8 +50,10 @@ def flags(packed: bytes, count: int) -> list[bool]:
 
 
 def _either(bitmaps: Iterable[bytes]) -> bytes:
-    joined: bytes = np.bitwise_or.reduce([np.frombuffer(packed, dtype=np.uint8) for packed in bitmaps]).tobytes()
-    return joined
+    joined, size = 0, 0
+    for packed in bitmaps:
+        joined, size = joined | int.from_bytes(packed, "little"), len(packed)
+    return joined.to_bytes(size, "little")
 
 
 def count_unused(sums: Sequence[int], used: Sequence[bool]) -> list[int]:

@@ -48,6 +48,8 @@ class Progress:
         if group is not None and group.waiting:
             return Doing.WAITING, now - group.turned_at
         doing = Doing.WORKING if self.in_loop else Doing.OUTSIDE
+        if group is not None and group.device_progress.awaits_others:
+            doing = Doing.WAITING
         return doing, now - max(self.moved_at, group.turned_at if group is not None else 0.0)
 
     def told(self) -> dict[str, Any]:

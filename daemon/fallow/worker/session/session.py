@@ -213,6 +213,12 @@ class Session:
                 self.beat()
             self._closed.wait(_HELLO_S if welcome is None else welcome.beat_s)
 
+    def _look_at_device(self, device: torch.device) -> None:
+        welcome = self._welcome
+        while welcome is not None and not self._closed.wait(welcome.beat_s):
+            if self._current is not None:
+                self._current.device_progress.look(device)
+
     def _hello(self) -> WorkerHello:
         return WorkerHello(
             worker=self.worker,
@@ -232,7 +238,8 @@ class Session:
         with self._changed:
             upcoming = self._next
             standing = upcoming.prepare.generation if upcoming and upcoming.standing else self._taken
-            doing, stalled_s = self.progress.doing(self._current, self._awaiting_since)
+            group = self._current
+            doing, stalled_s = self.progress.doing(group, self._awaiting_since)
             self.send(
                 Beat(
                     worker=self.worker,
@@ -240,6 +247,7 @@ class Session:
                     held=self._held is not None,
                     doing=doing,
                     stalled_s=stalled_s,
+                    computes=group is not None and group.device_progress.computes,
                     **self.progress.told(),
                 )
             )
@@ -362,6 +370,8 @@ class Session:
             ready: what the head is told.
             device: of the parameters; groups are made for it from now on.
         """
+        if devices.asynchronous(device) and self._device == devices.HOST:
+            threading.Thread(target=self._look_at_device, args=(device,), name="fallow-device", daemon=True).start()
         self._ready, self._device = ready, device
         self.send(ready)
 

@@ -51,6 +51,11 @@ def event(device: torch.device) -> torch.Event | None:
     return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
 
 
+def idle(device: torch.device) -> bool:
+    """True if the device's current stream has done all that it was given."""
+    return not asynchronous(device) or torch.accelerator.current_stream(device).query()
+
+
 def wait(event: torch.Event | None, stop: Callable[[], object] = never) -> None:
     """Wait until an event is complete, by polling: a call that blocks in the driver could not be ended.
 

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 from fallow.model import Exit, FallowError
 from fallow.worker.transport import communicators, gloo
 from fallow.worker.transport import device as devices
+from fallow.worker.transport.device_progress import DeviceProgress
 from fallow.worker.transport.node import Node
 from fallow.worker.transport.stream import Streams
 from fallow.worker.transport.waits import Interrupted, Waits
@@ -95,6 +96,7 @@ class Group(Waits):
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
+        self.device_progress = DeviceProgress()
         self.node = Node()
         "the other workers of this generation on the same node"
 
@@ -299,8 +301,9 @@ class Group(Waits):
         """The device's current stream waits for all that was launched; the host does not. Nothing on the host."""
         if devices.asynchronous(self.device):
             launched, self._launched = self._launched, []
-            for work, _ in launched:
-                work.wait()
+            with self.device_progress.wait(self.device):
+                for work, _ in launched:
+                    work.wait()
 
     def certain(self) -> None:
         """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
@@ -321,6 +324,7 @@ class Group(Waits):
         devices.wait(own, self._failure)
         with self.waits():
             devices.wait(end, self._failure)
+        self.device_progress.arrived()
         # After the event: an abort completes events, too, with garbage before them.
         failure = self._failure()
         if failure is not None:

@@ -63,9 +63,13 @@ class Card(msgspec.Struct, frozen=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def sources(donors: Sequence[int], receivers: Sequence[int]) -> dict[int, list[int]]:
-    """Which donors send to which receiver, in the order of the pieces; the load is spread evenly."""
-    count = min(DONORS, len(donors))
+def sources(donors: Sequence[int], receivers: Sequence[int], *, several_lines: bool = False) -> dict[int, list[int]]:
+    """Which donors send to which receiver, in the order of the pieces; the load is spread evenly.
+
+    `several_lines`: where there are few donors one may send several pieces at once, each over a line of its own. What
+    trains on a device has processors to spare, and a line is as fast as one of them.
+    """
+    count = DONORS if several_lines else min(DONORS, len(donors))
     return {
         receiver: [donors[(number * count + piece) % len(donors)] for piece in range(count)]
         for number, receiver in enumerate(receivers)

@@ -1,0 +1,62 @@
+"""How far a member's device has got, for the heartbeats.
+
+The training thread may be stuck behind its device: in an allocation, or because the device's queue is full. That looks
+alike on a member whose kernel hangs and on those who wait for that member's sums. What tells them apart is the stream:
+of those who wait it has done all that it was given, but for waits for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fallow.worker.transport import device as devices
+
+
+@dataclass(slots=True)
+class _StreamWait:
+    """A stream waits for other members."""
+
+    own: torch.Event | None
+    "behind what the stream was given before: this member's own work"
+    end: torch.Event | None = None
+    "behind the wait; None as long as the host is still giving it to the stream"
+
+
+class DeviceProgress:
+    """The training thread notes its waits, and another thread looks. The beats read what that one saw last.
+
+    Nobody else looks: a driver that is busy may hold up whoever asks it. What runs on streams of the script's own is
+    not seen.
+    """
+
+    def __init__(self) -> None:
+        self.computes = False
+        "the device is at this member's own work, or hangs in it"
+        self.awaits_others = False
+        "all that it has to do waits for other members"
+        self._waits: list[_StreamWait] = []
+
+    @contextlib.contextmanager
+    def wait(self, device: torch.device) -> Iterator[None]:
+        """Inside, the device's current stream is made to wait for others."""
+        wait = _StreamWait(devices.event(device))
+        self._waits.append(wait)
+        yield
+        wait.end = devices.event(device)
+
+    def arrived(self) -> None:
+        """Nothing waits any more."""
+        self._waits, self.awaits_others = [], False
+
+    def look(self, device: torch.device) -> None:
+        """See how far the device is. Does not wait for it."""
+        for wait in list(self._waits):
+            own_is_done = wait.own is None or wait.own.query()
+            if not own_is_done or wait.end is None or not wait.end.query():
+                self.computes, self.awaits_others = not own_is_done, own_is_done
+                return
+        self.computes, self.awaits_others = not devices.idle(device), False

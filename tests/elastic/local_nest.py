@@ -1,0 +1,83 @@
+"""`fallow local` as a fork of the nursery: its agents and their workers are forks, too, and children as ever.
+
+The head and its store are started as usual. An agent is a child of `fallow local` that was there before its first
+thread, as a worker is of its agent (see `nursery`).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+import nursery
+
+from fallow.cli.main import main as fallow_main
+
+AGENTS = 8
+"""At most so many in a test."""
+WORKERS = 2
+"""Of each agent: one may be started again."""
+
+
+def be_local(request: dict[str, Any]) -> NoReturn:
+    """What `fallow ARGV` would be, with agents that hatch."""
+    os.chdir(request["folder"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    out, error = (os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "error"))
+    nursery.become(["fallow", *request["argv"]], request["environ"], (null, out, error))
+    nest = [nursery.lay(be_a_hatched_agent) for _ in range(AGENTS)]
+    usual = asyncio.create_subprocess_exec
+
+    async def start(*command: Any, **options: Any) -> Any:
+        if command[1:3] != ("-m", "fallow.agent"):
+            return await usual(*command, **options)
+        return Hatched(*nest.pop(0), command, **options)
+
+    asyncio.create_subprocess_exec = start
+    nursery.end(nursery.exit_code_of(fallow_main))
+
+
+class Hatched:
+    """The part of `asyncio.subprocess.Process` that `fallow local` uses, for an agent that is there already."""
+
+    def __init__(self, pid: int, orders: socket.socket, command: tuple[str, ...], **options: Any) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+        out = sys.stdout.fileno() if options["stdout"] is None else options["stdout"]
+        told = {"argv": command[3:], "environ": dict(options["env"])}
+        with orders:
+            descriptors = array.array("i", [out, sys.stderr.fileno()])
+            orders.sendmsg([json.dumps(told).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        ended = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(ended, self._reap, ended)
+
+    def _reap(self, ended: int) -> None:
+        asyncio.get_running_loop().remove_reader(ended)
+        os.close(ended)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+    async def wait(self) -> int | None:
+        """Wait for its end; returns its exit code, or its signal as a negative number."""
+        await self._ended.wait()
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def be_a_hatched_agent(orders: socket.socket) -> NoReturn:
+    """What `python -m fallow.agent ARGV` would be, as soon as `fallow local` says so."""
+    told, (out, error) = nursery.told_by(orders, 2)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    nursery.become(["fallow.agent", *told["argv"]], told["environ"], (null, out, error))
+    nursery.run_agent(told["argv"], WORKERS)
