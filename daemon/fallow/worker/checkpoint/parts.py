@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fallow.worker.checkpoint.manifest import FORMAT, Chunk, Manifest, TensorInfo
+from fallow.worker.handover.snapshot import copies_through_ring
 from fallow.worker.prepared.objects import ModelNames
 from fallow.worker.prepared.state import Path, TensorSpec, decode, device_of, encode, host_copies, spec_of, to_bytes
 from fallow.worker.transport import device as devices
@@ -52,9 +53,7 @@ class Snapshot:
         if devices.asynchronous(device):
             devices.enter(device)
             with devices.beside(device, self.copied):
-                on_host, arrived = host_copies(self.copies)
-            devices.wait(arrived)
-            self.copies[:] = on_host  # not before: the training would be given the others' memory
+                self.copies[:] = copies_through_ring(self.copies)
         devices.wait(self.copied)
 
 
