@@ -55,6 +55,7 @@ def _module(ops: Any) -> types.ModuleType:
     module.current_device = lambda: 0
     module.set_device = lambda index: None
     module.device_count = lambda: 1
+    module.mem_get_info = lambda device=None: (1 << 40, 1 << 40)
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.default_stream = lambda device=None: Stream(stream_id=0, device_index=0, device_type=20)

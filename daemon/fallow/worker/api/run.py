@@ -24,6 +24,7 @@ from fallow.worker.loop.update import Update
 from fallow.worker.loop.updates import Loop
 from fallow.worker.prepared import state
 from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.exact import Exact
 from fallow.worker.session.session import Session
 from fallow.worker.session.voice import IsMain
@@ -87,6 +88,8 @@ class Run:
         if (reproducible or os.environ.get("FALLOW_REPRODUCIBLE") == "1") and not self._prepared.reproducible:
             self._prepared.arithmetic = Exact()
         done = [self._prepare_one(thing, global_batch) for thing in objects]
+        if self._prepared.reproducible:
+            enforce(self._prepared.devices())  # before the script makes graphs, which keep their kernels
         return done[0] if len(done) == 1 else tuple(done)
 
     def _prepare_one(self, thing: Any, global_batch: int | None) -> Any:

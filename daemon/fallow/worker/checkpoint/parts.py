@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fallow.worker.checkpoint.manifest import FORMAT, Chunk, Manifest, TensorInfo
+from fallow.worker.handover.snapshot import copies_through_ring
 from fallow.worker.prepared.objects import ModelNames
-from fallow.worker.prepared.state import Path, TensorSpec, decode, encode, host_copies, spec_of, to_bytes
+from fallow.worker.prepared.state import Path, TensorSpec, decode, device_of, encode, host_copies, spec_of, to_bytes
+from fallow.worker.transport import device as devices
 
 _TREE = "fallow.tree"
 """Name of the last tensor: everything that is no tensor, as `state.Encoded.tree` (MessagePack)."""
@@ -37,13 +39,22 @@ class Snapshot:
     slices: list[Slice]
     "of this part"
     copies: list[torch.Tensor] = field(repr=False)
-    "on the host, in the order of `slices`"
+    "in the order of `slices`; on their device if that has room for them, until `bring_to_host`"
     copied: torch.Event | None
-    "the event behind which they may be read"
+    "the event behind which copies and `extra` may be read"
     extra: dict[str, Any]
     "extra state of modules by name, with copies of its tensors; on the first rank only"
     texts: list[tuple[Path, bytes]]
     "what is no tensor, for torch's tools; on the first rank only"
+
+    def bring_to_host(self) -> None:
+        """Wait until all copies are on the host. For the thread that writes: the training goes on meanwhile."""
+        device = device_of(self.copies)
+        if devices.asynchronous(device):
+            devices.enter(device)
+            with devices.beside(device, self.copied):
+                self.copies[:] = copies_through_ring(self.copies)
+        devices.wait(self.copied)
 
 
 def cut(specs: Sequence[TensorSpec], world: int) -> list[list[Slice]]:
@@ -83,6 +94,10 @@ def take(
 ) -> Snapshot:
     """Copy part `rank` of `world` of a state.
 
+    The training may change the state as soon as the copies are made. So they are made on the device, where that takes
+    no longer than reading the state once, and go to the host beside the training. Without room on the device they go
+    to the host at once, and the device does nothing else meanwhile.
+
     Args:
         tree: as `transfer.export_state` returns it; the same on all members.
         names: of the modules' tensors, so that torch's tools rebuild what `state_dict` gives.
@@ -96,14 +111,19 @@ def take(
     infos = _infos([*encoded.paths, [_TREE]], specs, names)
     beside = encode(dict(extra), "checkpoint")
     rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
-    copies, copied = host_copies([*rows, *beside.tensors])
+    device = device_of([*rows, *beside.tensors])
+    if devices.has_room(device, sum(row.nbytes for row in rows)):
+        copies = [row.detach().clone() for row in rows]
+    else:
+        copies, _ = host_copies(rows)
+    extra_copies, _ = host_copies(beside.tensors)
     return Snapshot(
         rank=rank,
         manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **known),
         slices=slices,
-        copies=copies[: len(rows)],
-        copied=copied,
-        extra=decode(beside.tree, copies[len(rows) :]),
+        copies=copies,
+        copied=devices.event(device),
+        extra=decode(beside.tree, extra_copies),
         texts=[] if rank else _texts(encoded.plain),
     )
 

@@ -30,7 +30,6 @@ from fallow.worker.checkpoint.manifest import (
     write_manifest,
 )
 from fallow.worker.checkpoint.parts import Snapshot
-from fallow.worker.transport import device
 
 PATIENCE_S = 600.0
 """How long the first member waits for the others' parts after its own."""
@@ -98,7 +97,7 @@ class Writing(threading.Thread):
     def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:
         if snapshot.rank == 0:
             sync_dir(self._folder)
-        device.wait(snapshot.copied)
+        snapshot.bring_to_host()
         part = write_part(temporary, snapshot)
         write_private(temporary / _part_name(snapshot.rank), msgspec.json.encode(part))
         snapshot.copies.clear()

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fallow.model import Exit, FallowError
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.prepared.state import as_bytes, named_parameters
-from fallow.worker.transport.device import to_host
+from fallow.worker.prepared.state import as_bytes, device_of, named_parameters
+from fallow.worker.transport.device import capturing, to_host
 
 _its_version = attrgetter("_version")
 
@@ -68,8 +68,14 @@ class Watch:
         """An inner loop begins.
 
         Raises:
-            FallowError: parameters are trained whose gradients are not summed.
+            FallowError: parameters are trained whose gradients are not summed, or hooks would be compiled.
         """
+        if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
+            raise FallowError(
+                "torch._dynamo.config.compiled_autograd is on: it compiles the backward, and in it the hooks that take "
+                "the gradients, which torch cannot: leave it off; torch.compile(model) compiles the backward as well",
+                Exit.DATA,
+            )
         sizes = [len(group["params"]) for group in self._prepared.groups()]
         if sizes != self._group_sizes:
             self._check_prepared()
@@ -157,7 +163,7 @@ def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
 
     Raises:
         FallowError: (in the script's `step`) the optimizer holds prepared parameters and was not prepared itself, or
-            a scaler that was not prepared makes the step.
+            a scaler that was not prepared makes the step, or the step is captured in a graph.
     """
 
     def check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -167,6 +173,12 @@ def watch_steps(prepared: Prepared, may_step: Callable[[], None]) -> None:
                 raise FallowError(
                     "a GradScaler steps a prepared optimizer and was not prepared itself, so a member that joins would "
                     "scale its loss by another factor; write run.prepare(model, optimizer, scaler, ...)",
+                    Exit.DATA,
+                )
+            if capturing(device_of(p for group in optimizer.param_groups for p in group["params"])):
+                raise FallowError(
+                    "an optimizer's step inside of torch.cuda.graph: a replay would read the gradients of this step, "
+                    "where later ones need not be: write the step outside of the graph (fused=True makes it short)",
                     Exit.DATA,
                 )
             may_step()

@@ -28,7 +28,10 @@ class Snapshot:
         self._specs = encoded.specs
         self._weights = len(prepared.weights())
         weights, others = encoded.tensors[: self._weights], encoded.tensors[self._weights :]
-        self._copies = [*_copied(weights), *_copied(others)]  # weights by themselves: nobody takes them over
+        self._copies = [
+            *copies_through_ring(weights),
+            *copies_through_ring(others),
+        ]  # weights by themselves: nobody takes them over
 
     def restore(self) -> None:
         """Put everything back as it was. Once: the optimizers take the copies over.
@@ -48,7 +51,8 @@ class Snapshot:
         load_state(self._prepared, state.decode(self._tree, tensors), {id(tensor) for tensor in live.values()})
 
 
-def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the tensors' values now, in one block of plain memory. Waits for the device."""
     copies = state.room([state.spec_of(tensor) for tensor in tensors])
     pairs = list(zip(tensors, copies, strict=True))
     far = [(state.as_bytes(tensor), state.as_bytes(copy)) for tensor, copy in pairs if asynchronous(tensor.device)]

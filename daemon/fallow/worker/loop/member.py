@@ -20,7 +20,6 @@ from fallow.worker.handover.standing import Standing
 from fallow.worker.loop.pace import Pace
 from fallow.worker.loop.place import Place
 from fallow.worker.prepared.objects import Prepared
-from fallow.worker.prepared.signature import enforce
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.reduction import Reduction
 from fallow.worker.session.progress import Progress
@@ -65,8 +64,6 @@ class Member:
     def reduction(self) -> Reduction:
         """Sums the gradients. Made at first use, when everything is prepared."""
         prepared = self.prepared
-        if prepared.reproducible:
-            enforce(prepared.devices())
         if self.session is not None:
             bind(prepared.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return Reduction(prepared.parameters(), prepared.arithmetic, self.buffers)

@@ -35,8 +35,9 @@ _CHANGED = (
 )
 
 _IN_FRONT = (
-    "step {step}: a backward in front of the inner loop: its gradients would be lost, since they are summed over the "
-    "members in the inner loop only; write it inside, or behind it in front of the optimizer's step"
+    "step {step}: a backward in front of the inner loop, or the capture of one by torch.cuda.graph: its gradients "
+    "would be lost, since they are summed over the members in the inner loop only; write it inside, or behind it in "
+    "front of the optimizer's step"
 )
 
 

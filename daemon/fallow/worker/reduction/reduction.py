@@ -25,12 +25,18 @@ from fallow.worker.reduction.backwards import call_at_end
 from fallow.worker.reduction.buckets import Bucket, lay_out
 from fallow.worker.reduction.buffers import StepBuffers
 from fallow.worker.reduction.step_sums import PATIENCE, Sums, bitmap, count_unused, flags
-from fallow.worker.transport.device import asynchronous
+from fallow.worker.transport.device import asynchronous, capturing
 from fallow.worker.transport.group import Group
 from fallow.worker.transport.waits import Interrupted
 
 _WAITING_BYTES = 256 << 10
 """So much of gradients waits to be added at once. More would have left the processor's cache until then."""
+
+_CAPTURED = (
+    "a backward inside of torch.cuda.graph: a hook takes each gradient when autograd makes it, which it does once, "
+    "while the graph is captured, and in no replay: take torch.cuda.make_graphed_callables in front of the loop, or "
+    'torch.compile(model, mode="reduce-overhead")'
+)
 
 
 class Reduction:
@@ -280,6 +286,9 @@ class Reduction:
     def _begin_backward(self, index: int) -> bool:
         """Call for the first gradient of a backward; False if the backward is none of a body that takes gradients."""
         if not self._in_body:
+            return False
+        if capturing(self._params[index].device):
+            self._mistake = self._mistake or FallowError(_CAPTURED, Exit.DATA)
             return False
         if not self._takes_gradients:
             # Only a loop that finishes inside of a body, at the end of its backward, can see this.

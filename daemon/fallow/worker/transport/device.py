@@ -38,6 +38,14 @@ def enter(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def capturing(device: torch.device) -> bool:
+    """True if the calling thread's current stream records a graph (`torch.cuda.graph`) and computes nothing."""
+    if not asynchronous(device):
+        return False
+    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return is_capturing is not None and bool(is_capturing())
+
+
 def event(device: torch.device) -> torch.Event | None:
     """An event behind everything that the device's current stream was given; None on the host."""
     return torch.accelerator.current_stream(device).record_event() if asynchronous(device) else None
@@ -73,6 +81,19 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not asynchronous(device) or tensor.device.type == device.type:
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+def has_room(device: torch.device, nbytes: int) -> bool:
+    """True if that much fits twice into what is free of the device's memory beside all that torch has taken of it.
+
+    False where the device does not tell, and on the host.
+    """
+    if not asynchronous(device):
+        return False
+    with contextlib.suppress(AttributeError, RuntimeError):
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return bool(free >= 2 * nbytes)
+    return False
 
 
 @contextlib.contextmanager

@@ -1,0 +1,418 @@
+"""What training loops for GPUs use: with each of it two members make the bits that one makes, and no hidden wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import fallow
+from fallow.model import FallowError
+from fallow.worker.checkpoint import parts
+from fallow.worker.data.loader import ElasticLoader
+from fallow.worker.data.source import Key
+from fallow.worker.handover.transfer import load_state
+from fallow.worker.prepared.objects import Prepared
+from fallow.worker.prepared.state import digest
+from fallow.worker.reduction import integers
+from gpu import DEVICE, Member, on_both, on_device, without_communicator
+from gpu.test_fixed_world import place, world
+from gpu.test_handover import DEADLINE_S, Saving
+
+BATCH, SHARDS, STEPS = 8, 4, 6
+INPUTS = torch.randn(64, 3, 8, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def images() -> nn.Module:
+    """A small net for images, with buffers and random numbers."""
+    head = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 4, 3, 2), nn.Tanh())
+    return nn.Sequential(head, nn.Flatten(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: a plain one, but for what is named."""
+
+    forward: Callable[[nn.Module], Forward] = lambda model: model
+    "made once, behind run.prepare"
+    optimizer: Callable[..., torch.optim.Optimizer] = FUSED
+    memory: torch.memory_format = torch.contiguous_format
+    half: bool = False
+
+
+@contextmanager
+def together(member: Member) -> Iterator[None]:
+    """Both ranks in one world; where they share a GPU, sums go through the host."""
+    with world(member), nullcontext() if DEVICE.count() > 1 else without_communicator():
+        yield
+
+
+@contextmanager
+def small_scratch() -> Iterator[None]:
+    """Exact sums keep 260 MB of a device to work in, and a run lives as long as its process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integers, "_CHUNK_DEVICE", 1 << 14)
+        yield
+
+
+@small_scratch()
+def train(way: Way) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train with exact sums."""
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model: Any = images()
+    model.to(DEVICE.kind, memory_format=way.memory)
+    run = fallow.init()
+    optimizer: Any = way.optimizer(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE.kind, init_scale=2.0**10, growth_interval=3, enabled=way.half)
+    loader: Any = DataLoader(TensorDataset(INPUTS), BATCH, pin_memory=True)
+    *_, loader = run.prepare(model, optimizer, scaler, loader, global_batch=BATCH * SHARDS, reproducible=True)
+    assert torch.are_deterministic_algorithms_enabled(), "graphs keep the kernels that they are made with"
+    forward = way.forward(model)
+    for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
+        with DEVICE.hidden_syncs_raise() if update.step else nullcontext():  # what is made at first use may wait
+            for (x,) in update:
+                x = x.to(DEVICE.kind, non_blocking=True, memory_format=way.memory)
+                with torch.autocast(DEVICE.kind, torch.bfloat16, enabled=way.half):
+                    loss = forward(x).float().square().mean()
+                scaler.scale(loss).backward()
+                update.note(loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+# ------------------------------------------------------------------------------------- graphs, compiled and by hand
+
+
+class Replayed:
+    """Stands in for a CUDA graph's outputs: they lie in the same memory each time."""
+
+    def __init__(self) -> None:
+        self._static: list[torch.Tensor] | None = None
+
+    def __call__(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if self._static is None:
+            self._static = [torch.empty_like(one) for one in outputs if one is not None]
+        static = iter(self._static)
+        return [None if one is None else next(static).copy_(one).detach() for one in outputs]
+
+
+def graphed(model: nn.Module) -> Forward:
+    """By `make_graphed_callables`, or what it does: one node of autograd, whose gradients are the graph's memory."""
+    sample = torch.zeros(BATCH, 3, 8, 8, device=DEVICE.kind)
+    if DEVICE.kind == "cuda":
+        made: Forward = torch.cuda.make_graphed_callables(model, (sample,))
+        return made
+    parameters, replayed = list(model.parameters()), Replayed()
+
+    class Graphed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                ctx.result = model(inputs[0])
+            return ctx.result.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return None, *replayed(torch.autograd.grad(ctx.result, parameters, grads))
+
+    return lambda x: Graphed.apply(x, *parameters)
+
+
+def compiled(model: nn.Module, mode: str) -> Forward:
+    """By `torch.compile`, whose modes for GPUs replay graphs: the gradients are the graphs' memory there."""
+    if DEVICE.kind == "cuda":
+        return torch.compile(model, mode=mode)
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def replaying(graph: torch.fx.GraphModule, _: Any) -> Any:
+        replayed = Replayed()
+        return make_boxed_func(lambda *inputs: replayed(graph(*inputs)))
+
+    plain: Any = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+    return torch.compile(model, backend=aot_autograd(fw_compiler=plain, bw_compiler=replaying))
+
+
+def checkpointed(model: nn.Module, *, reentrant: bool) -> Forward:
+    """Activations of the first part and of the dropout are computed again in backward."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(model[0], x.requires_grad_(reentrant), use_reentrant=reentrant)  # type: ignore[index, union-attr]
+        x = checkpoint(model[1:3], x, use_reentrant=reentrant)  # type: ignore[index]
+        y: torch.Tensor = model[3](x)  # type: ignore[index]
+        return y
+
+    return forward
+
+
+def beside(model: nn.Module) -> Forward:
+    """Forward, and so backward, on another stream than the loop's."""
+    side = torch.Stream(device=DEVICE.here())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        main = torch.accelerator.current_stream()
+        side.wait_stream(main)
+        with side:
+            y: torch.Tensor = model(x)
+        main.wait_stream(side)
+        return y
+
+    return forward
+
+
+WAYS = {
+    "plain": Way(),
+    "half": Way(half=True),
+    "channels-last": Way(memory=torch.channels_last),
+    "channels-last-half": Way(memory=torch.channels_last, half=True),
+    "checkpointed": Way(partial(checkpointed, reentrant=False)),
+    "checkpointed-reentrant": Way(partial(checkpointed, reentrant=True)),
+    "graphed": Way(graphed),
+    "compiled": Way(partial(compiled, mode="max-autotune")),
+    "compiled-reduce-overhead": Way(partial(compiled, mode="reduce-overhead")),
+    "foreach": Way(optimizer=partial(torch.optim.AdamW, foreach=True)),
+    "capturable": Way(optimizer=partial(torch.optim.AdamW, foreach=True, capturable=True)),
+    "fused-momentum": Way(optimizer=partial(torch.optim.SGD, momentum=0.9, fused=True)),
+    "side-stream": Way(beside),
+}
+
+
+@on_both
+@pytest.mark.parametrize("way", list(WAYS))
+def test_two_members_make_the_bits_of_one(member: Member, way: str) -> None:
+    with together(member):
+        model, optimizer = train(WAYS[way])
+    with place(0, 1):
+        alone, _ = train(WAYS[way])
+    assert digest([model.state_dict()]) == digest([alone.state_dict()])
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            lying = [parameter, *(value for value in optimizer.state[parameter].values() if value.dim() == 4)]
+            assert len(lying) >= 2
+            assert all(one.is_contiguous(memory_format=WAYS[way].memory) for one in lying)
+    member.store.set(f"digest-{member.rank}", digest([model.state_dict()]))
+    assert member.store.get("digest-0") == member.store.get("digest-1")
+
+
+@on_device
+@pytest.mark.parametrize("way", ["channels-last", "checkpointed-reentrant", "graphed"])
+def test_it_is_the_same_training(way: str) -> None:
+    """Close to the plain one: kernels for another memory format may round otherwise."""
+    with place(0, 1):
+        found, _ = train(WAYS[way])
+        wanted, _ = train(WAYS["plain"])
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- what is refused
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Inside, the current stream records a graph; the fake accelerator only says so."""
+    if DEVICE.kind == "cuda":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.get_device_module(DEVICE.kind), "is_current_stream_capturing", lambda: True, raising=False)
+        yield
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("backward", "a backward inside of torch.cuda.graph.*make_graphed_callables"),
+        ("step", "an optimizer's step inside of torch.cuda.graph"),
+        ("backward in front", "step 0: a backward in front of the inner loop, or the capture of one by torch.cuda.gr"),
+        ("compiled autograd", "torch._dynamo.config.compiled_autograd is on"),
+        ("nothing", ""),
+    ],
+)
+def test_graphs_made_by_hand_are_refused_by_name(what: str, told: str) -> None:
+    with place(0, 1):
+        run = fallow.init()
+        model: Any = nn.Linear(8, 1).to(DEVICE.kind)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), capturable=True)
+        loader: Any = DataLoader(TensorDataset(INPUTS[:, 0, 0]), BATCH)
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+        if what == "backward in front":
+            x = INPUTS[:BATCH, 0, 0].to(DEVICE.kind)
+            model(x).sum().backward()
+            model.zero_grad()
+            with captured():
+                model(x).sum().backward()
+        torch._dynamo.config.compiled_autograd = what == "compiled autograd"
+        acted = 0
+        with pytest.raises(FallowError, match=told) if told else nullcontext():
+            for update in run.updates(loader, max_steps=3):
+                graph = captured if update.step == 1 else nullcontext
+                for (x,) in update:
+                    x = x.to(DEVICE.kind)
+                    with graph() if what == "backward" else nullcontext():
+                        model(x).square().mean().backward()
+                with graph() if what == "step" else nullcontext():
+                    optimizer.step()
+                acted += 1
+        torch._dynamo.config.compiled_autograd = False
+        assert acted == {"backward": 1, "step": 1, "nothing": 3}.get(what, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- scalers
+
+
+class Scaled:
+    """Three models, each with an optimizer; the second scaler has two of them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            models = [nn.Linear(8, 4) for _ in range(3)]
+        self.models: list[Any] = [model.to(DEVICE.kind) for model in models]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in self.models]
+        self.scalers = [
+            torch.amp.GradScaler(DEVICE.kind, init_scale=256.0, growth_interval=2),
+            torch.amp.GradScaler(DEVICE.kind, init_scale=16.0, growth_interval=3),
+        ]
+        self.pairs = list(zip(self.models, self.optimizers, [self.scalers[n > 0] for n in range(3)], strict=True))
+
+    def backward(self, x: torch.Tensor, infinite: int | None = None) -> None:
+        for number, (model, _, scaler) in enumerate(self.pairs):
+            loss = model(x).square().mean()
+            scaler.scale(loss * torch.inf if number == infinite else loss).backward()
+
+    def act(self) -> None:
+        for _, optimizer, scaler in self.pairs:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        for scaler in self.scalers:
+            scaler.update()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward(torch.ones(2, 8, device=DEVICE.kind))
+            self.act()
+
+    def seen(self) -> list[Any]:
+        states = [scaler.state_dict() for scaler in self.scalers]
+        return [*states, digest([model.state_dict() for model in self.models])]
+
+
+@on_both
+@pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
+def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, exact: bool) -> None:
+    data = INPUTS[:, 0, 0]
+    scales: list[list[float]] = []
+    weights: list[list[torch.Tensor]] = []
+    with together(member), small_scratch():
+        script = Scaled()
+        run = fallow.init()
+        loader: Any = DataLoader(TensorDataset(data), BATCH, pin_memory=True)
+        objects = (*script.models, *script.optimizers, *script.scalers, loader)
+        *_, loader = run.prepare(*objects, global_batch=BATCH * SHARDS, reproducible=exact)
+        for update in run.updates(loader, epochs=STEPS, max_steps=STEPS):
+            weights.append([model.weight.detach().clone() for model in script.models])
+            with DEVICE.hidden_syncs_raise():
+                for (x,) in update:
+                    is_last_shard = bool(x[0, 0] == data[BATCH * (SHARDS - 1), 0])
+                    infinite = {2: 0, 4: 1}.get(update.step) if is_last_shard else None
+                    script.backward(x.to(DEVICE.kind, non_blocking=True), infinite)
+                script.act()
+            scales.append([scaler.get_scale() for scaler in script.scalers])
+    assert scales == [[256.0, 16.0], [512.0, 16.0], [256.0, 32.0], [256.0, 32.0], [512.0, 16.0], [512.0, 16.0]]
+    weights.append([model.weight.detach() for model in script.models])
+    stood_still = [
+        (step, number)
+        for step in range(STEPS)
+        for number in range(3)
+        if torch.equal(weights[step][number], weights[step + 1][number])
+    ]
+    assert stood_still == [(2, 0), (4, 1)]
+    member.store.set(f"seen-{member.rank}", repr(script.seen()))
+    assert member.store.get("seen-0") == member.store.get("seen-1")
+
+
+@on_device
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_each_scaler_goes_on_from_a_checkpoint(tmp_path: Path, has_stepped: bool) -> None:
+    old, new = Scaled(), Scaled()
+    old.train(4)
+    new.train(has_stepped)
+    prepared = [Prepared(), Prepared()]
+    for one, script in zip(prepared, (old, new), strict=True):
+        for thing in (*script.models, *script.optimizers, *script.scalers):
+            one.add(thing)
+    with DEVICE.hidden_syncs_raise():
+        saving = Saving(prepared[0], tmp_path)
+    load_state(prepared[1], saving.load())
+    assert new.seen() == old.seen()
+    for script in (old, new):
+        script.train(3)
+    assert new.seen() == old.seen()
+    assert [type(value) for scaler in new.scalers for value in scaler.state_dict().values()] == 2 * [
+        *(float, float, float, int, int)
+    ]
+
+
+# ----------------------------------------------------------------------------------- beside the training's own stream
+
+
+@on_device
+def test_the_training_goes_on_while_a_checkpoint_comes_to_the_host(tmp_path: Path) -> None:
+    script, again, gate = Scaled(), Scaled(), threading.Event()
+    script.train(2)
+    wanted = script.seen()
+    prepared = [Prepared(), Prepared()]
+    for one, made in zip(prepared, (script, again), strict=True):
+        for thing in (*made.models, *made.optimizers, *made.scalers):
+            one.add(thing)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = parts.Snapshot.bring_to_host
+        patch.setattr(parts.Snapshot, "bring_to_host", lambda snapshot: (gate.wait(DEADLINE_S), plain(snapshot)))
+        saving = Saving(prepared[0], tmp_path)
+        script.train(2)
+        torch.accelerator.synchronize()
+        assert script.seen() != wanted
+        gate.set()
+        script.train(2)  # its memory is given out anew while the copies are brought over
+        load_state(prepared[1], saving.load())
+    assert again.seen() == wanted
+
+
+@on_device
+def test_pinned_batches_are_right_whenever_the_division_changes() -> None:
+    seen: list[tuple[int, torch.Tensor]] = []
+    divisions = [[0, 1, 2, 3], [0, 1], [2, 3], [1], [0, 3], [0, 1, 2, 3]]
+    numbers = torch.arange(4 * 2 * len(divisions), device="cpu")
+    with DEVICE.hidden_syncs_raise():
+        loader = ElasticLoader(DataLoader(TensorDataset(numbers), 2, pin_memory=True, num_workers=2), 0, 8)
+        threads: set[int] = set()
+        for step, mine in enumerate(divisions):
+            loader.replan(Key(0, step, 0), lambda _, mine=mine: mine)  # type: ignore[misc]
+            for shard in mine:
+                (batch,) = loader.fetch(Key(0, step, shard))
+                assert batch.is_pinned()
+                seen.append((8 * step + 2 * shard, batch.to(DEVICE.kind, non_blocking=True)))
+            threads.add(threading.active_count())
+    assert [batch.tolist() for _, batch in seen] == [[first, first + 1] for first, _ in seen]
+    assert len(seen) == sum(map(len, divisions))
+    assert len(threads) == 1, "one thread pins all batches"
