@@ -31,7 +31,7 @@ class DataPlane:
 
     def obey(self, x: Worker, order: Order) -> None:
         host = x.host
-        if not x.alive or x not in host.workers or host.order is not order:
+        if not x.alive or host.deserted or x not in host.workers or host.order is not order:
             return  # it is gone, or a newer order is on its way
         if x.stopped or host.frozen:
             self.w.after(0.3, lambda: self.obey(x, order))
@@ -56,9 +56,9 @@ class DataPlane:
     def _build(self, x: Worker, plan: Plan) -> None:
         if x.alive and x.stopped:
             self.w.after(0.5, lambda: self._build(x, plan))
-        if not x.alive or x.plan is not plan or x.stopped:
-            return
         host = x.host
+        if not x.alive or host.deserted or x.plan is not plan or x.stopped:
+            return
         if plan.base == plan.generation:
             return  # a head that came back knows that it was built
         if plan.leave:
@@ -115,6 +115,10 @@ class DataPlane:
 
     def end(self, x: Worker) -> None:
         x.alive = False
+        self.leave_peers(x)
+
+    def leave_peers(self, x: Worker) -> None:
+        """Its connections close."""
         for generation in {x.generation, x.entering} - {0}:
             self._break(x, generation, 1.0)
 
@@ -207,10 +211,11 @@ class DataPlane:
                 self.w.after(self.w.rng.uniform(0.2, 1.5), lambda h=x.host: h.kill(0, None))
             return
         generation, step = x.generation, x.step
-        self.w.after(self.w.rng.uniform(0.3, 0.9), lambda: self._worked(x, generation, step))
+        self.w.after(self.w.rng.uniform(0.2, 0.6), lambda: self._worked(x, generation, step))
 
     def _is_at(self, x: Worker, generation: int, step: int) -> bool:
-        return x.alive and x.generation == generation and x.given_up < generation and x.step == step
+        is_in_it = x.alive and not x.host.deserted and x.generation == generation and x.given_up < generation
+        return is_in_it and x.step == step
 
     def _worked(self, x: Worker, generation: int, step: int) -> None:
         if not self._is_at(x, generation, step):

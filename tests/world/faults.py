@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,14 @@ from world.node import Host, Worker
 
 from fallow.core.nodes import checkpoints
 from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Fault
 
 if TYPE_CHECKING:
     from world.world import World
 
 MOST_HOSTS = 7
 
-Fault = Callable[["World", Host, float], bool]
+Strike = Callable[["World", Host, float], bool]
 """(world, a host, seconds that it lasts) -> has it fired?"""
 
 
@@ -150,6 +152,30 @@ def worker_killed(w: World, host: Host, lasts: float) -> bool:
     return bool(living)
 
 
+def script_fails(w: World, host: Host, lasts: float) -> bool:
+    """On this node alone: an exception that comes nowhere else."""
+    if not host.workers or host.dying or host.deserted or any(x.finished for x in host.workers):
+        return False
+    step = min(x.step for x in host.workers)
+    host.fault = Fault(code=1, message="ValueError", signature=f"E{w.t}", step=step)
+    host.say()
+    w.after(w.rng.uniform(0.05, 1), lambda: host.kill(1, None, restarts=True))
+    return True
+
+
+def script_deserts(w: World, host: Host, lasts: float) -> bool:
+    """The script ends on one node in the middle of the training. Its exit code comes later."""
+    if not any(x.generation for x in host.workers) or host.dying or any(x.finished for x in host.workers):
+        return False
+    host.deserted, boot = True, host.boot
+    for x in host.workers:
+        w.plane.leave_peers(x)
+    host.say()
+    code = w.rng.choice((0, *w.rng.sample(range(3, 63), 3)))
+    w.after(w.rng.uniform(0.1, 9), lambda: host.kill(code, None, restarts=True) if host.boot == boot else None)
+    return True
+
+
 def power_lost(w: World, host: Host, lasts: float) -> bool:
     if len(w.running()) < 2:
         return False
@@ -223,7 +249,7 @@ def rollback(w: World, host: Host, lasts: float) -> bool:
     return False
 
 
-FAULTS: dict[str, tuple[int, Fault]] = {
+FAULTS: dict[str, tuple[int, Strike]] = {
     "head crash": (1, head_crash),
     "head crash at a write": (2, head_crash_at_write),
     "head stall": (2, head_stall),
@@ -240,6 +266,8 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "node cut": (1, node_cut),
     "join": (2, join),
     "worker killed": (3, worker_killed),
+    "script fails": (1, script_fails),
+    "script deserts": (1, script_deserts),
     "power lost": (1, power_lost),
     "worker stopped": (1, worker_stopped),
     "node frozen": (1, node_frozen),
@@ -251,13 +279,19 @@ FAULTS: dict[str, tuple[int, Fault]] = {
 """Name -> how often it is chosen, and what it does."""
 
 
+def choose_kinds(rng: random.Random) -> list[str]:
+    """Which faults one history has: all kinds, or a few of them, which then meet more often."""
+    names = list(FAULTS)
+    return names if rng.random() < 0.4 else rng.sample(names, rng.randint(2, 6))
+
+
 def strike(w: World) -> None:
     """One fault, and the next one later."""
     if w.t > w.faults_until:
         return
     rng, running = w.rng, w.running()
     lasts = rng.choice((0.5, 3.0, 10.0, 30.0))
-    name = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])[0]
+    name = rng.choices(w.kinds, [FAULTS[kind][0] for kind in w.kinds])[0]
     if running:
         host = rng.choice(running)
         w.logs.append(f"{w.t:.2f} FAULT {name} {host.name} {lasts}")
@@ -265,4 +299,4 @@ def strike(w: World) -> None:
             w.fired[name] += 1
     else:
         w.add_host()
-    w.after(rng.uniform(0.3, 8), lambda: strike(w))
+    w.after(rng.uniform(0.1, w.between_s), lambda: strike(w))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from world.head import SLOTS
 
-from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Order, Plan, Refusal, Report, Switch
+from fallow.core.nodes.messages import Checkpoint, Contract, Fault, Finish, Order, Plan, Refusal, Report, Switch
 from fallow.model import Doing
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Host:
         self.dying = False
         self.stopped_at: float | None = None
         self.saved: Checkpoint | None = None
+        self.fault: Fault | None = None
+        self.deserted = False
+        "the script has ended in the middle of the training, its processes have not"
         self.workers = [Worker(self, number) for number in range(SLOTS)]
         for worker in self.workers:
             self.w.after(self.w.rng.uniform(0.5, 4), lambda x=worker: self._rehearsed(x))
@@ -125,6 +128,8 @@ class Host:
             doing=Doing.WAITING if all_wait else Doing.WORKING,
             stalled_s=t - max(waits) if all_wait else 0.0,
             stopped_s=t - self.stopped_at if self.stopped_at is not None else 0.0,
+            deserted=self.deserted,
+            fault=self.fault,
             finish=finish if all(x.finished for x in ws) else None,
             saved=self.saved if is_new else None,
         )

@@ -133,6 +133,15 @@ def is_unanimous(m: State) -> bool:
     return m.voting is not None and not m.voting.awaited
 
 
+def is_mixed(m: State) -> bool:
+    """Votes show that some survivors have the state and some have not, which cannot be given to them inside a step."""
+    contract = m.roster.root.contract
+    if not is_unanimous(m) or (contract is not None and contract.restarts):
+        return False
+    assert m.voting is not None
+    return len({m.has_state(n) for n in m.voting.members}) > 1
+
+
 def may_commit(m: State) -> bool:
     """All have voted, and whatever was before is over for certain. This is the safety rule, see `machine`."""
     if not is_unanimous(m):

@@ -214,12 +214,8 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
 
 
 def note_vote(m: State, node: Node, report: Report) -> None:
-    ballot = m.ballot
-    assert ballot is not None
-    ballot.awaited.discard(node.id)
-    if ballot.change.interrupt and node.id in ballot.holders and not m.has_state(node.id):
-        # It was receiving when its generation broke. Survivors cannot give it the state inside a step.
-        ballot.spoiled = f"{m.roster.name(node.id)} has lost its state"
+    assert m.ballot is not None
+    m.ballot.awaited.discard(node.id)
 
 
 def note_arrival(m: State, node: Node, report: Report) -> None:

@@ -170,7 +170,7 @@ class Machine:
         if node is None or node.host != event.host:
             m.outbox.instructions.append(ev.Unknown(report.node, event.host))
         elif last is None or report.seq > last.seq:
-            m.watch.hear(report)
+            m.watch.hear(report, event.at)
             self._take_facts(node, report)
 
     def _take_facts(self, node: Node, report: Report) -> None:

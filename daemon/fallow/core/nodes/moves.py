@@ -66,6 +66,10 @@ def rebuild_again(m: State) -> None:
     rebuild(m, m.ballot.spoiled)
 
 
+def rebuild_mixed(m: State) -> None:
+    rebuild(m, "some of its members have the state and some have not")
+
+
 def rebuild_first_exchange(m: State) -> None:
     m.trouble.probe_s *= 2
     rebuild(m, f"the first exchange of generation {m.roster.root.generation} does not end")
@@ -151,10 +155,9 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     # Of a broken generation nobody waits for those who leave it.
     awaited = set(members) if interrupt else {*members, *proposal.leavers}
     plans = _plans(m, change, members, wait_s)
-    holders = frozenset(n for n in members if m.has_state(n))
-    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited, frozenset(newcomers), holders)
+    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited, frozenset(newcomers))
     m.trouble.lost.clear()
-    m.trouble.group = None
+    m.trouble.code = m.trouble.group = None
     m.tell(m.participants())
 
 
@@ -293,7 +296,10 @@ def commit(m: State) -> None:
     ballot.awaited = set(ballot.members)
     ballot.leaving = {n for n in change.leavers if r.alive(n)}
     m.tell(ballot.participants)
-    m.tell([n for n in change.left if r.alive(n)])
+    for node in [r.nodes[n] for n in change.left if r.alive(n) and n not in change.leavers]:
+        m.tell([node.id])
+        if node.leaving:  # it was asked while others went on without it
+            losses.dismiss(m, node, Exit.OK, node.leaving)
     for node in lost:
         losses.forget_if_unneeded(m, node)
 

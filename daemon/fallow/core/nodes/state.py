@@ -60,8 +60,6 @@ class Ballot:
     awaited: set[int]
     "nodes whose vote is missing, and after the commit nodes that have not gone over"
     newcomers: frozenset[int] = frozenset()
-    holders: frozenset[int] = frozenset()
-    "members that had the state when it was begun"
     leaving: set[int] = field(default_factory=set)
     "leavers that have not left, after the commit"
     refusals: dict[int, Refusal] = field(default_factory=dict)
@@ -206,7 +204,8 @@ class State:
             return False
         if report is None:
             return 0 < known.joined <= root.complete
-        return report.has_state and (known.joined <= root.complete or report.generation == root.generation)
+        # What it holds counts only if it has computed since it got its seat.
+        return report.has_state and report.generation >= known.joined
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
