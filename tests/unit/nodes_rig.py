@@ -28,7 +28,8 @@ class Rig:
         self.timing, self.at = timing, 0.0
         self.m = Machine(roster, term=1, timing=timing, at=0.0, validate=True)
         self.said: dict[int, Report] = {}
-        self.obeyed: dict[int, tuple[int, int]] = {}
+        self.orders: dict[int, Order] = {}
+        "the newest of each node"
         self.contract = msgspec.structs.replace(CONTRACT, shards=shards)
 
     @property
@@ -49,14 +50,15 @@ class Rig:
                 self.store[key] = raw
         for instruction in turn.then:
             if isinstance(instruction, ev.Send):
-                self.obeyed[instruction.node] = instruction.order.term, instruction.order.edition
+                self.orders[instruction.node] = instruction.order
         return turn
 
     def say(self, n: int, **what: Any) -> ev.Turn:
         """The node reports as before, but for `what`; it has obeyed its newest order unless it says otherwise."""
         last = self.said.get(n) or Report(node=n, seq=0, term=0, edition=0)
-        term, edition = self.obeyed.get(n, (0, 0))
-        new = msgspec.structs.replace(last, **{"seq": last.seq + 1, "term": term, "edition": edition, **what})
+        order = self.orders.get(n) or Order(term=0, edition=0)
+        told = {"term": order.term, "edition": order.edition}
+        new = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
         self.said[n] = new
         return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=new))
 
@@ -74,8 +76,7 @@ class Rig:
         """All participants of the ballot vote as its plan asks."""
         ballot, turn = self.ballot, ev.Turn({}, [])
         for n in ballot.participants:
-            floor = ballot.change.replaces if ballot.change.interrupt else 0
-            given_up = max(floor, self.said[n].given_up, 0 if self.r.nodes[n].seat else self.said[n].generation)
+            given_up = max(self.said[n].given_up, self.orders[n].broken)
             turn = both(turn, self.say(n, prepared=ballot.change.generation, given_up=given_up))
         return turn
 

@@ -11,14 +11,10 @@ from nodes_rig import CONTRACT, Rig, both, logs, orders, started
 from fallow.core.links import to_drop
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.events import Turn
-from fallow.core.nodes.gather import Gathers
 from fallow.core.nodes.messages import (
     Checkpoint,
     Finish,
-    Gather,
-    Gathered,
     Refusal,
-    decode,
 )
 from fallow.core.nodes.records import Phase
 from fallow.core.nodes.state import RunPhase
@@ -550,7 +546,10 @@ def test_in_a_scripted_run_no_standby_takes_a_lost_ones_place() -> None:
     assert (rig.r.members, rig.m.phase) == ([1], RunPhase.STEADY)
 
 
-@pytest.mark.parametrize(("what", "words"), [({"shards": 4}, "64 in 4 shards"), ({"signature": "x", "layout": ("w float32[3]",)}, "float32[3]")])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [({"shards": 4}, "64 in 4 shards"), ({"signature": "x", "layout": ("w float32[3]",)}, "float32[3]")],
+)
 def test_a_newcomer_that_differs_is_refused_with_the_difference(what: dict[str, object], words: str) -> None:
     rig = started(1)
     n = rig.join("b", **what)
@@ -605,36 +604,6 @@ def test_a_store_that_went_back_in_time() -> None:
 def test_a_number_that_was_given_to_another_node_since_is_not_given_back() -> None:
     rig = started(1)
     assert rig.expect("c", boot=7, node=1) == 2
-
-
-def test_a_change_writes_what_it_changed() -> None:
-    rig = started(6)
-    rig.join("g")
-    writes = rig.vote().writes
-    assert set(writes) == {"root", "node/7"}
-
-
-def test_plans_are_deltas_that_every_member_can_follow() -> None:
-    rig = started(4)
-    rig.join("e")
-    assert rig.ballot is not None
-    known, _, whole, _ = rig.ballot.plans
-    assert not known.drop_state
-    assert whole.drop_state
-    assert (known.base, known.without, [p.node for p in known.more]) == (1, (), [5])
-    assert [p.node for p in whole.more] == [1, 2, 3, 4, 5]
-    assert len(msgspec.msgpack.encode(known)) < 120
-
-
-def test_gather() -> None:
-    g = Gathers()
-    g.open(4, [3, 1])
-    assert g.take(Gather(node=1, generation=4, key="k", part=b"one")) == (b"", [])
-    assert g.take(Gather(node=2, generation=4, key="k", part=b"x")) == (b"", [])
-    answer, to = g.take(Gather(node=3, generation=4, key="k", part=b"three"))
-    assert to == [3, 1]
-    assert decode(answer) == Gathered(generation=4, key="k", parts=(b"three", b"one"))
-    assert g.take(Gather(node=1, generation=4, key="k", part=b"one")) == (answer, [1])
 
 
 def test_every_phase_has_a_row() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from world.node import Host, Worker
-
 from fallow.core.nodes.messages import Checkpoint, Order, Plan, Refusal, Switch
 from fallow.core.nodes.roster import check_of
+from world.node import Host, Worker
 
 if TYPE_CHECKING:
     from world.world import World
@@ -167,9 +166,7 @@ class DataPlane:
     def _exchange(self, plan: Plan, members: list[int]) -> None:
         """All have come: who is furthest gives its state to the others."""
         g, ws = plan.generation, self._workers(members)
-        if ws is None or not all(
-            x.alive and not x.stopped and x.entering == g and x.receives is None for x in ws
-        ):
+        if ws is None or not all(x.alive and not x.stopped and x.entering == g and x.receives is None for x in ws):
             return
         if not self._reach(members):
             self.w.after(1.0, lambda: self._exchange(plan, members))

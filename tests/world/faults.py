@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from world.node import Host, Worker
-
 from fallow.core.nodes import checkpoints
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Fault
+from world.node import Host, Worker
 
 if TYPE_CHECKING:
     from world.world import World
@@ -21,7 +20,7 @@ Strike = Callable[["World", Host, float], bool]
 """(world, a host, seconds that it lasts) -> has it fired?"""
 
 
-# -- head and store -----------------------------------------------------------------------------------------------------
+# -- head and store ---------------------------------------------------------------------------------------------------
 
 
 def head_crash(w: World, host: Host, lasts: float) -> bool:
@@ -67,19 +66,19 @@ def store_away(w: World, host: Host, lasts: float) -> bool:
 
 
 def store_goes_back(w: World, host: Host, lasts: float) -> bool:
-    """It loses what it acknowledged in the last second. Its head ends; the network is well while the next one begins."""
+    """It loses what it acknowledged in the last second. The next head begins while the network is well."""
     w.upset(25)
     for other in w.hosts.values():
         other.hears = other.is_heard = True
         w.thaw_host(other)
-    w.reliable_until = w.regress_until = w.t + 10
+    w.reliable_until = w.t + 10
     w.store.go_back(w.t - 1.0)
     w.observer.see_store_go_back()
     w.head.die()
     return True
 
 
-# -- network ------------------------------------------------------------------------------------------------------------
+# -- network ----------------------------------------------------------------------------------------------------------
 
 
 def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
@@ -134,7 +133,7 @@ def node_cut(w: World, host: Host, lasts: float) -> bool:
     return _cut_links(w, host, w.running(), lasts)
 
 
-# -- nodes --------------------------------------------------------------------------------------------------------------
+# -- nodes ------------------------------------------------------------------------------------------------------------
 
 
 def join(w: World, host: Host, lasts: float) -> bool:
@@ -208,7 +207,7 @@ def node_frozen(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
-# -- people and Slurm ---------------------------------------------------------------------------------------------------
+# -- people and Slurm -------------------------------------------------------------------------------------------------
 
 
 def release(w: World, host: Host, lasts: float) -> bool:

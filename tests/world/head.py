@@ -138,9 +138,9 @@ class Head:
                     )
             case ("report", host, report):
                 self.apply(ev.Reported(at=at, host=host, report=report))
-            case ("gone", host, node, code, signal, report):
-                reason = f"code {code} signal {signal}"
-                self.apply(ev.Gone(at=at, node=node, reason=reason, code=code, signal=signal, report=report))
+            case ("gone", host, node, code, signal, is_ordered, report):
+                end = {"reason": f"code {code} signal {signal}", "code": code, "signal": signal}
+                self.apply(ev.Gone(at=at, node=node, is_ordered=is_ordered, report=report, **end))
                 self._then.append(("noted", host, node))
             case ("event", make):
                 self.apply(make(at))

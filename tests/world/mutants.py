@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from fallow.core.nodes import checkpoints, conditions, facts, losses, machine, moves, proposals, tables, watch
+from fallow.core.nodes import checkpoints, conditions, losses, machine, moves, proposals, tables, watch
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.machine import Machine
 from fallow.core.nodes.messages import Report
@@ -19,11 +19,11 @@ from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.state import Plans, RunPhase, State
 from fallow.core.nodes.watch import Watch
 
-Mutant = Callable[[], Any]
-"""Makes a context manager in which the guard is missing."""
+Take = Callable[[], Any]
+"""Makes a context manager in which a guard is missing."""
 
 
-def _rule(phase: RunPhase, name: str, **changed: Any) -> Mutant:
+def _rule(phase: RunPhase, name: str, **changed: Any) -> Take:
     """A row of the run's table is changed; without changes it is taken out."""
     rules = tables.RUN[phase]
     assert any(rule.name == name for rule in rules)
@@ -31,7 +31,7 @@ def _rule(phase: RunPhase, name: str, **changed: Any) -> Mutant:
     return lambda: patch.dict(tables.RUN, {phase: tuple(new)})
 
 
-def _condition(old: Callable[[State], bool], new: Callable[[State], bool]) -> Mutant:
+def _condition(old: Callable[[State], bool], new: Callable[[State], bool]) -> Take:
     """A condition is another one, in every row."""
     table = {
         phase: tuple(dataclasses.replace(r, condition=new) if r.condition is old else r for r in rules)
@@ -40,18 +40,20 @@ def _condition(old: Callable[[State], bool], new: Callable[[State], bool]) -> Mu
     return lambda: patch.dict(tables.RUN, table)
 
 
-def _fact(name: str, **changed: Any) -> Mutant:
+def _fact(name: str, **changed: Any) -> Take:
     """A row of the nodes' table is changed; without changes it is taken out."""
     assert any(fact.name == name for fact in tables.NODE)
-    rows = [dataclasses.replace(f, **changed) if f.name == name else f for f in tables.NODE if changed or f.name != name]
+    rows = [
+        dataclasses.replace(f, **changed) if f.name == name else f for f in tables.NODE if changed or f.name != name
+    ]
     return lambda: patch.object(tables, "NODE", tuple(rows))
 
 
-def _object(target: Any, name: str, new: Any) -> Mutant:
+def _object(target: Any, name: str, new: Any) -> Take:
     return lambda: patch.object(target, name, new)
 
 
-def _handler(event: type[ev.Event], new: Callable[[Machine, Any], None]) -> Mutant:
+def _handler(event: type[ev.Event], new: Callable[[Machine, Any], None]) -> Take:
     return lambda: patch.dict(machine._HANDLERS, {event: new})
 
 
@@ -64,7 +66,6 @@ def _nothing() -> Iterator[None]:
 def _any_prepared(m: State, node: Node, report: Report) -> bool:
     voting = m.voting
     return voting is not None and report.prepared == voting.change.generation and node.id in voting.awaited
-
 
 
 def _half_voted(m: State) -> bool:
@@ -107,7 +108,9 @@ def _seat_unwritten(self: Roster, members: list[int]) -> None:
     self._changed -= {f"node/{n}" for n in members}
 
 
-def _after_loss_all(roster: Roster, survivors: Any, has_state: Any, kind: Any, reason: str) -> proposals.Proposal | None:
+def _after_loss_all(
+    roster: Roster, survivors: Any, has_state: Any, kind: Any, reason: str
+) -> proposals.Proposal | None:
     return _AFTER_LOSS(roster, survivors, lambda n: n in roster.members, kind, reason)
 
 
@@ -143,7 +146,7 @@ def _forget_unproved(m: State, node: Node) -> None:
 _BEGIN, _PLANS, _SEAT, _AFTER_LOSS = moves._begin, moves._plans, Roster.seat, proposals.after_loss
 _HAS_ENDED = conditions._has_ended
 
-MUTANTS: dict[str, Mutant] = {
+_TAKEN: dict[str, Take] = {
     # safety
     "commits without proof that the old generation is over": _condition(conditions.may_commit, conditions.is_unanimous),
     "silence proves that a node has ended": _object(conditions, "_has_ended", _silence_is_proof),
@@ -185,7 +188,9 @@ MUTANTS: dict[str, Mutant] = {
     "a deserter is not waited for": _object(Roster, "deserters", lambda self: []),
     "a spoiled ballot is committed": _condition(conditions.is_spoiled, lambda m: False),
     "a member that lost its seat stays a member": _object(Roster, "standbys", lambda self: []),
-    "a checkpoint of a history that was left is loaded": _object(checkpoints, "_is_superseded", lambda roster, new: False),
+    "a checkpoint of a history that was left is loaded": _object(
+        checkpoints, "_is_superseded", lambda roster, new: False
+    ),
     "finished nodes are not counted": _fact("has finished"),
     "a failed script is not noticed": _fact("has failed"),
     "nodes are forgotten though their end is not proved": _object(losses, "forget_if_unneeded", _forget_unproved),

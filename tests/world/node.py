@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from world.head import SLOTS
-
 from fallow.core.nodes.messages import Checkpoint, Contract, Fault, Finish, Order, Plan, Refusal, Report, Switch
 from fallow.model import Doing
+from world.head import SLOTS
 
 if TYPE_CHECKING:
     from world.world import World
@@ -162,13 +161,13 @@ class Host:
         self.obeyed, self.order = (order.term, order.edition), order
         if order.end is not None:
             is_well = order.end.code == 0
-            self.kill(0 if is_well else None, None if is_well else 9, restarts=not is_well)
+            self.kill(0 if is_well else None, None if is_well else 9, restarts=not is_well, is_ordered=True)
             return
         for worker in self.workers:
             self.w.after(self.w.rng.uniform(0.001, 0.02), lambda x=worker: self.w.plane.obey(x, order))
         self.w.after(0.021, self.say)
 
-    def kill(self, code: int | None, signal: int | None, *, restarts: bool = False) -> None:
+    def kill(self, code: int | None, signal: int | None, *, restarts: bool = False, is_ordered: bool = False) -> None:
         """Its workers end. The agent says so, and starts others."""
         if self.dying or not self.up:
             return
@@ -176,15 +175,15 @@ class Host:
         for worker in self.workers:
             if worker.alive:
                 self.w.plane.end(worker)
-        self.w.after(self.w.rng.uniform(0.01, 0.1), lambda: self._tell_end(code, signal, restarts=restarts))
+        self.w.after(self.w.rng.uniform(0.01, 0.1), lambda: self._tell_end(code, signal, restarts, is_ordered))
 
-    def _tell_end(self, code: int | None, signal: int | None, *, restarts: bool) -> None:
+    def _tell_end(self, code: int | None, signal: int | None, restarts: bool, is_ordered: bool) -> None:
         if self.frozen and self.up:
-            self.w.after(0.5, lambda: self._tell_end(code, signal, restarts=restarts))
+            self.w.after(0.5, lambda: self._tell_end(code, signal, restarts, is_ordered))
         if self.frozen or not self.up:
             return
         if self.node:
-            self.unsaid.append(("gone", self.name, self.node, code, signal, self.report()))
+            self.unsaid.append(("gone", self.name, self.node, code, signal, is_ordered, self.report()))
             self.w.to_head(self, self.unsaid[-1])
         finished = all(x.finished for x in self.workers)
         self.node, self.workers = 0, []
@@ -192,13 +191,18 @@ class Host:
             self.w.after(self.w.rng.uniform(0.5, 3), lambda: self._begin() if self.up else None)
         else:
             self.over = True
+            self._end_job()
 
     def lose_power(self) -> None:
-        """Slurm sees it in a while, and says so with each poll until a head has it in its records."""
+        """The machine is gone at once, without a word."""
         if not self.up:
             return
         self.up = False
         for worker in self.workers:
             worker.alive = False
+        self._end_job()
+
+    def _end_job(self) -> None:
+        """Slurm sees it in a while, and says so with each poll."""
         for node in [n for n, name in self.w.host_of.items() if name == self.name]:
             self.w.after(self.w.rng.uniform(3, 20), lambda n=node: self.w.poll_end(n))

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from world.head import Head
-from world.node import Host, Worker
-
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
 from fallow.core.nodes.records import Node, decode
+from world.head import Head
+from world.node import Host, Worker
 
 if TYPE_CHECKING:
     from world.world import World
@@ -31,9 +30,8 @@ class Observer:
     def __init__(self, w: World) -> None:
         self.w = w
         self.committed: dict[int, tuple[int, ...]] = {}
-        self.told = 0
-        "highest number that any agent heard of"
-        self._highest = 0
+        self._highest = self._ever_highest = 0
+        "the stored one, and the highest that ever was: a store may have lost it since"
 
     # -- store ------------------------------------------------------------------------------------------------------
 
@@ -41,7 +39,7 @@ class Observer:
         root = self.w.store.root
         if root.highest < self._highest:
             self.w.fail(f"the highest number went back from {self._highest} to {root.highest}")
-        self._highest = root.highest
+        self._highest, self._ever_highest = root.highest, max(root.highest, self._ever_highest)
         if not root.generation or not (nodes_changed or root.generation not in self.committed):
             return
         seats = self._seats()
@@ -65,12 +63,10 @@ class Observer:
     def read_order(self, host: Host, order: Order) -> None:
         root = self.w.store.root
         plan = order.plan.generation if order.plan is not None else 0
-        if self.w.t > self.w.regress_until:
-            if plan > root.highest:
-                self.w.fail(f"generation {plan} was told before its number was durable ({root.highest})")
-            if order.committed > root.generation:
-                self.w.fail(f"generation {order.committed} was told before it was durable")
-        self.told = max(self.told, plan)
+        if plan > self._ever_highest:
+            self.w.fail(f"generation {plan} was told before its number was durable ({root.highest})")
+        if order.committed > max(self.committed, default=0):
+            self.w.fail(f"generation {order.committed} was told before it was durable")
         if order.end is not None and ("silent for" in order.end.reason or not order.end.reason):
             self.w.fail(f"{host.name} is alive and was told to end: {order.end.reason}")
 
@@ -112,9 +108,7 @@ class Observer:
         w, plane = self.w, self.w.plane
         members = self.committed.get(plane.acted, ())
         is_linked = host.hears and host.is_heard and host.up and not host.frozen and w.t > host.bad_until + 4
-        is_working = (
-            is_linked and w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
-        )
+        is_working = is_linked and w.t > host.bad_until + 12 and all(x.alive and not x.stopped for x in host.workers)
         others = [other for other in w.hosts.values() if other.node in members and other is not host]
         is_stepping = host.node in members and w.t - plane.stepped_at < 1.5 and w.t > host.froze_until + 3
         seen = any(other.is_heard and other.up and w.t > other.bad_until + 4 for other in others)

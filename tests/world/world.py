@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.watch import Timing
+from fallow.model import RunStatus
 from world.data_plane import DataPlane
 from world.faults import choose_kinds, strike
 from world.head import Head, Store
 from world.node import Host
 from world.observer import Observer, Violation
-
-from fallow.core.nodes import events as ev
-from fallow.core.nodes.records import Root
-from fallow.core.nodes.watch import Timing
-from fallow.model import RunStatus
 
 TIMING = Timing(
     prepare_s=8,
@@ -41,6 +40,7 @@ EXPECTED_ENDS = (
     "inside of the run.updates loop",
     "left the training loop on every member",
     "is gone: ValueError",
+    "is gone: code",
 )
 """What a run's message says when faults here have ended it."""
 
@@ -70,8 +70,8 @@ class World:
         self.loss = self.repeats = self.poison = 0.0
         self.slow_s = rng.choice((0.02, 0.05, 0.5, 2.0))
         self.cut: set[frozenset[str]] = set()
-        self.unwell_until = self.reliable_until = self.regress_until = 0.0
-        "the head or its store was not well until then; no message is lost; what was lost by the store may be told"
+        self.unwell_until = self.reliable_until = 0.0
+        "until then the head or its store was not well; until then no message is lost"
         count = rng.randint(2, 6)
         self.total = rng.choice((20, 40, 80, 10000))
         root = Root(run="r", minimum=rng.randint(1, count), maximum=8, limit=rng.choice((8, 8, count)))

@@ -178,8 +178,8 @@ def is_late_and_heard(m: State) -> bool:
 
 
 def all_wait_s(m: State) -> float:
-    """For how long all members have waited for each other. Looked at with ticks only."""
-    if not m.is_tick:
+    """For how long all members have waited for each other. Looked at with ticks only; a deserter explains a wait."""
+    if not m.is_tick or m.roster.deserters():
         return 0.0
     return min((m.watch.waited_s(n) for n in m.inside() if m.roster.alive(n)), default=0.0)
 

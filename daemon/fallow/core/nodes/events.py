@@ -55,6 +55,8 @@ class Gone(Event):
     "last lines of standard error"
     report: Report | None = None
     "the agent's last one: it has what workers said at their end, in case earlier reports were lost"
+    is_ordered: bool = False
+    "an order had told them to end; the store may have lost why"
     node_failed: bool = False
     "Slurm says NODE_FAIL"
 

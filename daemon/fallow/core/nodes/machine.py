@@ -111,8 +111,8 @@ class Machine:
         if left_s:
             verb = "waits" if len(standbys) == 1 else "wait"
             return (
-                f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script everywhere, "
-                f"which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
+                f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
+                f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
             )
         if proposal is not None and not change_is_due(m):
             unheard = [n for n in proposal.members if m.watch.unheard_s(n) > m.timing.lease_s]
@@ -198,6 +198,8 @@ class Machine:
             losses.tell_barred(m, node.host, event.reason)
         if not node.proved_gone:
             m.roster.touch(node).proved_gone = True
+        if event.is_ordered:
+            node.leaving = node.leaving or event.reason
         if m.roster.root.status.ended:
             node.phase = Phase.GONE
         elif node.finished and node.phase is not Phase.GONE:
@@ -207,7 +209,7 @@ class Machine:
         losses.forget_if_unneeded(m, node)
         m.is_changed = True
 
-    # -- what people and Slurm want -------------------------------------------------------------------------------------
+    # -- what people and Slurm want -----------------------------------------------------------------------------------
 
     def _release(self, event: ev.Release) -> None:
         if event.limit is not None:
@@ -274,7 +276,7 @@ class Machine:
     def _cancel(self, event: ev.Cancel) -> None:
         losses.end_run(self.state, event.status, event.reason)
 
-    # -- time -----------------------------------------------------------------------------------------------------------
+    # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, event: ev.Ticked) -> None:
         m = self.state

@@ -2,7 +2,7 @@
 
 Two messages carry the protocol: a `Report` says where a node is, an `Order` says where it has to be. Both state a
 condition, never an event. So the newest one by number replaces all older ones, and a message that is lost, repeated or
-overtaken does no harm. An agent reports for its workers together: a node has done something once all of its workers have.
+overtaken does no harm. An agent reports for its workers together: a node has done something once all its workers have.
 
 Each message travels behind the number of its version. A field with a default may be added without a new version: older
 peers ignore it. A field that is renamed, removed or means something else needs a new version.
@@ -224,8 +224,8 @@ class Plan(Wire, frozen=True, kw_only=True):
     checkpoints: tuple[str, ...] = ()
     "usable ones, newest first, to be loaded if no member has the state"
     drop_state: bool = False
-    """What the node holds does not count: it is new, it was away, or all go back to a checkpoint. The node drops its state
-    as soon as it hears that this generation, or a later one, is committed, whether it enters it or not."""
+    """What the node holds does not count: it is new, it was away, or all go back to a checkpoint. The node drops its
+    state as soon as it hears that this generation, or a later one, is committed, whether it enters it or not."""
     outcome: Outcome | None = None
     "known to a member that has failed since; who still waits for that exchange takes the answer"
 

@@ -1,4 +1,4 @@
-"""Actions of the table `tables.RUN`: how a generation is begun, burned, committed and completed, and the end of the run."""
+"""Actions of the table `tables.RUN`: how a generation is begun, given up, committed and completed; the run's end."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def rebuild_stuck(m: State) -> None:
     reports = [m.watch.reports[n] for n in r.present() if n in m.watch.reports]
     in_call = [report.node for report in reports if report.in_call]
     if 0 < len(in_call) < len(reports):
-        where = f"{r.names(in_call)} in run.mean or run.barrier, the others not"
-        text = f"step {front}: the members have waited for each other for {waited_s:.0f} s in different places of the script"
-        losses.end_run(m, RunStatus.FAILED, f"{text}: {where}")
+        text = f"step {front}: the members have waited for each other for {waited_s:.0f} s in different places"
+        where = f"of the script: {r.names(in_call)} in run.mean or run.barrier, the others not"
+        losses.end_run(m, RunStatus.FAILED, f"{text} {where}")
         return
     trouble.stuck, trouble.stuck_at = trouble.stuck + 1 if front == trouble.stuck_at else 1, front
     if trouble.stuck == ATTEMPTS:

@@ -1,9 +1,9 @@
-"""What a head that comes back must know about a run, as values to store: one small root, one record per node, three lists.
+"""What a head that comes back must know about a run, as values to store: a root, a record per node, three lists.
 
-Each record is stored under a key of its own, behind the number of its schema. A turn writes the root and the records that
-it changed, in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
-A record is read strictly. A field that is missing, unknown or of another type makes the record unreadable, never a default.
-So whoever renames, adds or removes a field raises the number in `SCHEMAS` and writes a step in `MIGRATIONS`.
+Each record is stored under a key of its own, behind the number of its schema. A turn writes the root and the records
+that it changed, in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
+A record is read strictly. A field that is missing, unknown or of another type makes the record unreadable, never a
+default. So whoever renames, adds or removes a field raises the number in `SCHEMAS` and writes a step in `MIGRATIONS`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Node(msgspec.Struct, kw_only=True):
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """A change of the membership. It is stored once it is committed; before that only its number is, in `Root.highest`."""
+    """A change of the membership. It is stored once it is committed. Before, only its number is, in `Root.highest`."""
 
     generation: int
     replaces: int
@@ -246,7 +246,7 @@ MIGRATIONS: dict[tuple[type[Record], int], Callable[[Fields], Fields]] = {}
 """(kind, schema) -> makes fields of that schema fields of the next one."""
 
 
-_ENVELOPE = msgspec.msgpack.Decoder(tuple[int, Fields])
+_ENVELOPE: msgspec.msgpack.Decoder[tuple[int, Fields]] = msgspec.msgpack.Decoder(tuple[int, Fields])
 
 
 def encode(record: Record) -> bytes:
@@ -260,6 +260,7 @@ def decode(raw: bytes, kind: type[R]) -> R:
         Unreadable: it is damaged, or of a newer Fallow.
     """
     newest = SCHEMAS[kind]
+    fields: Fields
     try:
         schema, fields = _ENVELOPE.decode(raw)
         for older in range(schema, newest):

@@ -1,4 +1,4 @@
-"""The records of one run, which of them were changed, and views of them. Only `machine` and what it calls changes it."""
+"""The records of one run, which of them were changed, and views of them. The machine alone changes it."""
 
 from __future__ import annotations
 

@@ -141,6 +141,8 @@ class State:
         self.is_listening = any(node.alive for node in roster.nodes.values())
         self.is_tick = self.is_changed = True
         "is this a tick? may a planned change have become due?"
+        self._main = 0
+        "the node that was told so"
         self._restore()
 
     def _restore(self) -> None:
@@ -223,14 +225,16 @@ class State:
 
     def take_turn(self) -> ev.Turn:
         """What the events since the last call ask for."""
-        outbox = self.outbox
-        if outbox.nodes:
+        outbox, main = self.outbox, self.main()
+        if main != self._main:
+            self.tell([main, self._main])
+            self._main = main
+        if outbox.nodes & self.roster.nodes.keys():
             outbox.edition += 1
-            main = self.main()
             for n in sorted(outbox.nodes & self.roster.nodes.keys()):
                 outbox.told[n] = outbox.edition, self.watch.now
                 outbox.instructions.append(ev.Send(n, self._order(self.roster.nodes[n], main)))
-            outbox.nodes.clear()
+        outbox.nodes.clear()
         instructions, outbox.instructions = outbox.instructions, []
         return ev.Turn(self.roster.take_writes(), instructions)
 

@@ -39,7 +39,7 @@ class Rule:
 
 
 _ANY = frozenset(Phase)
-_THERE = frozenset((Phase.STARTING, Phase.READY, Phase.MEMBER, Phase.LEAVING))
+_ALIVE = _ANY - {Phase.GONE}
 _VOTERS = frozenset((Phase.READY, Phase.MEMBER, Phase.LEAVING))
 _MEMBERS = frozenset((Phase.MEMBER, Phase.LEAVING))
 _SEATED = frozenset((Phase.MEMBER, Phase.LEAVING, Phase.SILENT))
@@ -51,7 +51,7 @@ NODE: tuple[Fact, ...] = (
     Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
     Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
     Fact("could not load one", _ANY, when.found_damage, facts.note_damaged),
-    Fact("has failed", _THERE, when.has_failed, facts.note_fault),
+    Fact("has failed", _ALIVE, when.has_failed, facts.note_fault),
     Fact("is ready", frozenset((Phase.STARTING,)), when.is_ready, facts.note_ready),
     Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
     Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
@@ -70,8 +70,8 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("enough nodes are ready", when.change_is_due, moves.prepare),
     ),
     RunPhase.STEADY: (
-        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
         Rule("its group broke", when.group_broke, moves.rebuild_group),
         Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
         Rule("all wait", when.all_wait, moves.probe),
@@ -105,8 +105,8 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("votes are late", when.is_late_and_heard, moves.eject_late),
     ),
     RunPhase.SWITCHING: (
-        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
         Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
         Rule("a group broke", when.group_broke, moves.rebuild_group),
         Rule("all are there", when.all_have_arrived, moves.complete),
         Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
