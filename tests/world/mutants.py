@@ -1,4 +1,4 @@
-"""Guards that are taken away one at a time. The world, or the named unit test, has to notice."""
+"""Guards that are taken away one at a time. Histories of the world, or a test by hand, have to notice."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _forget_unproved(m: State, node: Node) -> None:
 _BEGIN, _PLANS, _SEAT, _AFTER_LOSS = moves._begin, moves._plans, Roster.seat, proposals.after_loss
 _HAS_ENDED = conditions._has_ended
 
-_TAKEN: dict[str, Take] = {
+MUTANTS: dict[str, Take] = {
     # safety
     "commits without proof that the old generation is over": _condition(conditions.may_commit, conditions.is_unanimous),
     "silence proves that a node has ended": _object(conditions, "_has_ended", _silence_is_proof),
@@ -157,7 +157,6 @@ _TAKEN: dict[str, Take] = {
     ),
     "burned numbers are used again": _object(moves, "_begin", _reuse),
     "orders go out before the write": _nothing,
-    "agents obey an older term": _nothing,
     "the store does not fence": _nothing,
     "seats are not written": _object(Roster, "seat", _seat_unwritten),
     "survivors are mixed with those who wait for the state": _object(moves, "after_loss", _after_loss_all),

@@ -152,10 +152,7 @@ class Host:
                 self._obey(node, order)
 
     def _obey(self, node: int, order: Order) -> None:
-        is_newer = (order.term, order.edition) > self.obeyed
-        if self.w.mutant == "agents obey an older term":
-            is_newer = self.order is None or order.edition != self.order.edition
-        if node != self.node or not is_newer:
+        if node != self.node or (order.term, order.edition) <= self.obeyed:
             return
         self.w.observer.read_order(self, order)
         self.obeyed, self.order = (order.term, order.edition), order

@@ -1,4 +1,4 @@
-"""Histories of the simulated world: nothing that must not happen does, whatever fails; and the guards are needed."""
+"""Histories of the simulated world: nothing that must not happen does, whatever fails."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections import Counter
 import pytest
 
 from world.faults import FAULTS
-from world.mutants import MUTANTS
-from world.observer import Violation
 from world.world import World, play
 
 CHUNK = 100
@@ -40,29 +38,6 @@ def test_nothing_forbidden_happens_in_many_more_histories(chunk: int) -> None:
 def test_a_history_is_the_same_each_time() -> None:
     one, other = play(5), play(5)
     assert (one.logs, one.fired, one.counts, one.rules) == (other.logs, other.fired, other.counts, other.rules)
-
-
-def seeds_until_noticed(name: str, count: int) -> int:
-    """In which history the missing guard is noticed, from 1; 0: in none."""
-    for number in range(count):
-        try:
-            with MUTANTS[name].make():
-                play(300_000 + number, mutant=name)
-        except (Violation, AssertionError, LookupError, ValueError):
-            return number + 1
-    return 0
-
-
-@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.noticed_by == "a few histories"])
-def test_a_missing_guard_is_noticed(name: str) -> None:
-    assert seeds_until_noticed(name, 60)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.noticed_by == "many histories"])
-def test_a_missing_guard_is_noticed_in_the_end(name: str) -> None:
-    assert seeds_until_noticed(name, 3000)
 
 
 def test_faults_of_a_quiet_world_are_none() -> None:

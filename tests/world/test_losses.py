@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from nodes_rig import CONTRACT, Rig, both, logs, orders, started
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Checkpoint, Finish, Outcome, Pause, Problem, Refusal, Switch
 from fallow.core.nodes.records import Phase
 from fallow.core.nodes.state import RunPhase
 from fallow.model import ChangeKind, Doing, Exit, RunStatus
+from world.rig import CONTRACT, Rig, both, logs, orders, started
 
 WAITS = {"doing": Doing.WAITING, "stalled_s": 20.0}
 

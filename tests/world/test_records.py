@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from nodes_rig import CONTRACT, started
 
 from fallow.core.nodes import messages, records
 from fallow.core.nodes.gather import Gathers
 from fallow.core.nodes.messages import Gather, Gathered, Order, Peer, Plan, Report, Unreadable
 from fallow.core.nodes.records import Node, Root
 from fallow.core.nodes.roster import Roster
+from world.rig import CONTRACT, started
 
 
 def root() -> Root:
