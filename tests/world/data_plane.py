@@ -36,10 +36,6 @@ class DataPlane:
             self.w.after(0.3, lambda: self.obey(x, order))
             return
         plan = order.plan
-        if plan is not None and plan.drop_state:
-            x.dropped_at = plan.generation
-        if x.generation < x.dropped_at <= order.committed:
-            x.has_state = False
         broken = max(order.broken, plan.replaces if plan is not None and plan.interrupt else 0)
         self.give_up(x, broken)
         known = x.plan.generation if x.plan is not None else 0
@@ -141,7 +137,8 @@ class DataPlane:
 
     def _enter(self, x: Worker, plan: Plan) -> None:
         x.entering, x.arrived_for, x.waits_since, x.receives = plan.generation, -1, self.w.t, None
-        if plan.drop_state:
+        order = x.host.order
+        if order is not None and x.generation < order.state_since:
             x.has_state = False
         members = x.host.lists[plan.generation]
         self.w.after(0.01, x.host.say)

@@ -103,8 +103,8 @@ def _plans_without(**changed: Callable[[Plans], Any]) -> Callable[..., Plans]:
     return make
 
 
-def _seat_unwritten(self: Roster, members: list[int]) -> None:
-    _SEAT(self, members)
+def _seat_unwritten(self: Roster, members: list[int], joined: list[int]) -> None:
+    _SEAT(self, members, joined)
     self._changed -= {f"node/{n}" for n in members}
 
 
@@ -161,7 +161,7 @@ MUTANTS: dict[str, Take] = {
     "seats are not written": _object(Roster, "seat", _seat_unwritten),
     "survivors are mixed with those who wait for the state": _object(moves, "after_loss", _after_loss_all),
     "votes that show a lost state count": _rule(RunPhase.REBUILDING, "not all have the state"),
-    "what a node held before it was away counts": _object(moves, "_plans", _plans_without(newcomer=lambda p: p.whole)),
+    "what a node held before it was away counts": _object(State, "_state_since", lambda self, node: 0),
     "leavers are not taken out of the delta": _object(
         moves, "_plans", _plans_without(delta=lambda p: msgspec.structs.replace(p.delta, without=()))
     ),

@@ -21,7 +21,7 @@ class Worker:
         self.alive, self.stopped = True, False
         self.generation = self.entering = 0
         "it computes in this one; it is in the first exchange of that one"
-        self.step = self.given_up = self.left = self.switches_to = self.dropped_at = 0
+        self.step = self.given_up = self.left = self.switches_to = 0
         self.arrived_for = -1
         "step at whose end it waits for the others"
         self.has_state = self.finished = self.ready = False

@@ -262,7 +262,7 @@ def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_ther
     assert rig.r.root.status is RunStatus.SUSPENDED
     rig.join("b")
     assert rig.ballot is not None
-    assert rig.ballot.plans.newcomer.checkpoints == ("/c",)
+    assert rig.ballot.plans.whole.checkpoints == ("/c",)
     rig.change(5)
     assert rig.r.root.status is RunStatus.TRAINING
 
@@ -491,10 +491,10 @@ def test_rollback_and_a_head_that_comes_back_in_the_middle_of_it() -> None:
         rig.say(2, step=step)
     rig.put(ev.Rollback(at=0, step=4))
     assert rig.ballot is not None
-    assert rig.ballot.plans.delta.drop_state
+    assert rig.m.order(1).state_since == rig.ballot.change.generation
     assert rig.ballot.plans.delta.checkpoints == ("/4",)
     rig.restart(1, 2)
-    assert rig.ballot.plans.delta.drop_state, "it is not forgotten"
+    assert rig.m.order(1).state_since == rig.ballot.change.generation, "it is not forgotten"
     rig.change(4)
     assert rig.r.root.rollback_below == 0
     rig.say(1, saved=Checkpoint(path="/late", generation=1, step=8))

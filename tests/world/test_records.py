@@ -72,8 +72,8 @@ FIELDS = {
     "traceback proved_gone finished deserted noted healed unrecorded",
     Report: "node seq term edition ready generation prepared refusal given_up left step has_state switch doing "
     "stalled_s stopped_s in_call deserted finish fault saved unsaved damaged healed unrecorded",
-    Order: "term edition committed broken plan accepted is_main noted unsaved finish end",
-    Plan: "generation replaces base without more check leave interrupt timeout_s checkpoints drop_state outcome",
+    Order: "term edition committed broken plan state_since accepted is_main noted unsaved finish end",
+    Plan: "generation replaces base without more check leave interrupt timeout_s checkpoints outcome",
     Peer: "node slots entry",
 }
 
@@ -113,9 +113,9 @@ def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     rig.join("e")
     plans = rig.ballot.plans
     assert (plans.delta.base, plans.delta.without, [peer.node for peer in plans.delta.more]) == (1, (), [5])
-    assert (plans.newcomer.base, [peer.node for peer in plans.newcomer.more]) == (0, [1, 2, 3, 4, 5])
-    assert (plans.delta.drop_state, plans.newcomer.drop_state) == (False, True)
-    assert plans.delta.check == plans.newcomer.check
+    assert (plans.whole.base, [peer.node for peer in plans.whole.more]) == (0, [1, 2, 3, 4, 5])
+    assert plans.delta.check == plans.whole.check
+    assert [rig.m.order(n).state_since for n in (1, 5)] == [1, 2], "what a newcomer holds does not count"
     assert len(messages.encode(rig.m.order(1))) < 200
 
 

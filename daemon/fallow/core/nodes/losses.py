@@ -156,6 +156,22 @@ def end_run(m: State, status: RunStatus, message: str) -> None:
     m.outbox.instructions.append(ev.RunEnded(status, message))
 
 
+def end_without_main(m: State) -> None:
+    main = m.roster.nodes[m.roster.root.main]
+    m.roster.root.traceback = main.traceback
+    text = f"the main member {m.roster.name(main.id)} ended after the training, before its script had"
+    end_run(m, RunStatus.FAILED, f"{text}: {main.ended or 'it is gone'}")
+
+
+def end_well(m: State) -> None:
+    main = m.roster.nodes.get(m.roster.root.main)
+    if main is not None and main.alive:
+        why = f"its process was still there {m.timing.lease_s:g} s after its script had ended"
+        m.roster.touch(main).ended = exit_unknown(m, main, why)
+        m.outbox.log("exit", main.ended, node=main.id)
+    end_run(m, RunStatus.FINISHED, (main.ended if main is not None else "") or m.roster.root.diverged)
+
+
 def forget_if_unneeded(m: State, node: Node) -> None:
     """Delete the record of a node whose end is proved and that no generation needs to know."""
     needed = m.is_inside(node) or node.id in m.participants() or node.id == m.roster.root.main

@@ -21,15 +21,13 @@ from typing import Any
 
 from fallow.core.nodes import checkpoints, failures, losses, tables
 from fallow.core.nodes import events as ev
-from fallow.core.nodes.conditions import change_is_due
+from fallow.core.nodes.conditions import waiting
 from fallow.core.nodes.facts import recover, resend
 from fallow.core.nodes.messages import Order, Report
-from fallow.core.nodes.proposals import planned, put_off_s
 from fallow.core.nodes.records import Node, Phase
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.state import RunPhase, State
 from fallow.core.nodes.watch import Overdue, Timing
-from fallow.core.restarts import EVERY_S
 from fallow.model import Exit
 from fallow.text import counted
 
@@ -97,27 +95,7 @@ class Machine:
 
     def waiting(self) -> str:
         """Why nodes that are ready do not compute, in words; empty: none waits, or a change is under way."""
-        m, r = self.state, self.roster
-        standbys = r.standbys()
-        if not standbys or r.root.status.ended:
-            return ""
-        lost = [n for n in m.inside() if not r.alive(n) and n in r.nodes and not r.nodes[n].proved_gone]
-        if lost and (m.phase is RunPhase.EMPTY or (m.voting is not None and not m.voting.awaited)):
-            return (
-                f"{r.names(standbys)} cannot begin before it is certain that {r.names(lost)} has ended: it is not heard"
-            )
-        proposal = planned(r, m.has_state) if m.ballot is None else None
-        left_s = 0.0 if proposal is None else put_off_s(r, proposal, m.watch.now - m.watch.committed_at)
-        if left_s:
-            verb = "waits" if len(standbys) == 1 else "wait"
-            return (
-                f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
-                f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
-            )
-        if proposal is not None and not change_is_due(m):
-            unheard = [n for n in proposal.members if m.watch.unheard_s(n) > m.timing.lease_s]
-            return f"{r.names(standbys)} cannot join while {r.names(unheard)} is not heard" if unheard else ""
-        return ""
+        return waiting(self.state)
 
     def _apply_rules(self) -> None:
         m = self.state

@@ -223,9 +223,6 @@ class Plan(Wire, frozen=True, kw_only=True):
     timeout_s: float = 0.0
     checkpoints: tuple[str, ...] = ()
     "usable ones, newest first, to be loaded if no member has the state"
-    drop_state: bool = False
-    """What the node holds does not count: it is new, it was away, or all go back to a checkpoint. The node drops its
-    state as soon as it hears that this generation, or a later one, is committed, whether it enters it or not."""
     outcome: Outcome | None = None
     "known to a member that has failed since; who still waits for that exchange takes the answer"
 
@@ -252,6 +249,9 @@ class Order(Wire, frozen=True, kw_only=True, tag="order"):
     "give up this generation and all older ones"
     plan: Plan | None = None
     "None: drop every group that was built for a generation that is not committed"
+    state_since: int = 0
+    """What the node holds when it enters the plan's generation counts if it has computed in this generation or a later
+    one. Otherwise it drops its state first: it is new, it was away, or all go back to a checkpoint."""
     accepted: bool = False
     "the contract was"
     is_main: bool = False

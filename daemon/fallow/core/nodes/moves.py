@@ -138,13 +138,12 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     root.highest += 1
     r.mark("root")
     members = list(proposal.members)
-    newcomers = [n for n in members if not m.is_inside(r.nodes[n])]
     change = Change(
         generation=root.highest,
         replaces=root.generation,
         kind=proposal.kind,
         leavers=proposal.leavers,
-        joined=newcomers,
+        joined=[n for n in members if not m.is_inside(r.nodes[n])],
         reason=proposal.reason,
         began_at=m.at,
         interrupt=interrupt,
@@ -155,7 +154,7 @@ def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool
     # Of a broken generation nobody waits for those who leave it.
     awaited = set(members) if interrupt else {*members, *proposal.leavers}
     plans = _plans(m, change, members, wait_s)
-    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited, frozenset(newcomers))
+    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited)
     m.trouble.lost.clear()
     m.trouble.code = m.trouble.group = None
     m.tell(m.participants())
@@ -173,7 +172,6 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
         interrupt=change.interrupt,
         timeout_s=wait_s,
         checkpoints=tuple(checkpoint.path for checkpoint in checkpoints.usable(r)),
-        drop_state=root.rollback_below > 0,
         outcome=root.outcome,
     )
     old = dict.fromkeys(r.members)
@@ -189,7 +187,7 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
         timeout_s=wait_s,
         outcome=root.outcome,
     )
-    return Plans(delta, whole, msgspec.structs.replace(whole, drop_state=True), leaver)
+    return Plans(delta, whole, leaver)
 
 
 # -- give up ----------------------------------------------------------------------------------------------------------
@@ -226,7 +224,8 @@ def drop_newcomers(m: State) -> None:
     """Planned: members that do not reach each other stay, because their own generation may work all the same."""
     ballot = m.ballot
     assert ballot is not None
-    dropped = [n for n in _cut_off(m, ballot, last=ballot.newcomers) if n in ballot.newcomers]
+    newcomers = frozenset(ballot.change.joined)
+    dropped = [n for n in _cut_off(m, ballot, last=newcomers) if n in newcomers]
     named = [f"n{n} does not reach {m.roster.names(said.unreachable)}" for n, said in sorted(ballot.refusals.items())]
     burn(m, "; ".join(named), 0.0 if dropped else m.timing.prepare_s)
     _give_up(m, dropped, ballot)
@@ -291,7 +290,7 @@ def commit(m: State) -> None:
     root.generation, root.change = change.generation, change
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
     lost = [r.nodes[n] for n in r.members if not r.alive(n)]
-    r.seat(ballot.members)
+    r.seat(ballot.members, change.joined)
     m.watch.committed_at = m.watch.now
     ballot.awaited = set(ballot.members)
     ballot.leaving = {n for n in change.leavers if r.alive(n)}
@@ -355,22 +354,3 @@ def _kept(m: State) -> str:
         return "what its script has saved"
     usable = checkpoints.usable(m.roster)
     return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
-
-
-def end_without_main(m: State) -> None:
-    main = m.roster.nodes[m.roster.root.main]
-    m.roster.root.traceback = main.traceback
-    text = f"the main member {m.roster.name(main.id)} ended after the training, before its script had"
-    losses.end_run(m, RunStatus.FAILED, f"{text}: {main.ended or 'it is gone'}")
-
-
-def end_well(m: State) -> None:
-    main = m.roster.nodes.get(m.roster.root.main)
-    if main is not None and main.alive:
-        why = f"its process was still there {m.timing.lease_s:g} s after its script had ended"
-        m.roster.touch(main).ended = losses.exit_unknown(m, main, why)
-        m.outbox.log("exit", main.ended, node=main.id)
-    losses.end_run(m, RunStatus.FINISHED, (main.ended if main is not None else "") or m.roster.root.diverged)

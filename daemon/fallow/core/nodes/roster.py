@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
 from fallow.core.nodes import records
@@ -149,8 +149,8 @@ class Roster:
 
     # -- seats ------------------------------------------------------------------------------------------------------
 
-    def seat(self, members: list[int]) -> None:
-        """Commit these members, in rank order, to the root's generation. Newcomers sit behind those who stay.
+    def seat(self, members: list[int], joined: Sequence[int]) -> None:
+        """Commit these members, in rank order, to the root's generation. Some of them have joined with it.
 
         A living member that loses its seat without having been asked to leave is a standby again.
         """
@@ -162,11 +162,12 @@ class Roster:
         last = 0
         for node in [self.nodes[n] for n in members]:
             if node.seat <= last:
-                self.touch(node).joined = node.joined if node.seat else root.generation
-                node.seat, root.next_seat = root.next_seat, root.next_seat + 1
+                self.touch(node).seat, root.next_seat = root.next_seat, root.next_seat + 1
             last = node.seat
             if node.phase is Phase.READY:
                 self.touch(node).phase = Phase.MEMBER
+        for n in joined:
+            self.touch(self.nodes[n]).joined = root.generation
         self._members = None
         self.mark("root")
 

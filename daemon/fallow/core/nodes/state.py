@@ -41,8 +41,7 @@ class Plans(NamedTuple):
     delta: Plan
     "to members of the generation before"
     whole: Plan
-    "to leavers of that one that are kept"
-    newcomer: Plan
+    "to newcomers, and to leavers that are kept"
     leaver: Plan
 
 
@@ -59,7 +58,6 @@ class Ballot:
     "both on the clock of `Watch.now`"
     awaited: set[int]
     "nodes whose vote is missing, and after the commit nodes that have not gone over"
-    newcomers: frozenset[int] = frozenset()
     leaving: set[int] = field(default_factory=set)
     "leavers that have not left, after the commit"
     refusals: dict[int, Refusal] = field(default_factory=dict)
@@ -153,7 +151,7 @@ class State:
             plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
             leave = Plan(generation=change.generation, replaces=change.replaces, leave=True, interrupt=change.interrupt)
             members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
-            self.ballot = Ballot(change, r.members, Plans(plan, plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
+            self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
             known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
             self.trouble.lost.update({node.id: node.ended for node in known if not node.proved_gone})
 
@@ -250,6 +248,7 @@ class State:
             committed=root.generation,
             broken=broken if self.is_inside(node) else max(broken, root.generation),
             plan=self._plan_for(node),
+            state_since=self._state_since(node),
             accepted=node.accepted,
             is_main=node.id == main,
             noted=node.noted,
@@ -264,12 +263,18 @@ class State:
             return None
         if node.id in ballot.change.leavers:
             return ballot.plans.leaver
-        if node.id in ballot.newcomers:
-            return ballot.plans.newcomer
         if node.seat if is_going else node.id in ballot.members:
             was_member = node.seat > 0 and node.joined < ballot.change.generation
             return ballot.plans.delta if was_member else ballot.plans.whole
         return None
+
+    def _state_since(self, node: Node) -> int:
+        """What a node holds counts from the generation in which it got its seat, and not across a rollback."""
+        ballot, below = self.ballot, self.roster.root.rollback_below
+        next_one = ballot.change.generation if ballot is not None else 0
+        if 0 < below < next_one or not self.is_inside(node):
+            return next_one
+        return node.joined
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status

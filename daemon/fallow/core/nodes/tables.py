@@ -1,4 +1,4 @@
-"""The two tables that say what the machine does. Conditions are in `conditions`, actions in `facts` and `moves`.
+"""The two tables that say what the machine does. Conditions: `conditions`. Actions: `facts`, `moves` and `losses`.
 
 `NODE`: for each report, every row that counts in the node's phase and whose condition holds is carried out, in order.
 `RUN`: after each event, the first row of the run's phase whose condition holds is carried out, until none holds.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fallow.core.nodes import conditions as when
-from fallow.core.nodes import facts, moves
+from fallow.core.nodes import facts, losses, moves
 from fallow.core.nodes.messages import Report
 from fallow.core.nodes.records import Node, Phase
 from fallow.core.nodes.state import RunPhase, State
@@ -113,8 +113,8 @@ RUN: dict[RunPhase, tuple[Rule, ...]] = {
         Rule("the first exchange does not end", when.all_wait, moves.rebuild_first_exchange),
     ),
     RunPhase.FINISHING: (
-        Rule("the main member is lost", when.main_is_lost, moves.end_without_main),
-        Rule("all have finished", when.all_have_finished, moves.end_well),
+        Rule("the main member is lost", when.main_is_lost, losses.end_without_main),
+        Rule("all have finished", when.all_have_finished, losses.end_well),
     ),
     RunPhase.ENDED: (),
 }
