@@ -85,25 +85,22 @@ def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
     rig.tick(12, 1)
     rig.join("c")
     assert rig.m.phase is RunPhase.STEADY
-    assert rig.m.waiting() == "n3 (c) cannot join while n2 (h2) is not heard"
+    assert rig.m.waiting() == "n3 (c) cannot begin before n2 (h2) is heard, or is certain to have ended"
     rig.say(2)
     rig.tick(13, 1, 3)
     assert rig.m.phase is RunPhase.PREPARING
 
 
-def test_a_standby_that_cannot_begin_says_for_whose_end_it_waits() -> None:
-    rig = started(1)
-    rig.join("b")
-    rig.vote()
-    rig.tick(13, 2, **WAITS)
-    rig.say(2, prepared=3, given_up=2)
-    assert rig.r.root.generation == 2
+def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain() -> None:
     rig = started(2)
     rig.r.root.limit = 2
     rig.join("c")
     rig.gone(1, signal=9)
-    rig.tick(25, 3)
-    assert rig.r.members == [1, 2], "n2 is not heard, so nobody begins without it"
+    rig.tick(40, 3)
+    assert (rig.m.phase, rig.ballot.members, rig.r.root.generation) == (RunPhase.REBUILDING, [2], 1)
+    assert rig.m.waiting() == "n3 (c) cannot begin before n2 (h2) is heard, or is certain to have ended"
+    rig.gone(2, reason="its job is over")
+    assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [3])
 
 
 def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fallow.core.nodes.messages import Report
 from fallow.core.nodes.proposals import planned, put_off_s
 from fallow.core.nodes.records import Node, Phase
-from fallow.core.nodes.state import RunPhase, State
+from fallow.core.nodes.state import State
 from fallow.core.restarts import EVERY_S
 
 # -- a node's report --------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def is_late_and_heard(m: State) -> bool:
         return False
     members = [n for n in m.voting.participants if m.roster.nodes[n].seat and m.roster.alive(n)]
     since_s = m.watch.now - m.voting.began_at
-    return not members or any(n not in late or m.watch.unheard_s(n) <= since_s for n in members)
+    return not members or any(n not in late or m.watch.unheard_s(n) < since_s for n in members)
 
 
 def all_wait_s(m: State) -> float:
@@ -234,9 +234,6 @@ def waiting(m: State) -> str:
     standbys = r.standbys()
     if not standbys or r.root.status.ended:
         return ""
-    lost = [n for n in m.inside() if not r.alive(n) and n in r.nodes and not r.nodes[n].proved_gone]
-    if lost and (m.phase is RunPhase.EMPTY or (m.voting is not None and not m.voting.awaited)):
-        return f"{r.names(standbys)} cannot begin before it is certain that {r.names(lost)} has ended: it is not heard"
     proposal = planned(r, m.has_state) if m.ballot is None else None
     left_s = 0.0 if proposal is None else put_off_s(r, proposal, m.watch.now - m.watch.committed_at)
     if left_s:
@@ -245,7 +242,8 @@ def waiting(m: State) -> str:
             f"{r.names(standbys)} {verb} for another {left_s / 60:.0f} min: a newcomer restarts the script "
             f"everywhere, which has to run for {EVERY_S / 60:.0f} min from one such restart to the next"
         )
-    if proposal is not None and not change_is_due(m):
-        unheard = [n for n in proposal.members if m.watch.unheard_s(n) > m.timing.lease_s]
-        return f"{r.names(standbys)} cannot join while {r.names(unheard)} is not heard" if unheard else ""
+    known = [r.nodes[n] for n in m.inside() if n in r.nodes and not r.nodes[n].proved_gone]
+    unheard = [node.id for node in known if not node.alive or m.watch.unheard_s(node.id) > m.timing.lease_s]
+    if unheard:
+        return f"{r.names(standbys)} cannot begin before {r.names(unheard)} is heard, or is certain to have ended"
     return ""
