@@ -28,6 +28,7 @@ class Roster:
         self._changed: set[str] = {"root"}
         self._members: list[int] | None = None
         self._by_place: dict[tuple[str, str], list[int]] = {}
+        self._deserted: set[int] = set()
 
     # -- store ------------------------------------------------------------------------------------------------------
 
@@ -81,6 +82,12 @@ class Roster:
     def add(self, node: Node) -> None:
         self.nodes[node.id] = self.touch(node)
         self._by_place.setdefault((node.host, node.token), []).append(node.id)
+        if node.deserted:
+            self._deserted.add(node.id)
+
+    def note_deserted(self, node: Node) -> None:
+        self.touch(node).deserted = True
+        self._deserted.add(node.id)
 
     def forget(self, node: Node) -> None:
         del self.nodes[self.touch(node).id]
@@ -137,7 +144,8 @@ class Roster:
 
     def deserters(self) -> list[Node]:
         """Members whose script has ended in the middle of the training, and whose processes have not."""
-        return [node for n in self.members if (node := self.nodes[n]).alive and node.deserted]
+        known = [self.nodes[n] for n in sorted(self._deserted) if n in self.nodes]
+        return [node for node in known if node.alive and node.seat]
 
     def name(self, node: int) -> str:
         return f"n{node} ({self.nodes[node].host})" if node in self.nodes else f"n{node}"

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 from fallow.core.nodes import events as ev
@@ -170,7 +171,8 @@ class State:
             if voting.change.probe:
                 return RunPhase.PROBING
             return RunPhase.REBUILDING if voting.change.interrupt else RunPhase.PREPARING
-        if not any(map(self.roster.alive, self.inside())):
+        leavers = root.change.leavers if root.change is not None else []
+        if not any(map(self.roster.alive, chain(self.roster.members, leavers))):
             # If all have left together, the change is complete.
             return RunPhase.SWITCHING if self.going is not None and not self.roster.members else RunPhase.EMPTY
         return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
