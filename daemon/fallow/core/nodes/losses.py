@@ -29,6 +29,8 @@ def lose(m: State, node: Node, reason: str, phase: Phase = Phase.GONE) -> None:
     r, name, before = m.roster, m.roster.name(node.id), node.phase
     m.is_changed = True
     r.touch(node).phase, node.ended = phase, node.ended or reason
+    if phase is Phase.GONE and node.seat and r.root.scripted and not r.finishing:
+        r.root.limit = max(0, r.root.limit - 1)
     if before is Phase.SILENT:
         return  # it was given up before; now its end is proved
     if before is Phase.STARTING:
@@ -44,8 +46,6 @@ def lose(m: State, node: Node, reason: str, phase: Phase = Phase.GONE) -> None:
         voting.spoiled = f"newcomer {name} is gone: {reason}"
     elif m.is_inside(node):
         m.trouble.lost[node.id], m.trouble.code = reason, None if node.leaving else node.code
-        if r.root.scripted and not r.finishing:
-            r.root.limit = max(0, r.root.limit - 1)
 
 
 def eject(m: State, overdue: Iterable[Overdue]) -> None:

@@ -301,6 +301,7 @@ def _check(m: State) -> None:
     holds = {
         "generations only grow": root.complete <= root.generation <= root.highest,
         "no seat is taken twice": len({r.nodes[n].seat for n in r.members}) == len(r.members),
+        "never more nodes than allowed": frozen or len(r.present(Phase.MEMBER)) <= max(root.maximum, root.minimum),
         "an ended run changes nothing": not (root.status.ended and (ballot or change)),
         "what is voted on has the newest number": m.voting is None or m.voting.change.generation == root.highest,
         "a node that leaves hears of it": frozen or concerned.issuperset(leaving),

@@ -116,14 +116,15 @@ def _suspend(m: State, leavers: list[int], reason: str) -> None:
     """Nobody is left to go on."""
     r, root, code = m.roster, m.roster.root, m.trouble.code
     m.tell(m.participants())
-    m.ballot, m.trouble.group, m.is_changed = None, None, True
+    m.ballot, m.is_changed = None, True
+    m.trouble.code = m.trouble.group = None
     m.trouble.lost.clear()
     root.change = root.change if root.old_may_step else None
     r.mark("root")
     for n in leavers:  # they were to leave before they had the state
         losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
     if code not in (None, Exit.OK, Exit.TEMPFAIL):
-        losses.end_run(m, RunStatus.FAILED, root.message or reason)
+        losses.end_run(m, RunStatus.FAILED, reason)
     elif code == Exit.OK:
         losses.end_run(m, RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
     else:
