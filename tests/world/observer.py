@@ -30,6 +30,8 @@ class Observer:
     def __init__(self, w: World) -> None:
         self.w = w
         self.committed: dict[int, tuple[int, ...]] = {}
+        self._lost: set[int] = set()
+        "generations whose commit the store has lost"
         self._highest = self._ever_highest = 0
         "the stored one, and the highest that ever was: a store may have lost it since"
 
@@ -45,6 +47,10 @@ class Observer:
         seats = self._seats()
         if root.generation not in self.committed and root.generation <= max(self.committed, default=0):
             self.w.fail(f"generation {root.generation} is committed after {max(self.committed)}")
+        if root.generation in self._lost and not self._has_witness(root.generation):
+            self._lost.discard(root.generation)
+            self.committed[root.generation] = seats
+            self.w.plane.acted = min(self.w.plane.acted, root.generation - 1)
         known = self.committed.setdefault(root.generation, seats)
         if known != seats:
             self.w.fail(f"generation {root.generation} has two lists of members: {known} and {seats}")
@@ -57,6 +63,12 @@ class Observer:
     def see_store_go_back(self) -> None:
         """What was lost may act in the world. A head must learn of it, and go on above it."""
         self._highest = self.w.store.root.highest
+        self._lost |= {g for g in self.committed if g > self.w.store.root.generation}
+
+    def _has_witness(self, generation: int) -> bool:
+        """Is anybody left of a generation that the store lost? If not, nothing knows its number any more."""
+        hosts = self.w.hosts.values()
+        return any(host.up and host.node in self.committed[generation] and host.node > 0 for host in hosts)
 
     # -- agents -----------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,26 @@ def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again(
     assert rig.m.phase is RunPhase.REBUILDING
 
 
+def test_a_first_exchange_of_survivors_that_does_not_end_is_done_again() -> None:
+    """They have given up the generation before, and report it until they have arrived."""
+    rig = started(3)
+    rig.gone(3, signal=9)
+    rig.vote()
+    assert rig.m.phase is RunPhase.SWITCHING
+    rig.wait(7)
+    assert (rig.m.phase, rig.ballot.change.generation) == (RunPhase.REBUILDING, 3)
+
+
+def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
+    """Else its last reports would bring it back as a newcomer."""
+    rig = started(2)
+    rig.put(ev.Release(at=0, nodes=(2,), reason="asked"))
+    rig.change()
+    assert rig.r.nodes[2].phase is Phase.GONE
+    rig.gone(2, code=0)
+    assert list(rig.r.nodes) == [1]
+
+
 def test_a_joiner_that_dies_before_the_commit_burns_only_its_number() -> None:
     rig = started(1)
     rig.join("b")

@@ -69,7 +69,7 @@ FIELDS = {
     "next_seat contract rollback_below front discarded first first_before main final outcome unsaved unsaved_reason "
     "diverged start_failures message traceback",
     Node: "id host token boot slots entry phase seat joined accepted step ends_at leave_by leaving ended code "
-    "traceback proved_gone finished deserted noted healed unrecorded",
+    "traceback proved_gone exited finished deserted noted healed unrecorded",
     Report: "node seq term edition ready generation prepared refusal given_up left step has_state switch doing "
     "stalled_s stopped_s in_call deserted finish fault saved unsaved damaged healed unrecorded",
     Order: "term edition committed broken plan state_since accepted is_main noted unsaved finish end",

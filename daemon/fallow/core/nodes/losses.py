@@ -173,9 +173,9 @@ def end_well(m: State) -> None:
 
 
 def forget_if_unneeded(m: State, node: Node) -> None:
-    """Delete the record of a node whose end is proved and that no generation needs to know."""
+    """Delete the record of a node whose processes have ended and that no generation needs to know."""
     needed = m.is_inside(node) or node.id in m.participants() or node.id == m.roster.root.main
-    if node.proved_gone and node.phase is Phase.GONE and not needed:
+    if node.exited and node.phase is Phase.GONE and not needed:
         m.roster.forget(node)
         m.watch.forget(node.id)
         m.outbox.told.pop(node.id, None)

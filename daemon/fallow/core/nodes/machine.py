@@ -134,7 +134,7 @@ class Machine:
             r.add(node)
             m.watch.came(number)
             m.tell([number])
-            for old in [old for old in here if not old.proved_gone]:
+            for old in [old for old in here if not old.exited]:
                 self._lose(ev.Gone(at=event.at, node=old.id, reason="its agent has started its workers anew"))
         m.outbox.instructions.append(ev.Admitted(node.id, node.host, node.token, node.boot))
 
@@ -174,8 +174,8 @@ class Machine:
         if event.node_failed and not m.roster.root.scripted and not failures.is_barred(m.roster, node.host):
             failures.bar(m.roster, node.host, f"Slurm says NODE_FAIL: {event.reason}", event.at)
             losses.tell_barred(m, node.host, event.reason)
-        if not node.proved_gone:
-            m.roster.touch(node).proved_gone = True
+        if not node.exited:
+            m.roster.touch(node).exited = node.proved_gone = True
         if event.is_ordered:
             node.leaving = node.leaving or event.reason
         if m.roster.root.status.ended:

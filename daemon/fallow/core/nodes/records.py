@@ -61,7 +61,9 @@ class Node(msgspec.Struct, kw_only=True):
     code: int | None = None
     traceback: str = ""
     proved_gone: bool = False
-    "none of its workers will ever finish a step again: its agent or Slurm says so"
+    "none of its workers will ever finish a step again"
+    exited: bool = False
+    "its agent or Slurm says that its processes have ended"
     finished: bool = False
     deserted: bool = False
     noted: str = ""

@@ -148,9 +148,12 @@ class Watch:
         return [overdue for overdue in found if overdue is not None]
 
     def waited_s(self, node: int) -> float:
-        """For how long it has waited for other members. 0: it does something else, is not heard or has given up."""
-        waits_s = self._waits_s(node)
-        return 0.0 if waits_s == math.inf else min(waits_s, self.now - self.committed_at)
+        """For how long it has waited for members of the committed generation. 0: it has not, or it is not heard."""
+        report = self.reports.get(node)
+        if report is None or report.given_up >= self._roster.root.generation or self.unheard_s(node) > DEAF_S:
+            return 0.0
+        waits_s = self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
+        return min(waits_s, self.now - self.committed_at)
 
     def _look(self, node: Node, others_wait: bool) -> Overdue | None:
         timing, report, silent_s = self._timing, self.reports.get(node.id), self._silent_s(node)
