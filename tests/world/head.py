@@ -138,10 +138,14 @@ class Head:
                     )
             case ("report", host, report):
                 self.apply(ev.Reported(at=at, host=host, report=report))
-            case ("gone", host, node, code, signal, is_ordered, report):
+            case ("gone", host, node, boot, code, signal, is_ordered, report):
                 end = {"reason": f"code {code} signal {signal}", "code": code, "signal": signal}
-                self.apply(ev.Gone(at=at, node=node, is_ordered=is_ordered, report=report, **end))
+                who = {"host": host, "boot": boot, "is_ordered": is_ordered, "report": report}
+                self.apply(ev.Gone(at=at, node=node, **who, **end))
                 self._then.append(("noted", host, node))
+            case ("job over", host):
+                for n in [n for n, node in self.machine.roster.nodes.items() if node.host == host]:
+                    self.apply(ev.Gone(at=at, node=n, reason="its job is over"))
             case ("event", make):
                 self.apply(make(at))
 

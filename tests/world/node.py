@@ -112,6 +112,7 @@ class Host:
         finish = Finish(generation=ws[0].generation, steps=ws[0].step, digest="d")
         return Report(
             node=self.node,
+            boot=self.boot,
             seq=self.seq,
             term=self.obeyed[0],
             edition=self.obeyed[1],
@@ -180,7 +181,7 @@ class Host:
         if self.frozen or not self.up:
             return
         if self.node:
-            self.unsaid.append(("gone", self.name, self.node, code, signal, is_ordered, self.report()))
+            self.unsaid.append(("gone", self.name, self.node, self.boot, code, signal, is_ordered, self.report()))
             self.w.to_head(self, self.unsaid[-1])
         finished = all(x.finished for x in self.workers)
         self.node, self.workers = 0, []
@@ -201,5 +202,4 @@ class Host:
 
     def _end_job(self) -> None:
         """Slurm sees it in a while, and says so with each poll."""
-        for node in [n for n, name in self.w.host_of.items() if name == self.name]:
-            self.w.after(self.w.rng.uniform(3, 20), lambda n=node: self.w.poll_end(n))
+        self.w.after(self.w.rng.uniform(3, 20), lambda: self.w.poll_end(self.name))

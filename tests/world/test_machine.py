@@ -617,6 +617,16 @@ def test_a_store_that_went_back_in_time() -> None:
     assert rig.r.members == [1, 2, 3]
 
 
+def test_news_of_the_end_of_workers_whose_number_another_node_has_now_prove_nothing() -> None:
+    """A store had forgotten the number."""
+    rig = started(1)
+    rig.gone(1, signal=9, host="other", boot=1)
+    rig.gone(1, signal=9, host="h1", boot=7)
+    assert rig.r.nodes[1].phase is Phase.MEMBER
+    rig.gone(1, signal=9, host="h1", boot=1)
+    assert not rig.r.alive(1)
+
+
 def test_a_number_that_was_given_to_another_node_since_is_not_given_back() -> None:
     rig = started(1)
     assert rig.expect("c", boot=7, node=1) == 2

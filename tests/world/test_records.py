@@ -70,7 +70,7 @@ FIELDS = {
     "diverged start_failures message traceback",
     Node: "id host token boot slots entry phase seat joined accepted step ends_at leave_by leaving ended code "
     "traceback proved_gone exited finished deserted noted healed unrecorded",
-    Report: "node seq term edition ready generation prepared refusal given_up left step has_state switch doing "
+    Report: "node boot seq term edition ready generation prepared refusal given_up left step has_state switch doing "
     "stalled_s stopped_s in_call deserted finish fault saved unsaved damaged healed unrecorded",
     Order: "term edition committed broken plan state_since accepted is_main noted unsaved finish end",
     Plan: "generation replaces base without more check leave interrupt timeout_s checkpoints outcome",
@@ -86,14 +86,14 @@ def test_who_changes_a_field_raises_its_schema_or_version(kind: type[msgspec.Str
 
 
 def test_a_message_comes_back_and_unknown_fields_of_a_newer_peer_are_ignored() -> None:
-    report = Report(node=1, seq=2, term=3, edition=4, step=5)
+    report = Report(node=1, boot=1, seq=2, term=3, edition=4, step=5)
     assert messages.decode(messages.encode(report)) == report
     raw = msgspec.msgpack.encode((1, msgspec.to_builtins(report) | {"type": "report", "colour": "red"}))
     assert messages.decode(raw) == report
 
 
 def test_a_message_of_another_version_or_without_a_required_field_is_refused() -> None:
-    body = {"type": "report", "node": 1, "seq": 2, "term": 3}
+    body = {"type": "report", "node": 1, "boot": 1, "seq": 2, "term": 3}
     with pytest.raises(Unreadable, match="missing required field `edition`"):
         messages.decode(msgspec.msgpack.encode((1, body)))
     with pytest.raises(Unreadable, match="message of version 2 cannot be read: this Fallow knows 1"):

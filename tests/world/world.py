@@ -135,9 +135,9 @@ class World:
         for x in host.workers:
             x.stopped = False
 
-    def poll_end(self, node: int) -> None:
-        self.head.receive(("event", lambda at: ev.Gone(at=at, node=node, reason="its job is over")))
-        self.after(5.0, lambda: self.poll_end(node))
+    def poll_end(self, host: str) -> None:
+        self.head.receive(("job over", host))
+        self.after(5.0, lambda: self.poll_end(host))
 
     # -- network ----------------------------------------------------------------------------------------------------
 

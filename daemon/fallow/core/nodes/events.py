@@ -49,6 +49,9 @@ class Gone(Event):
 
     node: int
     reason: str
+    host: str = ""
+    boot: int = 0
+    "of the agent that says so, and which start of its workers it means; 0: Slurm says so of the node on record"
     code: int | None = None
     signal: int | None = None
     tail: str = ""

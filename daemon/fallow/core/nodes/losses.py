@@ -28,7 +28,8 @@ def lose(m: State, node: Node, reason: str, phase: Phase = Phase.GONE) -> None:
     """The node is gone, or (SILENT) given up."""
     r, name, before = m.roster, m.roster.name(node.id), node.phase
     m.is_changed = True
-    r.touch(node).phase, node.ended = phase, node.ended or reason
+    r.touch(node).phase = phase
+    node.ended = reason if before is Phase.SILENT else node.ended or reason
     if phase is Phase.GONE and node.seat and r.root.scripted and not r.finishing:
         r.root.limit = max(0, r.root.limit - 1)
     if before is Phase.SILENT:

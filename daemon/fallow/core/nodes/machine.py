@@ -145,7 +145,7 @@ class Machine:
             return
         recover(m, report)
         node, last = m.roster.nodes.get(report.node), m.watch.reports.get(report.node)
-        if node is None or node.host != event.host:
+        if node is None or (node.host, node.boot) != (event.host, report.boot):
             m.outbox.instructions.append(ev.Unknown(report.node, event.host))
         elif last is None or report.seq > last.seq:
             m.watch.hear(report, event.at)
@@ -166,7 +166,7 @@ class Machine:
 
     def _lose(self, event: ev.Gone) -> None:
         m, node = self.state, self.roster.nodes.get(event.node)
-        if node is None:
+        if node is None or (event.boot and (node.host, node.boot) != (event.host, event.boot)):
             return
         last = event.report
         if last is not None:

@@ -150,6 +150,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     """Where a node is. Its agent sends one with each heartbeat, and one at once when anything but the step changes."""
 
     node: int
+    boot: int
+    "which start of its workers by the agent: a number that a store forgot may belong to another node by now"
     seq: int
     "counts up; a report that arrives after a newer one is dropped"
     term: int
