@@ -23,7 +23,7 @@ def histories(first: int, count: int) -> Counter[str]:
     return fired
 
 
-@pytest.mark.parametrize("chunk", range(20))
+@pytest.mark.parametrize("chunk", range(15))
 def test_nothing_forbidden_happens_and_everybody_trains_in_the_end(chunk: int) -> None:
     histories(chunk * CHUNK, CHUNK)
 
