@@ -149,6 +149,7 @@ class Host:
                 self.unsaid = [message for message in self.unsaid if message[2] != node]
             case ("over",):
                 self.over = True
+                self._end_job()
             case ("order", node, order):
                 self._obey(node, order)
 

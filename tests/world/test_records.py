@@ -9,7 +9,7 @@ import pytest
 
 from fallow.core.nodes import messages, records
 from fallow.core.nodes.gather import Gathers
-from fallow.core.nodes.messages import Gather, Gathered, Order, Peer, Plan, Report, Unreadable
+from fallow.core.nodes.messages import Gather, Gathered, Order, Peer, Plan, Refusal, Report, Unreadable
 from fallow.core.nodes.records import Node, Root
 from fallow.core.nodes.roster import Roster
 from world.rig import CONTRACT, started
@@ -117,6 +117,15 @@ def test_plans_are_deltas_to_members_and_whole_lists_to_newcomers() -> None:
     assert plans.delta.check == plans.whole.check
     assert [rig.m.order(n).state_since for n in (1, 5)] == [1, 2], "what a newcomer holds does not count"
     assert len(messages.encode(rig.m.order(1))) < 200
+
+
+def test_after_a_member_counted_another_list_all_get_the_whole_one() -> None:
+    """A store has lost a number that was used again since."""
+    rig = started(2)
+    rig.join("c")
+    rig.say(1, refusal=Refusal(generation=2, reason="counts another list"))
+    rig.tick(3, 1, 2, 3)
+    assert (rig.ballot.change.generation, rig.ballot.plans.delta) == (3, rig.ballot.plans.whole)
 
 
 def part(node: int, generation: int = 4, said: bytes = b"x") -> Gather:

@@ -208,6 +208,7 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
             ballot.refused_at = m.watch.now
     elif not ballot.spoiled:
         ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
+        m.trouble.lists_differ = node.seat > 0
         if not node.seat and node.phase is Phase.READY:
             m.outbox.log("dismiss", f"{name}: its group could not be built: {refusal.reason}", node=node.id)
             losses.dismiss(m, node, Exit.TEMPFAIL, f"its group could not be built: {refusal.reason}")

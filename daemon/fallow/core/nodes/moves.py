@@ -177,7 +177,8 @@ def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans
     )
     old = dict.fromkeys(r.members)
     delta, more = whole, tuple(peer for n, peer in peers.items() if n not in old)
-    if root.generation and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
+    follows = root.generation and not m.trouble.lists_differ
+    if follows and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
         without = tuple(n for n in old if n not in chosen)
         delta = msgspec.structs.replace(whole, base=root.generation, without=without, more=more)
     leaver = Plan(
@@ -292,7 +293,7 @@ def commit(m: State) -> None:
     root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
     lost = [r.nodes[n] for n in r.members if not r.alive(n)]
     r.seat(ballot.members, change.joined)
-    m.watch.committed_at = m.watch.now
+    m.watch.committed_at, m.trouble.lists_differ = m.watch.now, False
     ballot.awaited = set(ballot.members)
     ballot.leaving = {n for n in change.leavers if r.alive(n)}
     m.tell(ballot.participants)

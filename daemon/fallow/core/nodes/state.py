@@ -86,6 +86,8 @@ class Trouble:
     "this generation and older ones were given up"
     group: tuple[float, str] | None = None
     "when a group was found broken, and by whom"
+    lists_differ: bool = False
+    "a member refused a plan, maybe because it counted another list: all get the whole list next"
     retry_at: float = 0.0
     "no planned change before"
     probe_s: float = 0.0
