@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 
-def to_drop(accusations: Mapping[str, Sequence[str]], by_age: Sequence[str], holders: Collection[str]) -> list[str]:
+def to_drop(
+    accusations: Mapping[Name, Sequence[Name]], by_age: Sequence[Name], holders: Collection[Name]
+) -> list[Name]:
     """A small set of workers without whom everybody left reaches everybody left.
 
     A cut link is symmetric here: whoever of the two noticed, one of them goes. Greedy, the most accused first, since
@@ -19,7 +24,7 @@ def to_drop(accusations: Mapping[str, Sequence[str]], by_age: Sequence[str], hol
     """
     age = {worker: number for number, worker in enumerate(by_age)}
     cut = {frozenset((a, b)) for a, others in accusations.items() for b in others if a in age and b in age and a != b}
-    dropped: list[str] = []
+    dropped: list[Name] = []
     while cut:
         degree = Counter(worker for pair in cut for worker in pair)
         left = [worker for worker in holders if worker not in dropped]

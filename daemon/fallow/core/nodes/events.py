@@ -1,0 +1,199 @@
+"""What can happen to a run (events), and what the machine asks for in return (instructions).
+
+`at` is the head's clock: Unix time when the head began, plus monotonic seconds since. So deadlines outlive a head, and
+no step of the system clock is seen. Stamp a report when it is *received*. Make a tick only when everything that was
+received by then has been handled: then the machine never judges ahead of what is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fallow.core.nodes.messages import Order, Report
+from fallow.model import RunStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected(Event):
+    """An agent introduces its workers. May be said any number of times.
+
+    A higher `boot` means that the agent starts its workers anew, because the earlier ones have ended.
+    """
+
+    host: str
+    token: str
+    boot: int
+    slots: int
+    entry: str
+    node: int = 0
+    "the number that these workers were given before; 0: none yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported(Event):
+    """A report came, from the agent on this host."""
+
+    host: str
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone(Event):
+    """A node's workers have ended: its agent says so, or Slurm. Silence is no proof, so it makes no such event."""
+
+    node: int
+    reason: str
+    host: str = ""
+    boot: int = 0
+    "of the agent that says so, and which start of its workers it means; 0: Slurm says so of the node on record"
+    code: int | None = None
+    signal: int | None = None
+    tail: str = ""
+    "last lines of standard error"
+    report: Report | None = None
+    "the agent's last one: it has what workers said at their end, in case earlier reports were lost"
+    is_ordered: bool = False
+    "an order had told them to end; the store may have lost why"
+    node_failed: bool = False
+    "Slurm says NODE_FAIL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends(Event):
+    """When a node goes away (walltime, preemption), as Slurm says now. `ends_at` is on the clock of `at`."""
+
+    node: int
+    ends_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(Event):
+    """These nodes have to leave at the next boundary. A node that is still there at `by` is ejected."""
+
+    nodes: tuple[int, ...]
+    reason: str
+    by: float | None = None
+    limit: int | None = None
+    "nodes wanted at most from now on, so that no standby takes their place; None: as before"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit(Event):
+    """At most `limit` nodes from now on. The youngest surplus ones are released."""
+
+    limit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar(Event):
+    """The run does without this host from now on. Its nodes leave at the next boundary."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unbar(Event):
+    """Somebody says that these hosts are all right now."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback(Event):
+    """Go back to the usable checkpoint of `step`, which exists."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Event):
+    """The run is over before its script is: cancelled, or (FAILED) it cannot even begin."""
+
+    reason: str
+    status: RunStatus = RunStatus.CANCELLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked(Event):
+    """All that was received until `at` has been handled. At least one a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The number of the workers that were expected, for their agent."""
+
+    node: int
+    host: str
+    token: str
+    boot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A node on this host reports that no record knows. Ask its agent to introduce it again, with its number.
+
+    The store has lost what was written last, or the node was forgotten because somebody said that it had ended.
+    """
+
+    node: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Append to the run's event log."""
+
+    kind: str
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveCheckpoint:
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """Too much has failed on this host: give back whatever else the run has of it, and do not ask for it."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """A node has heard of a newer head: this one ends."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    status: RunStatus
+    message: str
+
+
+Instruction = Send | Admitted | Unknown | Log | RemoveCheckpoint | Barred | Superseded | RunEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What follows from one event. `writes` must be durable before anything of `then` is done; None deletes a key."""
+
+    writes: dict[str, bytes | None]
+    then: list[Instruction]

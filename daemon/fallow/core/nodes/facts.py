@@ -1,0 +1,242 @@
+"""What is done when a node's report shows something: the actions of the table `tables.NODE`.
+
+They only note facts. Which generation follows from a fact is for the rules of `tables.RUN`.
+"""
+
+from __future__ import annotations
+
+from fallow.core.nodes import checkpoints, losses
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Report
+from fallow.core.nodes.moves import burn
+from fallow.core.nodes.proposals import difference
+from fallow.core.nodes.records import FailureKind, Node, Phase
+from fallow.core.nodes.state import State
+from fallow.model import Exit, RunStatus
+
+
+def recover(m: State, report: Report) -> None:
+    """The store has lost a number that a node has heard of, or even a committed generation: go on above it."""
+    root = m.roster.root
+    newest = max(report.generation, report.prepared, report.given_up)
+    if newest > root.highest:
+        root.highest = newest
+        m.roster.mark("root")
+        if m.voting is not None:
+            m.voting.spoiled = "the store has lost what was written last"
+    if report.generation > max(root.generation, m.trouble.broken):
+        m.trouble.broken, m.is_changed = report.generation, True
+        m.outbox.log(
+            "recover", f"{m.roster.name(report.node)} is in generation {report.generation}, which the store lost"
+        )
+
+
+def resend(m: State, node: Node, report: Report) -> None:
+    """The node has not obeyed its newest order: repeat it, not more often than the resend time."""
+    _, at = m.outbox.told.get(node.id, (0, -m.timing.resend_s))
+    if m.watch.now - at >= m.timing.resend_s:
+        m.tell([node.id])
+
+
+def take_back(m: State, node: Node, report: Report) -> None:
+    """The node was only not heard. If nothing was committed without it, it is a member as before."""
+    r, voting, text = m.roster, m.voting, f"{m.roster.name(node.id)} is heard again"
+    r.touch(node).ended, m.is_changed = "", True
+    if node.seat:
+        node.phase = Phase.LEAVING if node.leaving else Phase.MEMBER
+        m.trouble.lost.pop(node.id, None)
+        if r.root.status is RunStatus.SUSPENDED:
+            r.root.status = RunStatus.TRAINING
+        if voting is not None:
+            voting.spoiled = text
+    elif node.leaving:
+        losses.dismiss(m, node, Exit.OK, node.leaving)
+    else:
+        node.phase = Phase.READY if node.accepted else Phase.STARTING
+    m.tell([node.id])
+    m.outbox.log("back", f"{text}: {node.phase}", node=node.id)
+
+
+def note_progress(m: State, node: Node, report: Report) -> None:
+    """A step, and news about single nodes that people want to see."""
+    r, name = m.roster, m.roster.name(node.id)
+    if not r.root.rollback_below:
+        node.step = max(node.step, report.step)
+    if report.healed > node.healed:
+        r.touch(node).healed = report.healed
+        m.outbox.log(
+            "healed",
+            f"{name}: its weights were not those of most members at step {report.healed}; it has received theirs. Does "
+            "this node compute differently?",
+            node=node.id,
+            step=report.healed,
+        )
+    if (report.unrecorded is None) is not (node.unrecorded is None):
+        r.touch(node).unrecorded = report.unrecorded
+        text = "cannot write down which samples it uses: its file system is full or hangs"
+        if report.unrecorded is None:
+            text = "writes down again which samples it uses"
+        m.outbox.log("ledger", f"{name} {text}", node=node.id)
+
+
+def note_saved(m: State, node: Node, report: Report) -> None:
+    r, new = m.roster, report.saved
+    assert new is not None
+    r.touch(node).noted = new.path
+    m.tell([node.id])
+    saved = checkpoints.add(r, new)
+    if saved is None:
+        return
+    text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
+    m.outbox.log("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
+    if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r)]
+
+
+def note_unsaved(m: State, node: Node, report: Report) -> None:
+    r, problem = m.roster, report.unsaved
+    assert problem is not None
+    r.root.unsaved, r.root.unsaved_reason = (problem.generation, problem.step), problem.reason
+    r.mark("root")
+    m.tell(r.present())
+    m.outbox.log("checkpoint", problem.reason, node=node.id, failed=True)
+
+
+def note_damaged(m: State, node: Node, report: Report) -> None:
+    r, problem = m.roster, report.damaged
+    assert problem is not None
+    if not checkpoints.note_damage(r, problem.path, problem.reason):
+        return
+    left = checkpoints.usable(r)
+    then = f"that of step {left[0].step} is used" if left else "no older one is left"
+    m.outbox.log("damaged", f"{problem.reason}; {then}", path=problem.path, node=node.id)
+    if not left and not any(map(m.has_state, r.present())):
+        # Never from the beginning without a word: somebody may have a good copy.
+        advice = "Put a good copy in its place and submit the run again, or begin anew"
+        losses.end_run(m, RunStatus.FAILED, f"{problem.reason}; no older checkpoint is left. {advice}")
+
+
+def note_ready(m: State, node: Node, report: Report) -> None:
+    r, contract = m.roster, report.ready
+    assert contract is not None
+    if r.root.contract is None:
+        r.root.contract = contract
+    problem = difference(r.root.contract, contract)
+    if problem:
+        message = f"{r.name(node.id)} was refused: {problem}"
+        m.outbox.log("refuse", message, node=node.id)
+        losses.dismiss(m, node, Exit.DATA, message)
+        losses.count_start_failure(m, message)
+        return
+    r.touch(node).phase, node.accepted, r.root.start_failures = Phase.READY, True, 0
+    m.tell([node.id])
+    m.is_changed = True
+
+
+def note_fault(m: State, node: Node, report: Report) -> None:
+    fault = report.fault
+    assert fault is not None
+    text = f"{m.roster.name(node.id)}: {fault.message}"
+    m.outbox.log("failed", text, node=node.id, code=fault.code, step=fault.step, traceback=fault.traceback)
+    node.traceback, node.code, node.step = fault.traceback, fault.code, max(node.step, fault.step)
+    # Its processes end after these words: they finish no step any more.
+    m.roster.touch(node).proved_gone = True
+    _keep_outcome(m, report)
+    signature = fault.signature or f"exit code {fault.code}"
+    if fault.code == Exit.TEMPFAIL:
+        pass
+    elif node.phase is Phase.STARTING:
+        losses.note_failure(m, node, FailureKind.EXCEPTION, signature, fault.message)
+    elif losses.is_the_scripts(m, node, FailureKind.EXCEPTION, signature, fault.message):
+        return
+    losses.lose(m, node, fault.message)
+
+
+def _keep_outcome(m: State, report: Report) -> None:
+    """Who still waits for this exchange must not do again what comes after it."""
+    root, new = m.roster.root, report.fault.outcome if report.fault is not None else None
+    known = root.outcome
+    if new is not None and (known is None or (new.generation, new.agreed) > (known.generation, known.agreed)):
+        root.outcome = new
+        m.roster.mark("root")
+
+
+def note_deserted(m: State, node: Node, report: Report) -> None:
+    """Its exit code tells whether it is to blame: nothing is rebuilt until its processes have ended, or its lease."""
+    m.roster.note_deserted(node)
+    node.step = max(node.step, report.step)
+    m.finished_at[node.id] = m.watch.now
+
+
+def note_finished(m: State, node: Node, report: Report) -> None:
+    r, root, new = m.roster, m.roster.root, report.finish
+    assert new is not None
+    r.touch(node).finished, node.step = True, new.steps
+    r.mark("root")
+    m.finished_at[node.id], m.is_changed = m.watch.now, True
+    if root.final is None:
+        root.final = new
+        root.main = root.first if new.generation == root.generation else root.first_before
+        if m.voting is not None:
+            burn(m, "the training is finished")
+        m.tell(r.present())
+    elif root.final.digest != new.digest:
+        root.diverged = (
+            f"members disagree on the final state: {r.name(node.id)} has {new.digest[:12]}, another one "
+            f"{root.final.digest[:12]}: the script trains outside of run.updates, or their nodes compute differently"
+        )
+        m.outbox.log("diverged", root.diverged)
+
+
+def note_left(m: State, node: Node, report: Report) -> None:
+    """The node has passed the boundary behind which it is no member."""
+    node.proved_gone = True
+    losses.dismiss(m, node, Exit.OK, node.leaving)
+    m.roster.root.old_may_step = False
+    m.roster.mark("root")
+    if m.going is not None:
+        m.going.leaving.discard(node.id)
+
+
+def note_refusal(m: State, node: Node, report: Report) -> None:
+    ballot, refusal, name = m.ballot, report.refusal, m.roster.name(node.id)
+    assert ballot is not None
+    assert refusal is not None
+    if set(refusal.unreachable) & set(ballot.members):
+        ballot.refusals[node.id] = refusal
+        if ballot.refused_at is None:
+            ballot.refused_at = m.watch.now
+    elif not ballot.spoiled:
+        ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
+        m.trouble.lists_differ = node.seat > 0
+        if not node.seat and node.phase is Phase.READY:
+            m.outbox.log("dismiss", f"{name}: its group could not be built: {refusal.reason}", node=node.id)
+            losses.dismiss(m, node, Exit.TEMPFAIL, f"its group could not be built: {refusal.reason}")
+
+
+def note_vote(m: State, node: Node, report: Report) -> None:
+    assert m.ballot is not None
+    m.ballot.awaited.discard(node.id)
+
+
+def note_arrival(m: State, node: Node, report: Report) -> None:
+    """A member computes in the committed generation: all of its members have passed the boundary."""
+    ballot, root, switch = m.ballot, m.roster.root, report.switch
+    assert ballot is not None
+    ballot.awaited.discard(node.id)
+    change = ballot.change
+    if not root.entered:
+        root.old_may_step, root.entered = False, True
+        m.roster.mark("root")
+    if switch is not None and switch.generation == change.generation:
+        change.first_step = switch.first_step
+        change.bytes_in_pause += switch.bytes_in_pause
+        change.bytes_behind += switch.bytes_behind
+        change.discarded = max(change.discarded, switch.discarded)
+        if switch.pause_s > change.pause_s:
+            change.pause_s, change.parts = switch.pause_s, switch.parts
+
+
+def note_broken_group(m: State, node: Node, report: Report) -> None:
+    if m.trouble.group is None:
+        m.trouble.group = m.watch.now, f"{m.roster.name(node.id)} has lost its group"

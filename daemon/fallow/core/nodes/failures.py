@@ -1,0 +1,110 @@
+"""Failures: when one is the script's own and ends the run, and when a host has had too many.
+
+An exception or a crash that comes alike, at the same step, on two nodes has nothing to do with either node. Trouble
+that comes now and then over weeks is no host's fault, so a failure counts for an hour. A barred host may have been
+mended, so it is tried again, after a longer time for each bar.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fallow.core.failures import APART, STRANGER
+from fallow.core.nodes.records import Failure, FailureKind, HostBar
+from fallow.core.nodes.roster import Roster
+
+KEPT = 100
+COUNT_S = 3600.0
+BAR_S, LONGEST_BAR_S = 3600.0, 24 * 3600.0
+MENDED_S = 24 * 3600.0
+"""A host that was not barred for so long begins anew."""
+
+CRASHES = frozenset((4, 6, 7, 8, 11))
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process brings upon itself. SIGKILL comes from outside."""
+
+
+def verdict(roster: Roster, failure: Failure) -> str | None:
+    """Why a failure is the script's own and ends the run; None: it may be the node's.
+
+    Must be asked before `note`, while the node still counts as a member.
+    """
+    if failure.kind not in (FailureKind.EXCEPTION, FailureKind.CRASH) or failure.signature.startswith(STRANGER):
+        return None
+    if failure.signature.startswith(APART):
+        return f"{failure.text} (step {failure.step}, found by {_where(failure)})"
+    same = [f for f in roster.failures.failures if _is_alike(f, failure)]
+    others = [roster.nodes[n] for n in roster.present() if n != failure.node]
+    # Members are at most one step apart. Others who are further go on without trouble, so this was a newcomer's.
+    is_behind = any(node.step > failure.step + 1 for node in others)
+    earlier = None if is_behind else next((f for f in same if f.place != failure.place), None)
+    if earlier is None and failure.kind is FailureKind.EXCEPTION:
+        # Where all members are on one host, no other host can tell whose fault it is.
+        passed = any((node.token, node.host) != failure.place or node.step > failure.step for node in others)
+        earlier = None if passed else next((f for f in same if f.node != failure.node), None)
+    if earlier is not None:
+        return f"{earlier.text} (step {failure.step}, on {_where(earlier)} and again on {_where(failure)})"
+    if not others and failure.node in roster.members and (failure.kind is FailureKind.EXCEPTION or same):
+        return f"{failure.text} (step {failure.step}, on {_where(failure)}, the only member)"
+    return None
+
+
+def note(roster: Roster, failure: Failure, bar_after: int) -> str | None:
+    """Remember a failure. Returns why its host is barred, if this was one failure too many."""
+    known = roster.failures.failures
+    known.append(failure)
+    del known[:-KEPT]
+    roster.mark("failures")
+    if roster.root.scripted or is_barred(roster, failure.host):
+        return None
+    recent = [f for f in known if f.host == failure.host and f.at > failure.at - COUNT_S]
+    if len(recent) < bar_after:
+        return None
+    kinds = ", ".join(sorted({f.kind.value for f in recent}))
+    reason = f"{len(recent)} failures on it ({kinds}), the last: {failure.text}"
+    bar(roster, failure.host, reason, failure.at)
+    return reason
+
+
+def is_barred(roster: Roster, host: str) -> bool:
+    return bool(roster.failures.bars.get(host, HostBar()).reason)
+
+
+def bar(roster: Roster, host: str, reason: str, at: float) -> None:
+    """The run does without a host for a while, for longer each time."""
+    times = roster.failures.bars.get(host, HostBar()).times + 1
+    roster.failures.bars[host] = HostBar(times=times, until=at + _length_s(times), reason=reason)
+    roster.mark("failures")
+
+
+def expire(roster: Roster, at: float) -> list[str]:
+    """Forget what is too old to count. Returns the hosts that are barred no longer."""
+    bars = roster.failures.bars
+    over = [host for host, bar in bars.items() if bar.reason and at >= bar.until]
+    mended = [host for host, bar in bars.items() if at >= bar.until + MENDED_S]
+    for host in over:
+        bars[host].reason = ""
+    for host in mended:
+        del bars[host]
+    if over or mended:
+        roster.mark("failures")
+    return over
+
+
+def begin_clock(roster: Roster, at: float) -> None:
+    """A head begins whose clock may be another host's: no failure lies in the future, no bar is longer than it was."""
+    known = roster.failures
+    known.failures = [f if f.at <= at else msgspec.structs.replace(f, at=at) for f in known.failures]
+    for bar in known.bars.values():
+        bar.until = min(bar.until, at + _length_s(bar.times))
+
+
+def _is_alike(one: Failure, other: Failure) -> bool:
+    return (one.kind, one.signature, one.step) == (other.kind, other.signature, other.step)
+
+
+def _where(failure: Failure) -> str:
+    return f"n{failure.node} ({failure.host})"
+
+
+def _length_s(times: int) -> float:
+    return min(LONGEST_BAR_S, BAR_S * 2.0 ** min(times - 1, 20))

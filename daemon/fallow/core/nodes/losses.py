@@ -1,0 +1,221 @@
+"""Nodes that go, and the end of the run: whose failure it is, and what depended on the node.
+
+A loss is only noted here. Which generation follows from it is for the rules in `tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fallow.core.failures import APART
+from fallow.core.nodes import events as ev
+from fallow.core.nodes import failures
+from fallow.core.nodes.messages import End
+from fallow.core.nodes.records import Failure, FailureKind, Node, Phase
+from fallow.core.nodes.state import State
+from fallow.core.nodes.watch import Overdue
+from fallow.model import Exit, RunStatus
+
+_DESERTED = (
+    "its script ended ({how}) inside of the run.updates loop while the others go on; all have to leave it in the "
+    "same step: decide by run.mean(loss) in the final body or by run.step, not by a member's own loss or rank"
+)
+_ENV = "env:// rendezvous"
+"""In the last line of what torch says where an init_process_group finds no fixed world."""
+
+
+def lose(m: State, node: Node, reason: str, phase: Phase = Phase.GONE) -> None:
+    """The node is gone, or (SILENT) given up."""
+    r, name, before = m.roster, m.roster.name(node.id), node.phase
+    m.is_changed = True
+    r.touch(node).phase = phase
+    node.ended = reason if before is Phase.SILENT else node.ended or reason
+    if phase is Phase.GONE and node.seat and r.root.scripted and not r.finishing:
+        r.root.limit = max(0, r.root.limit - 1)
+    if before is Phase.SILENT:
+        return  # it was given up before; now its end is proved
+    if before is Phase.STARTING:
+        if phase is Phase.GONE and not node.leaving:
+            _note_early_end(m, node, reason)
+        return
+    voting, going = m.voting, m.going
+    if going is not None and node.id in going.change.leavers and not r.root.old_may_step:
+        going.leaving.discard(node.id)  # a member has passed the boundary, so this node had, too
+        return
+    m.outbox.log("eject", f"{name} is gone: {reason}", node=node.id)
+    if voting is not None and node.id in voting.members and not node.seat:
+        voting.spoiled = f"newcomer {name} is gone: {reason}"
+    elif m.is_inside(node):
+        m.trouble.lost[node.id], m.trouble.code = reason, None if node.leaving else node.code
+
+
+def eject(m: State, overdue: Iterable[Overdue]) -> None:
+    """Give nodes up. A node that is only not heard may come back; any other one is told to end."""
+    for one in overdue:
+        node = one.node
+        if node.deserted and _deserts(m, node):
+            text = _DESERTED.format(how=f"its process did not: {one.reason}")
+            if is_the_scripts(m, node, FailureKind.EXCEPTION, APART + "desertion", text):
+                return
+        if one.kind is not None:
+            note_failure(m, node, one.kind, one.kind.value, one.reason)
+        lose(m, node, one.reason, Phase.SILENT if one.unheard else Phase.GONE)
+        if not one.unheard:
+            dismiss(m, node, Exit.TEMPFAIL, one.reason, kill=True, stack=one.kind is FailureKind.HANG)
+
+
+def dismiss(m: State, node: Node, code: Exit, reason: str, *, kill: bool = False, stack: bool = False) -> None:
+    """End a node that no generation needs."""
+    m.roster.touch(node).phase = Phase.GONE
+    node.ended = node.ended or reason
+    m.outbox.ends[node.id] = End(code=code, reason=reason, kill=kill, stack=stack)
+    m.tell([node.id])
+    m.is_changed = True
+
+
+def end_early(m: State, node: Node, event: ev.Gone) -> None:
+    """The node's workers have ended before their script had."""
+    node.code, kind, signature, reason = event.code, None, "", event.reason
+    if event.signal in failures.CRASHES:
+        kind, signature = FailureKind.CRASH, f"signal {event.signal}"
+    elif event.code not in (None, Exit.OK, Exit.TEMPFAIL):
+        kind, signature = FailureKind.EXCEPTION, f"exit code {event.code}"
+    elif event.code == Exit.OK and _deserts(m, node):
+        kind, signature = FailureKind.EXCEPTION, APART + "exit code 0"
+        reason = _DESERTED.format(how="exit code 0")
+    if kind is not None and not node.leaving:
+        node.traceback = node.traceback or event.tail
+        if node.phase is Phase.STARTING:
+            note_failure(m, node, kind, signature, reason)
+        elif is_the_scripts(m, node, kind, signature, reason):
+            return
+    lose(m, node, event.reason)
+
+
+def end_finished(m: State, node: Node, event: ev.Gone) -> None:
+    """The script had ended, now its processes have. The main member's exit code decides about the run."""
+    r, is_main = m.roster, node.id == m.roster.root.main
+    r.touch(node).phase, node.code = Phase.GONE, event.code
+    if event.code == Exit.OK:
+        return
+    name = r.name(node.id)
+    if event.code is None:
+        node.ended = exit_unknown(m, node, event.reason) if is_main else event.reason
+        m.outbox.log("exit", f"{name}: {event.reason}", node=node.id)
+        return
+    m.outbox.log("failed", f"{name}: its script ended after the training, but {event.reason}", node=node.id)
+    if is_main:
+        end_run(m, RunStatus.FAILED, f"the main member {name} failed after the training: {event.reason}")
+
+
+def exit_unknown(m: State, node: Node, why: str) -> str:
+    return f"the exit code of the main member {m.roster.name(node.id)} is not known: {why}"
+
+
+def is_the_scripts(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> bool:
+    """Note a failure. True: it is the script's own, and has ended the run."""
+    verdict = None if m.roster.finishing else failures.verdict(m.roster, _failure(m, node, kind, signature, text))
+    if verdict is None:
+        note_failure(m, node, kind, signature, text)
+        return False
+    m.outbox.log("eject", f"{m.roster.name(node.id)} is gone: {text}", node=node.id)
+    dismiss(m, node, Exit.SOFTWARE, text)
+    m.roster.root.traceback = node.traceback
+    end_run(m, RunStatus.FAILED, verdict)
+    return True
+
+
+def note_failure(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> None:
+    reason = failures.note(m.roster, _failure(m, node, kind, signature, text), m.timing.bar_after)
+    if reason is not None:
+        tell_barred(m, node.host, reason)
+
+
+def tell_barred(m: State, host: str, reason: str) -> None:
+    m.outbox.log("bar", f"{host} is barred from this run: {reason}", host=host)
+    m.outbox.instructions.append(ev.Barred(host, reason))
+
+
+def count_start_failure(m: State, what: str) -> None:
+    """A node could not even begin. If no node ever could, the run has failed."""
+    r = m.roster
+    r.root.start_failures += 1
+    r.root.message = r.root.message or what
+    r.mark("root")
+    if r.root.generation == 0 and not any(n.phase in (Phase.STARTING, Phase.READY) for n in r.nodes.values()):
+        r.root.traceback = next((n.traceback for n in r.nodes.values() if n.traceback), "")
+        end_run(m, RunStatus.FAILED, r.root.message)
+
+
+def end_run(m: State, status: RunStatus, message: str) -> None:
+    """The run is over. Every node that has not finished its script is told to end."""
+    root = m.roster.root
+    m.tell([n for n, node in m.roster.nodes.items() if node.alive and not node.finished])
+    root.status, root.message, root.change, m.ballot = status, message, None, None
+    m.roster.mark("root")
+    m.trouble.lost.clear()
+    m.outbox.instructions.append(ev.RunEnded(status, message))
+
+
+def end_without_main(m: State) -> None:
+    main = m.roster.nodes[m.roster.root.main]
+    m.roster.root.traceback = main.traceback
+    text = f"the main member {m.roster.name(main.id)} ended after the training, before its script had"
+    end_run(m, RunStatus.FAILED, f"{text}: {main.ended or 'it is gone'}")
+
+
+def end_well(m: State) -> None:
+    main = m.roster.nodes.get(m.roster.root.main)
+    if main is not None and main.alive:
+        why = f"its process was still there {m.timing.lease_s:g} s after its script had ended"
+        m.roster.touch(main).ended = exit_unknown(m, main, why)
+        m.outbox.log("exit", main.ended, node=main.id)
+    end_run(m, RunStatus.FINISHED, (main.ended if main is not None else "") or m.roster.root.diverged)
+
+
+def forget_if_unneeded(m: State, node: Node) -> None:
+    """Delete the record of a node whose processes have ended and that no generation needs to know."""
+    needed = m.is_inside(node) or node.id in m.participants() or node.id == m.roster.root.main
+    if node.exited and node.phase is Phase.GONE and not needed:
+        m.roster.forget(node)
+        m.watch.forget(node.id)
+        m.outbox.told.pop(node.id, None)
+        m.outbox.ends.pop(node.id, None)
+        m.finished_at.pop(node.id, None)
+
+
+def _note_early_end(m: State, node: Node, reason: str) -> None:
+    name = m.roster.name(node.id)
+    what = f"{name} ended before its training loop: {reason}"
+    if node.code == Exit.OK:
+        what = (
+            f"{name}: the script ended without reaching run.updates(); call fallow.init(), run.prepare(...) and loop "
+            "over run.updates(loader)"
+        )
+    elif _ENV in reason:
+        what += (
+            "; write fallow.init() in the place of torch.distributed's init_process_group: none of its process groups "
+            "could follow the membership"
+        )
+    m.outbox.log("failed", what, node=node.id)
+    count_start_failure(m, what)
+
+
+def _deserts(m: State, node: Node) -> bool:
+    """Has its script ended in order, but in the middle of the training, in which others go on?"""
+    r = m.roster
+    is_member = node.phase is Phase.MEMBER and not node.leaving and not r.finishing
+    return is_member and any(n != node.id for n in r.present(Phase.MEMBER))
+
+
+def _failure(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> Failure:
+    return Failure(
+        node=node.id,
+        host=node.host,
+        token=node.token,
+        kind=kind,
+        signature=signature,
+        step=node.step,
+        text=text,
+        at=m.at,
+    )

@@ -1,0 +1,358 @@
+"""Actions of the table `tables.RUN`: how a generation is begun, given up, committed and completed; the run's end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fallow.core.links import to_drop
+from fallow.core.nodes import checkpoints, losses
+from fallow.core.nodes.conditions import all_wait_s
+from fallow.core.nodes.messages import Peer, Plan
+from fallow.core.nodes.proposals import Proposal, after_loss, planned
+from fallow.core.nodes.records import Change, Completed, FailureKind, Node
+from fallow.core.nodes.roster import check_of
+from fallow.core.nodes.state import Ballot, Plans, State
+from fallow.core.nodes.watch import Overdue
+from fallow.model import ChangeKind, Exit, RunStatus
+from fallow.text import counted
+
+ATTEMPTS = 3
+"""Generations in which the same step may come to nothing though nobody is to blame."""
+KEPT = 50
+"""Generations in the history."""
+
+_STUCK = (
+    "step {step}: in {times} generations one after the other all members have waited for each other, for {s:.0f} s in "
+    "the last, and no step was finished: {last}. They reach each other over the network, so either it does not carry "
+    "what they send, or the script has members wait for each other by other means: look at what the nodes' network "
+    "interfaces count as lost, and at the script for locks, files and process groups of its own"
+)
+
+# -- begin ------------------------------------------------------------------------------------------------------------
+
+
+def prepare(m: State) -> None:
+    proposal = planned(m.roster, m.has_state)
+    assert proposal is not None
+    _begin(m, proposal)
+
+
+def probe(m: State) -> None:
+    """Build a group beside the members' own, to see whether they reach each other."""
+    reason = f"all members wait for each other, for {all_wait_s(m):.1f} s now"
+    m.outbox.log("probe", f"generation {m.roster.root.highest + 1} looks at the links: {reason}")
+    _begin(m, Proposal(ChangeKind.EJECT, m.roster.members, [], reason), probe=True)
+
+
+def rebuild_lost(m: State) -> None:
+    lost = m.trouble.lost
+    by_reason = {reason: [n for n in lost if lost[n] == reason and n in m.roster.nodes] for reason in lost.values()}
+    rebuild(m, "; ".join(f"{m.roster.names(nodes)} is gone: {reason}" for reason, nodes in by_reason.items()))
+
+
+def rebuild_group(m: State) -> None:
+    assert m.trouble.group is not None
+    rebuild(m, f"the group broke ({m.trouble.group[1]})")
+
+
+def rebuild_broken(m: State) -> None:
+    rollbacks = m.roster.history.rollbacks
+    rolls_back = m.roster.root.rollback_below and rollbacks
+    rebuild(m, f"rolled back to step {rollbacks[-1].to_step}" if rolls_back else "members are heard again")
+
+
+def rebuild_again(m: State) -> None:
+    assert m.ballot is not None
+    rebuild(m, m.ballot.spoiled)
+
+
+def rebuild_mixed(m: State) -> None:
+    rebuild(m, "some of its members have the state and some have not")
+
+
+def rebuild_first_exchange(m: State) -> None:
+    m.trouble.probe_s *= 2
+    rebuild(m, f"the first exchange of generation {m.roster.root.generation} does not end")
+
+
+def rebuild_stuck(m: State) -> None:
+    """All members wait for each other to no end: rebuild their group, or end the run if that has not helped."""
+    r, trouble, waited_s, front = m.roster, m.trouble, all_wait_s(m), m.roster.front
+    reports = [m.watch.reports[n] for n in r.present() if n in m.watch.reports]
+    in_call = [report.node for report in reports if report.in_call]
+    if 0 < len(in_call) < len(reports):
+        text = f"step {front}: the members have waited for each other for {waited_s:.0f} s in different places"
+        where = f"of the script: {r.names(in_call)} in run.mean or run.barrier, the others not"
+        losses.end_run(m, RunStatus.FAILED, f"{text} {where}")
+        return
+    trouble.stuck, trouble.stuck_at = trouble.stuck + 1 if front == trouble.stuck_at else 1, front
+    if trouble.stuck == ATTEMPTS:
+        text = _STUCK.format(step=front, times=ATTEMPTS, s=waited_s, last=r.names(r.present()))
+        losses.end_run(m, RunStatus.FAILED, text)
+        return
+    rebuild(m, f"all members waited for each other for {waited_s:.1f} s")
+
+
+def rebuild(m: State, reason: str) -> None:
+    """The present generation is broken: go on with whoever is left of it, and of those who were leaving it."""
+    r, root, voting = m.roster, m.roster.root, m.voting
+    if voting is not None and voting.change.interrupt:
+        reason = f"{voting.change.reason}; {reason}"  # it never became complete, so nothing else would say why
+    if root.entered and root.change is not None:
+        for n in filter(r.alive, root.change.leavers):
+            losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
+    survivors = [n for n in m.inside() if r.alive(n)]
+    m.trouble.broken = max(root.generation, m.trouble.broken)
+    m.tell(survivors)
+    kind = ChangeKind.START if root.rollback_below else ChangeKind.EJECT
+    proposal = after_loss(r, survivors, m.has_state, kind, reason)
+    if proposal is not None:
+        _begin(m, proposal, interrupt=True)
+    else:
+        _suspend(m, survivors, reason)
+
+
+def _suspend(m: State, leavers: list[int], reason: str) -> None:
+    """Nobody is left to go on."""
+    r, root, code = m.roster, m.roster.root, m.trouble.code
+    m.tell(m.participants())
+    m.ballot, m.is_changed = None, True
+    m.trouble.code = m.trouble.group = None
+    m.trouble.lost.clear()
+    root.change = root.change if root.old_may_step else None
+    r.mark("root")
+    for n in leavers:  # they were to leave before they had the state
+        losses.dismiss(m, r.nodes[n], Exit.OK, r.nodes[n].leaving)
+    if code not in (None, Exit.OK, Exit.TEMPFAIL):
+        losses.end_run(m, RunStatus.FAILED, reason)
+    elif code == Exit.OK:
+        losses.end_run(m, RunStatus.FAILED, f"the script left the training loop on every member: {reason}")
+    else:
+        root.status = RunStatus.SUSPENDED
+        m.outbox.log("lost", f"no member is there ({reason}); the run goes on from {_kept(m)}")
+
+
+def _begin(m: State, proposal: Proposal, *, interrupt: bool = False, probe: bool = False) -> None:
+    """Give the generation its number, which is stored before anybody hears of it, and ask for votes."""
+    r, root, timing = m.roster, m.roster.root, m.timing
+    m.tell(m.participants())
+    root.highest += 1
+    r.mark("root")
+    members = list(proposal.members)
+    change = Change(
+        generation=root.highest,
+        replaces=root.generation,
+        kind=proposal.kind,
+        leavers=proposal.leavers,
+        joined=[n for n in members if not m.is_inside(r.nodes[n])],
+        reason=proposal.reason,
+        began_at=m.at,
+        interrupt=interrupt,
+        probe=probe,
+    )
+    wait_s = min(timing.prepare_s, timing.rebuild_s) if interrupt or probe else timing.prepare_s
+    now = m.watch.now
+    # Of a broken generation nobody waits for those who leave it.
+    awaited = set(members) if interrupt else {*members, *proposal.leavers}
+    plans = _plans(m, change, members, wait_s)
+    m.ballot = Ballot(change, members, plans, now, now + wait_s, awaited)
+    m.trouble.lost.clear()
+    m.trouble.code = m.trouble.group = None
+    m.tell(m.participants())
+
+
+def _plans(m: State, change: Change, members: list[int], wait_s: float) -> Plans:
+    """A delta for members of the generation before, and the whole list for others. A leaver needs no list."""
+    r, root, chosen = m.roster, m.roster.root, set(members)
+    peers = {n: Peer(n, r.nodes[n].slots, r.nodes[n].entry) for n in members}
+    whole = Plan(
+        generation=change.generation,
+        replaces=change.replaces,
+        more=tuple(peers.values()),
+        check=check_of(members),
+        interrupt=change.interrupt,
+        timeout_s=wait_s,
+        checkpoints=tuple(checkpoint.path for checkpoint in checkpoints.usable(r)),
+        outcome=root.outcome,
+    )
+    old = dict.fromkeys(r.members)
+    delta, more = whole, tuple(peer for n, peer in peers.items() if n not in old)
+    follows = root.generation and not m.trouble.lists_differ
+    if follows and [n for n in old if n in chosen] + [peer.node for peer in more] == members:
+        without = tuple(n for n in old if n not in chosen)
+        delta = msgspec.structs.replace(whole, base=root.generation, without=without, more=more)
+    leaver = Plan(
+        generation=change.generation,
+        replaces=change.replaces,
+        leave=True,
+        interrupt=change.interrupt,
+        timeout_s=wait_s,
+        outcome=root.outcome,
+    )
+    return Plans(delta, whole, leaver)
+
+
+# -- give up ----------------------------------------------------------------------------------------------------------
+
+
+def burn(m: State, reason: str = "", patience_s: float | None = None) -> None:
+    """Give up a generation that is not committed. Its number is never used again; the old generation trains on."""
+    ballot = m.voting
+    assert ballot is not None
+    m.outbox.log("abort", f"generation {ballot.change.generation}: {reason or ballot.spoiled}")
+    m.trouble.retry_at = m.watch.now + (ballot.patience_s if patience_s is None else patience_s)
+    m.tell(ballot.participants)
+    m.ballot, m.is_changed = None, True
+
+
+def burn_late(m: State) -> None:
+    """Planned: newcomers that did not vote are given up, members train on."""
+    assert m.ballot is not None
+    late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
+    burn(m, f"no vote from {m.roster.names(node.id for node in late)}", m.timing.retry_s)
+    losses.eject(m, [_late(m, node) for node in late if not node.seat and node.alive])
+
+
+def burn_reachable(m: State) -> None:
+    m.trouble.probe_s *= 2
+    burn(m, "its members reach each other: the links are slow, not cut", 0.0)
+
+
+def await_deserter(m: State) -> None:
+    burn(m, f"the script of {m.roster.names(node.id for node in m.roster.deserters())} has ended", 0.0)
+
+
+def drop_newcomers(m: State) -> None:
+    """Planned: members that do not reach each other stay, because their own generation may work all the same."""
+    ballot = m.ballot
+    assert ballot is not None
+    newcomers = frozenset(ballot.change.joined)
+    dropped = [n for n in _cut_off(m, ballot, last=newcomers) if n in newcomers]
+    named = [f"n{n} does not reach {m.roster.names(said.unreachable)}" for n, said in sorted(ballot.refusals.items())]
+    burn(m, "; ".join(named), 0.0 if dropped else m.timing.prepare_s)
+    _give_up(m, dropped, ballot)
+
+
+def drop_cut_off(m: State) -> None:
+    """The others wait: the smallest set of nodes that explains the refusals goes, and the rest goes on."""
+    ballot = m.ballot
+    assert ballot is not None
+    _give_up(m, _cut_off(m, ballot, last=frozenset()), ballot)
+    rebuild(m, "links are cut")
+
+
+def eject_late(m: State) -> None:
+    """The others wait: nodes that did not vote are given up."""
+    assert m.ballot is not None
+    late = [m.roster.nodes[n] for n in sorted(m.ballot.awaited)]
+    losses.eject(m, [_late(m, node) for node in late if node.alive])
+    if not m.roster.root.status.ended:
+        rebuild(m, "votes are missing")
+
+
+def _late(m: State, node: Node) -> Overdue:
+    """Against a node that does not hear its orders only its silence speaks."""
+    return Overdue(node, "did not vote in time", unheard=not m.outbox.has_heard(node.id, m.watch.reports.get(node.id)))
+
+
+def _cut_off(m: State, ballot: Ballot, last: frozenset[int]) -> list[int]:
+    """Who has to go so that those left reach each other. Of equals the youngest goes, `last` before others."""
+    accusations = {n: refusal.unreachable for n, refusal in ballot.refusals.items()}
+    by_age = [*sorted(n for n in ballot.members if n not in last), *sorted(last)]
+    return to_drop(accusations, by_age, [n for n in ballot.members if m.has_state(n)])
+
+
+def _give_up(m: State, nodes: list[int], ballot: Ballot) -> None:
+    tried = {
+        (n, other): address
+        for n, refusal in ballot.refusals.items()
+        for other, address in zip(refusal.unreachable, refusal.tried, strict=False)
+    }
+    for n in nodes:
+        accusers = [a for a, refusal in ballot.refusals.items() if n in refusal.unreachable]
+        others = accusers or list(ballot.refusals[n].unreachable)
+        far_ends = []
+        for other in others:
+            address = tried.get((other, n)) or tried.get((n, other)) or m.roster.nodes[other].entry
+            far_ends.append(f"{m.roster.name(other)}, tried {address}")
+        reason = f"no connection between it and {'; '.join(far_ends)}"
+        losses.eject(m, [Overdue(m.roster.nodes[n], reason, FailureKind.UNREACHABLE)])
+
+
+# -- commit -----------------------------------------------------------------------------------------------------------
+
+
+def commit(m: State) -> None:
+    """The generation is the run's from now on. It is stored before anybody hears of it."""
+    r, root, ballot = m.roster, m.roster.root, m.ballot
+    assert ballot is not None
+    change, chosen = ballot.change, set(ballot.members)
+    change.left = [n for n in r.members if n not in chosen]
+    root.old_may_step, root.entered = bool(r.present()) and not change.interrupt, False
+    root.generation, root.change = change.generation, change
+    root.first_before, root.first = root.first, ballot.members[0] if ballot.members else 0
+    lost = [r.nodes[n] for n in r.members if not r.alive(n)]
+    r.seat(ballot.members, change.joined)
+    m.watch.committed_at, m.trouble.lists_differ = m.watch.now, False
+    ballot.awaited = set(ballot.members)
+    ballot.leaving = {n for n in change.leavers if r.alive(n)}
+    m.tell(ballot.participants)
+    for node in [r.nodes[n] for n in change.left if r.alive(n) and n not in change.leavers]:
+        m.tell([node.id])
+        if node.leaving:  # it was asked while others went on without it
+            losses.dismiss(m, node, Exit.OK, node.leaving)
+    for node in lost:
+        losses.forget_if_unneeded(m, node)
+
+
+def complete(m: State) -> None:
+    """All members have gone over, all leavers have left."""
+    r, root, ballot = m.roster, m.roster.root, m.ballot
+    assert ballot is not None
+    change, m.ballot = ballot.change, None
+    root.change, root.old_may_step, m.is_changed = None, False, True
+    root.discarded += change.discarded
+    if not change.interrupt:  # else newcomers may be about to repeat a first exchange that did not end
+        m.trouble.probe_s = m.timing.probe_s
+    pause = f", pause {change.pause_s:.3f} s" if change.pause_s else ""
+    text = f"generation {change.generation}: {change.reason}; {counted(len(r.members), 'node')}{pause}"
+    data = {"generation": change.generation, "joined": change.joined, "left": change.left}
+    if r.members:
+        root.status, root.complete, root.rollback_below = RunStatus.TRAINING, change.generation, 0
+        _remember(m, change)
+        first_step, pause_s = change.first_step, change.pause_s
+        m.outbox.log(change.kind.value, text, members=len(r.members), first_step=first_step, pause_s=pause_s, **data)
+    else:
+        root.status = RunStatus.SUSPENDED
+        m.outbox.log("suspend", f"{text}; the run goes on from {_kept(m)}", **data)
+    r.mark("root")
+    for n in change.leavers:
+        if n in r.nodes:
+            losses.forget_if_unneeded(m, r.nodes[n])
+
+
+def _remember(m: State, change: Change) -> None:
+    done = Completed(
+        generation=change.generation,
+        kind=change.kind,
+        members=len(m.roster.members),
+        joined=change.joined,
+        left=change.left,
+        reason=change.reason,
+        first_step=change.first_step,
+        pause_s=change.pause_s,
+        parts=change.parts,
+        bytes_in_pause=change.bytes_in_pause,
+        bytes_behind=change.bytes_behind,
+        took_s=m.at - change.began_at,
+    )
+    m.roster.history.completed = [*m.roster.history.completed, done][-KEPT:]
+    m.roster.mark("history")
+
+
+def _kept(m: State) -> str:
+    """Where those begin who come when nobody is left."""
+    if m.roster.root.contract is not None and m.roster.root.contract.restarts:
+        return "what its script has saved"
+    usable = checkpoints.usable(m.roster)
+    return f"the checkpoint of step {usable[0].step}" if usable else "its beginning"

@@ -1,0 +1,279 @@
+"""What a head that comes back must know about a run, as values to store: a root, a record per node, three lists.
+
+Each record is stored under a key of its own, behind the number of its schema. A turn writes the root and the records
+that it changed, in one compare-and-set on the root: when one of a thousand nodes joins, three records are written.
+A record is read strictly. A field that is missing, unknown or of another type makes the record unreadable, never a
+default. So whoever renames, adds or removes a field raises the number in `SCHEMAS` and writes a step in `MIGRATIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome, Pause, Unreadable
+from fallow.model import ChangeKind, RunStatus
+
+
+class Phase(StrEnum):
+    """Of a node. `tables.NODE` says how it goes from one phase to the next."""
+
+    STARTING = "starting"
+    READY = "ready"
+    "rehearsed; waits for a seat"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    "a member that the next generation will be without"
+    SILENT = "silent"
+    "given up because it was not heard. It may be well: when it is heard again, it is taken back"
+    GONE = "gone"
+
+
+class Node(msgspec.Struct, kw_only=True):
+    id: int
+    "number by arrival, never used again: the youngest node has the highest"
+    host: str
+    token: str
+    "of the allocation"
+    boot: int
+    "which start of its workers by that agent"
+    slots: int
+    "number of its workers"
+    entry: str
+    "where they listen, see `messages.Peer`"
+    phase: Phase = Phase.STARTING
+    seat: int = 0
+    "its place in the order of ranks; 0: none. A lost node keeps its seat until a generation without it is committed"
+    joined: int = 0
+    "generation in which it got its seat"
+    accepted: bool = False
+    "its contract was"
+    step: int = 0
+    ends_at: float | None = None
+    leave_by: float | None = None
+    leaving: str = ""
+    "why it was asked to leave"
+    ended: str = ""
+    "why it is gone or given up"
+    code: int | None = None
+    traceback: str = ""
+    proved_gone: bool = False
+    "none of its workers will ever finish a step again"
+    exited: bool = False
+    "its agent or Slurm says that its processes have ended"
+    finished: bool = False
+    deserted: bool = False
+    noted: str = ""
+    "path of its newest checkpoint on record"
+    healed: int = 0
+    unrecorded: int | None = None
+    "see `messages.Report`"
+
+    @property
+    def alive(self) -> bool:
+        return self.phase not in (Phase.SILENT, Phase.GONE)
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """A change of the membership. It is stored once it is committed. Before, only its number is, in `Root.highest`."""
+
+    generation: int
+    replaces: int
+    kind: ChangeKind
+    leavers: list[int]
+    "nodes that are asked to go at the boundary"
+    joined: list[int]
+    reason: str
+    began_at: float
+    left: list[int] = []
+    "members of the generation before that are not in this one; known at the commit"
+    interrupt: bool = False
+    "the generation before is broken"
+    probe: bool = False
+    "only a look at the links; never committed"
+    first_step: int | None = None
+    pause_s: float = 0.0
+    parts: Pause = Pause()
+    bytes_in_pause: int = 0
+    bytes_behind: int = 0
+    discarded: int = 0
+
+
+class Root(msgspec.Struct, kw_only=True):
+    run: str
+    minimum: int
+    maximum: int
+    "of nodes, as the user asked"
+    limit: int
+    "most nodes now"
+    scripted: bool = False
+    "nodes come and go by a schedule alone (`fallow local`): no standby takes a lost node's place"
+    status: RunStatus = RunStatus.WAITING
+    generation: int = 0
+    "the committed one"
+    highest: int = 0
+    "highest number that was ever proposed or heard of; never used again"
+    complete: int = 0
+    "newest generation of which all members are known to have had the state"
+    old_may_step: bool = False
+    "members of the generation before may still finish steps in it: nobody is known to have passed the boundary"
+    entered: bool = False
+    "a member is known to compute in the committed generation: whoever is not out of the one before is left behind"
+    change: Change | None = None
+    "committed, and not all members have gone over"
+    next_id: int = 1
+    next_seat: int = 1
+    contract: Contract | None = None
+    rollback_below: int = 0
+    "a rollback is wanted: the first generation above this one drops the members' state. 0: none is"
+    front: int = 0
+    "finished steps of nodes that are forgotten"
+    discarded: int = 0
+    first: int = 0
+    "first member of the committed generation: its first worker has rank 0"
+    first_before: int = 0
+    main: int = 0
+    "first member of the generation in which the training ended"
+    final: Finish | None = None
+    outcome: Outcome | None = None
+    "see `messages.Plan`"
+    unsaved: tuple[int, int] = (0, 0)
+    unsaved_reason: str = ""
+    "the last checkpoint could not be written; empty: it could"
+    diverged: str = ""
+    "members' final states differ, in words"
+    start_failures: int = 0
+    "nodes in a row that ended before they were ready"
+    message: str = ""
+    traceback: str = ""
+
+
+class Completed(msgspec.Struct, kw_only=True):
+    """A generation that became complete."""
+
+    generation: int
+    kind: ChangeKind
+    members: int
+    joined: list[int]
+    left: list[int]
+    reason: str
+    first_step: int | None
+    pause_s: float
+    parts: Pause
+    bytes_in_pause: int
+    bytes_behind: int
+    took_s: float
+
+
+class WentBack(msgspec.Struct, kw_only=True):
+    """A rollback by hand: steps after `to_step` that were done before are done again."""
+
+    generation: int
+    "generations from this one on began from there"
+    from_step: int
+    to_step: int
+
+
+class History(msgspec.Struct, kw_only=True):
+    completed: list[Completed] = []
+    rollbacks: list[WentBack] = []
+
+
+class Saved(msgspec.Struct, kw_only=True):
+    checkpoint: Checkpoint
+    problem: str = ""
+    "it is damaged, in words"
+    aside: bool = False
+    "the run went on from an earlier step since"
+
+    @property
+    def usable(self) -> bool:
+        return not self.problem and not self.aside
+
+
+class Checkpoints(msgspec.Struct, kw_only=True):
+    saved: list[Saved] = []
+    "in the order in which they became known"
+
+
+class FailureKind(StrEnum):
+    EXCEPTION = "exception"
+    "the script raised, or ended with an exit code"
+    CRASH = "crash"
+    "a process was ended by a fault of its own (SIGSEGV and the like)"
+    HANG = "hang"
+    UNREACHABLE = "unreachable"
+    "cut off from other members"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    node: int
+    host: str
+    token: str
+    kind: FailureKind
+    signature: str
+    step: int
+    text: str
+    at: float
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.token, self.host
+
+
+class HostBar(msgspec.Struct, kw_only=True):
+    times: int = 0
+    until: float = 0.0
+    reason: str = ""
+    "empty: the bar is over, and counts if there is another"
+
+
+class Failures(msgspec.Struct, kw_only=True):
+    failures: list[Failure] = []
+    bars: dict[str, HostBar] = {}
+    "host -> its bar"
+
+
+Record = Root | Node | History | Checkpoints | Failures
+R = TypeVar("R", Root, Node, History, Checkpoints, Failures)
+
+SCHEMAS: dict[type[Record], int] = {Root: 1, Node: 1, History: 1, Checkpoints: 1, Failures: 1}
+
+Fields = dict[str, Any]
+
+MIGRATIONS: dict[tuple[type[Record], int], Callable[[Fields], Fields]] = {}
+"""(kind, schema) -> makes fields of that schema fields of the next one."""
+
+
+_ENVELOPE: msgspec.msgpack.Decoder[tuple[int, Fields]] = msgspec.msgpack.Decoder(tuple[int, Fields])
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.msgpack.encode((SCHEMAS[type(record)], record))
+
+
+def decode(raw: bytes, kind: type[R]) -> R:
+    """Read a record of this or an older schema.
+
+    Raises:
+        Unreadable: it is damaged, or of a newer Fallow.
+    """
+    newest = SCHEMAS[kind]
+    fields: Fields
+    try:
+        schema, fields = _ENVELOPE.decode(raw)
+        for older in range(schema, newest):
+            fields = MIGRATIONS[kind, older](fields)
+        if schema > newest:
+            raise Unreadable(f"schema {schema} is newer than this Fallow knows ({newest}); start the newer Fallow")
+        record = msgspec.convert(fields, kind)
+        written: Fields = msgspec.msgpack.decode(msgspec.msgpack.encode(record))
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"it is damaged: {type(error).__name__}: {error}; restore the store from a backup") from error
+    if written != fields:
+        wrong = ", ".join(sorted(name for name in {*written, *fields} if written.get(name) != fields.get(name)))
+        raise Unreadable(f"fields differ from those of schema {newest}: {wrong}; start the Fallow that wrote it")
+    return record

@@ -1,0 +1,291 @@
+"""What the machine knows beside the records, and what it has to say: the ballot, trouble, orders for nodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import Any, NamedTuple
+
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
+from fallow.core.nodes.records import Change, Node, Phase
+from fallow.core.nodes.roster import Roster
+from fallow.core.nodes.watch import Timing, Watch
+from fallow.model import Exit, RunStatus
+
+
+class RunPhase(StrEnum):
+    LISTENING = "listening"
+    "a head has come back: it decides nothing before it has heard the nodes"
+    EMPTY = "empty"
+    "no member is there"
+    STEADY = "steady"
+    PREPARING = "preparing"
+    "votes on a planned generation; the old one trains on"
+    PROBING = "probing"
+    "a group is built to look at the links; the old generation trains on"
+    REBUILDING = "rebuilding"
+    "the old generation is broken; votes on one of its survivors"
+    SWITCHING = "switching"
+    "committed; not all members have gone over"
+    FINISHING = "finishing"
+    "a member's script has ended: the membership is frozen"
+    ENDED = "ended"
+
+
+class Plans(NamedTuple):
+    """One generation, told to nodes that know different things."""
+
+    delta: Plan
+    "to members of the generation before"
+    whole: Plan
+    "to newcomers, and to leavers that are kept"
+    leaver: Plan
+
+
+@dataclass
+class Ballot:
+    """A generation that is voted on, or that is committed and that all are going over to. Votes are not stored."""
+
+    change: Change
+    members: list[int]
+    "in rank order"
+    plans: Plans
+    began_at: float
+    deadline: float
+    "both on the clock of `Watch.now`"
+    awaited: set[int]
+    "nodes whose vote is missing, and after the commit nodes that have not gone over"
+    leaving: set[int] = field(default_factory=set)
+    "leavers that have not left, after the commit"
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+    "those that name unreachable nodes"
+    refused_at: float | None = None
+    spoiled: str = ""
+    "why it cannot be committed any more"
+    patience_s: float = 0.0
+    "from giving it up until the next attempt"
+
+    @property
+    def participants(self) -> list[int]:
+        return self.members + self.change.leavers
+
+
+@dataclass
+class Trouble:
+    """What speaks against the present generation."""
+
+    lost: dict[int, str] = field(default_factory=dict)
+    "members that are gone since the last generation was begun, and why"
+    code: int | None = None
+    "exit status of the newest of them"
+    broken: int = 0
+    "this generation and older ones were given up"
+    group: tuple[float, str] | None = None
+    "when a group was found broken, and by whom"
+    lists_differ: bool = False
+    "a member refused a plan, maybe because it counted another list: all get the whole list next"
+    retry_at: float = 0.0
+    "no planned change before"
+    probe_s: float = 0.0
+    "all members wait for so long before their links are looked at; doubled when these are good"
+    stuck: int = 0
+    stuck_at: int = -1
+    "so many generations came to nothing at this step"
+
+
+class Outbox:
+    """What one event has the head do. Orders are made when the event has been handled, one for each node."""
+
+    def __init__(self, term: int, edition: int) -> None:
+        self.term, self.edition = term, edition
+        self.nodes: set[int] = set()
+        "that need a new order"
+        self.told: dict[int, tuple[int, float]] = {}
+        "node -> edition of its newest order, and when it was sent"
+        self.ends: dict[int, End] = {}
+        self.first_edition = edition + 1
+        self.instructions: list[ev.Instruction] = []
+
+    def log(self, kind: str, text: str, **data: Any) -> None:
+        self.instructions.append(ev.Log(kind, text, data))
+
+    def has_heard(self, node: int, report: Report | None) -> bool:
+        """Has the node obeyed the newest order that it was sent?"""
+        edition, _ = self.told.get(node, (self.first_edition, 0.0))
+        return report is not None and (report.term, report.edition) >= (self.term, edition)
+
+
+class State:
+    """All that functions of the tables see and change.
+
+    Args:
+        roster: the stored part; this object's own from now on.
+        term: the head's, stamped on orders; higher than that of any head before.
+        timing: deadlines.
+        at: now.
+        edition: of the newest order of this term so far.
+    """
+
+    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0) -> None:
+        self.roster, self.timing, self.at = roster, timing, at
+        self.watch = Watch(roster, timing, at)
+        self.outbox = Outbox(term, edition)
+        self.ballot: Ballot | None = None
+        self.trouble = Trouble(probe_s=timing.probe_s)
+        self.finished_at: dict[int, float] = {}
+        self.story: deque[str] = deque(maxlen=200)
+        "the newest events and rules, for error messages"
+        self.is_listening = any(node.alive for node in roster.nodes.values())
+        self.is_tick = self.is_changed = True
+        "is this a tick? may a planned change have become due?"
+        self._main = 0
+        "the node that was told so"
+        self._restore()
+
+    def _restore(self) -> None:
+        """Take up what the head before had committed. What it only prepared is given up."""
+        r, change = self.roster, self.roster.root.change
+        self.trouble.lost = {n: r.nodes[n].ended for n in r.members if not r.alive(n)}
+        if change is not None:
+            plan = Plan(generation=change.generation, replaces=change.replaces, base=change.generation)
+            leave = Plan(generation=change.generation, replaces=change.replaces, leave=True, interrupt=change.interrupt)
+            members, leaving = set(filter(r.alive, r.members)), set(filter(r.alive, change.leavers))
+            self.ballot = Ballot(change, r.members, Plans(plan, plan, leave), 0.0, 0.0, members, leaving=leaving)
+            known = [r.nodes[n] for n in change.leavers if n in r.nodes and n not in leaving]
+            self.trouble.lost.update({node.id: node.ended for node in known if not node.proved_gone})
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> RunPhase:
+        root, voting = self.roster.root, self.voting
+        if root.status.ended:
+            return RunPhase.ENDED
+        if self.is_listening:
+            return RunPhase.LISTENING
+        if self.roster.finishing:
+            return RunPhase.FINISHING
+        if voting is not None:
+            if voting.change.probe:
+                return RunPhase.PROBING
+            return RunPhase.REBUILDING if voting.change.interrupt else RunPhase.PREPARING
+        leavers = root.change.leavers if root.change is not None else []
+        if not any(map(self.roster.alive, chain(self.roster.members, leavers))):
+            # If all have left together, the change is complete.
+            return RunPhase.SWITCHING if self.going is not None and not self.roster.members else RunPhase.EMPTY
+        return RunPhase.STEADY if root.change is None else RunPhase.SWITCHING
+
+    @property
+    def voting(self) -> Ballot | None:
+        """The generation that is voted on."""
+        return None if self.ballot is None or self.ballot.change is self.roster.root.change else self.ballot
+
+    @property
+    def going(self) -> Ballot | None:
+        """The committed generation that members are going over to."""
+        return None if self.ballot is None or self.ballot.change is not self.roster.root.change else self.ballot
+
+    def participants(self) -> list[int]:
+        return [] if self.ballot is None else self.ballot.participants
+
+    def inside(self) -> list[int]:
+        """Nodes with a seat in the committed generation, and those that are leaving the one before."""
+        change = self.roster.root.change
+        return list(dict.fromkeys([*self.roster.members, *(change.leavers if change is not None else ())]))
+
+    def is_inside(self, node: Node) -> bool:
+        change = self.roster.root.change
+        return node.seat > 0 or (change is not None and node.id in change.leavers)
+
+    def has_state(self, node: int) -> bool:
+        """Has the node the whole state, as far as is known?"""
+        root, known, report = self.roster.root, self.roster.nodes[node], self.watch.reports.get(node)
+        if root.rollback_below or not self.is_inside(known):
+            return False
+        if report is None:
+            return 0 < known.joined <= root.complete
+        # What it holds counts only if it has computed since it got its seat.
+        return report.has_state and report.generation >= known.joined
+
+    def main(self) -> int:
+        """The node whose first worker is the main one of the run; 0: there is no node."""
+        members = self.roster.members or (self.ballot.members if self.ballot is not None else [])
+        if members:
+            return members[0]
+        starting = (Phase.STARTING, Phase.READY)
+        return next((n for n, node in self.roster.nodes.items() if node.phase in starting and not node.leaving), 0)
+
+    # -- what is said -----------------------------------------------------------------------------------------------
+
+    def tell(self, nodes: Sequence[int]) -> None:
+        """These nodes need a new order."""
+        self.outbox.nodes.update(nodes)
+
+    def take_turn(self) -> ev.Turn:
+        """What the events since the last call ask for."""
+        outbox, main = self.outbox, self.main()
+        if main != self._main:
+            self.tell([main, self._main])
+            self._main = main
+        if outbox.nodes & self.roster.nodes.keys():
+            outbox.edition += 1
+            for n in sorted(outbox.nodes & self.roster.nodes.keys()):
+                outbox.told[n] = outbox.edition, self.watch.now
+                outbox.instructions.append(ev.Send(n, self._order(self.roster.nodes[n], main)))
+        outbox.nodes.clear()
+        instructions, outbox.instructions = outbox.instructions, []
+        return ev.Turn(self.roster.take_writes(), instructions)
+
+    def order(self, node: int) -> Order:
+        """Where a node has to be, as things are now."""
+        return self._order(self.roster.nodes[node], self.main())
+
+    def _order(self, node: Node, main: int) -> Order:
+        root, broken = self.roster.root, self.trouble.broken
+        return Order(
+            term=self.outbox.term,
+            edition=self.outbox.edition,
+            committed=root.generation,
+            broken=broken if self.is_inside(node) else max(broken, root.generation),
+            plan=self._plan_for(node),
+            state_since=self._state_since(node),
+            accepted=node.accepted,
+            is_main=node.id == main,
+            noted=node.noted,
+            unsaved=root.unsaved,
+            finish=root.final,
+            end=self._end_of(node),
+        )
+
+    def _plan_for(self, node: Node) -> Plan | None:
+        ballot, is_going = self.ballot, self.going is not None
+        if ballot is None or not node.alive:
+            return None
+        if node.id in ballot.change.leavers:
+            return ballot.plans.leaver
+        if node.seat if is_going else node.id in ballot.members:
+            was_member = node.seat > 0 and node.joined < ballot.change.generation
+            return ballot.plans.delta if was_member else ballot.plans.whole
+        return None
+
+    def _state_since(self, node: Node) -> int:
+        """What a node holds counts from the generation in which it got its seat, and not across a rollback."""
+        ballot, below = self.ballot, self.roster.root.rollback_below
+        next_one = ballot.change.generation if ballot is not None else 0
+        if 0 < below < next_one or not self.is_inside(node):
+            return next_one
+        return node.joined
+
+    def _end_of(self, node: Node) -> End | None:
+        status = self.roster.root.status
+        if node.phase is Phase.GONE:
+            code = Exit.OK if node.leaving else Exit.TEMPFAIL
+            return self.outbox.ends.get(node.id) or End(code=code, reason=node.ended or node.leaving)
+        if status.ended and not node.finished:
+            code = Exit.SOFTWARE if status is RunStatus.FAILED else Exit.OK
+            return End(code=code, reason=f"the run is {status}")
+        return None

@@ -1,0 +1,120 @@
+"""The two tables that say what the machine does. Conditions: `conditions`. Actions: `facts`, `moves` and `losses`.
+
+`NODE`: for each report, every row that counts in the node's phase and whose condition holds is carried out, in order.
+`RUN`: after each event, the first row of the run's phase whose condition holds is carried out, until none holds.
+
+Rows of `NODE` note facts, rows of `RUN` look at how things stand. So it does not matter in which order facts come in,
+or how often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fallow.core.nodes import conditions as when
+from fallow.core.nodes import facts, losses, moves
+from fallow.core.nodes.messages import Report
+from fallow.core.nodes.records import Node, Phase
+from fallow.core.nodes.state import RunPhase, State
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What a node's report shows, in which phases of the node this counts, and what is done."""
+
+    name: str
+    phases: frozenset[Phase]
+    condition: Callable[[State, Node, Report], bool]
+    action: Callable[[State, Node, Report], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """In a phase of the run: what holds, and what is done."""
+
+    name: str
+    condition: Callable[[State], bool]
+    action: Callable[[State], None]
+
+
+_ANY = frozenset(Phase)
+_ALIVE = _ANY - {Phase.GONE}
+_VOTERS = frozenset((Phase.READY, Phase.MEMBER, Phase.LEAVING))
+_MEMBERS = frozenset((Phase.MEMBER, Phase.LEAVING))
+_SEATED = frozenset((Phase.MEMBER, Phase.LEAVING, Phase.SILENT))
+_LEAVERS = frozenset((Phase.LEAVING, Phase.SILENT))
+
+NODE: tuple[Fact, ...] = (
+    Fact("makes progress", _SEATED, when.always, facts.note_progress),
+    Fact("is heard again", frozenset((Phase.SILENT,)), when.has_obeyed, facts.take_back),
+    Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
+    Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
+    Fact("could not load one", _ANY, when.found_damage, facts.note_damaged),
+    Fact("has failed", _ALIVE, when.has_failed, facts.note_fault),
+    Fact("is ready", frozenset((Phase.STARTING,)), when.is_ready, facts.note_ready),
+    Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
+    Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
+    Fact("has left", _LEAVERS, when.has_left, facts.note_left),
+    Fact("refuses", _VOTERS, when.refuses, facts.note_refusal),
+    Fact("votes", _VOTERS, when.votes, facts.note_vote),
+    Fact("has arrived", _MEMBERS, when.has_arrived, facts.note_arrival),
+    Fact("has lost its group", _MEMBERS, when.has_lost_its_group, facts.note_broken_group),
+    Fact("missed an order", _ANY, when.missed_an_order, facts.resend),
+)
+
+RUN: dict[RunPhase, tuple[Rule, ...]] = {
+    RunPhase.LISTENING: (),
+    RunPhase.EMPTY: (
+        Rule("the last member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("enough nodes are ready", when.change_is_due, moves.prepare),
+    ),
+    RunPhase.STEADY: (
+        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
+        Rule("its group broke", when.group_broke, moves.rebuild_group),
+        Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
+        Rule("all wait", when.all_wait, moves.probe),
+        Rule("a change is due", when.change_is_due, moves.prepare),
+    ),
+    RunPhase.PREPARING: (
+        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("the group broke", when.group_broke, moves.rebuild_group),
+        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
+        Rule("it is spoiled", when.is_spoiled, moves.burn),
+        Rule("links are cut", when.is_explained, moves.drop_newcomers),
+        Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
+        Rule("votes are late", when.is_late, moves.burn_late),
+    ),
+    RunPhase.PROBING: (
+        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("the group broke", when.group_broke, moves.rebuild_group),
+        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
+        Rule("it is spoiled", when.is_spoiled, moves.burn),
+        Rule("links are cut", when.is_explained, moves.drop_cut_off),
+        Rule("all have voted", when.is_unanimous, moves.burn_reachable),
+        Rule("votes are late", when.is_late_and_heard, moves.eject_late),
+    ),
+    RunPhase.REBUILDING: (
+        Rule("another member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("a member has deserted", when.has_a_deserter, moves.await_deserter),
+        Rule("it is spoiled", when.is_spoiled, moves.rebuild_again),
+        Rule("links are cut", when.is_explained, moves.drop_cut_off),
+        Rule("not all have the state", when.is_mixed, moves.rebuild_mixed),
+        Rule("all have voted, and what was before is over", when.may_commit, moves.commit),
+        Rule("votes are late", when.is_late_and_heard, moves.eject_late),
+    ),
+    RunPhase.SWITCHING: (
+        Rule("a member is lost", when.has_lost_members, moves.rebuild_lost),
+        Rule("its generation is broken", when.generation_is_broken, moves.rebuild_broken),
+        Rule("a group broke", when.group_broke, moves.rebuild_group),
+        Rule("all are there", when.all_have_arrived, moves.complete),
+        Rule("all wait in vain", when.all_wait_in_vain, moves.rebuild_stuck),
+        Rule("the first exchange does not end", when.all_wait, moves.rebuild_first_exchange),
+    ),
+    RunPhase.FINISHING: (
+        Rule("the main member is lost", when.main_is_lost, losses.end_without_main),
+        Rule("all have finished", when.all_have_finished, losses.end_well),
+    ),
+    RunPhase.ENDED: (),
+}

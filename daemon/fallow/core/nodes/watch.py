@@ -1,0 +1,244 @@
+"""Who is heard and who makes progress. Nothing here is stored: a head that comes back learns it from the next reports.
+
+Silence proves nothing, and a head must not take its own absence for the death of others. So
+
+- `now` is a clock of ticks: each adds the time since the last one, `LONGEST_TICK_S` at most, and nothing while nobody
+  has been heard for `DEAF_S`. A head that was stopped or cut off finds all leases and deadlines as they were;
+- a node is silent only in comparison with another one that was heard;
+- a step that others finish in its generation is a sign of life of a node, because a step needs all members;
+- a silent member is given up only when a member that is heard waits for it;
+- after an absence of the head, connections have `reconnect_s` to come back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fallow.core.nodes.messages import Report
+from fallow.core.nodes.records import FailureKind, Node, Phase
+from fallow.core.nodes.roster import Roster
+from fallow.model import Doing
+
+LONGEST_TICK_S, DEAF_S = 1.0, 3.0
+ABSENCE_S = 5.0
+"""Connections outlive a shorter absence of the head."""
+GENERATIONS = 4
+"""Generations of which the newest step is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Deadlines in seconds."""
+
+    prepare_s: float = 30.0
+    "votes for a planned generation have to be in by then"
+    rebuild_s: float = 15.0
+    "votes for a generation for which members wait"
+    start_s: float = 600.0
+    "from a node's arrival to READY"
+    lease_s: float = 15.0
+    "a node that is silent for longer is given up"
+    progress_s: float = 300.0
+    "a member that keeps others waiting for longer is ejected"
+    stopped_s: float = 0.5
+    "a node whose process is stopped for so long is ejected"
+    probe_s: float = 5.0
+    "members that all wait for each other for so long have their links looked at"
+    held_grace_s: float = 0.3
+    "a broken group waits so long for the news of who died"
+    accuse_s: float = 1.0
+    "from the first refusal that names an unreachable node to the decision who goes"
+    retry_s: float = 1.0
+    "after a change that was given up"
+    resend_s: float = 2.0
+    release_s: float = 20.0
+    "a node is asked to leave so long before it goes away"
+    last_call_s: float = 3.0
+    "a node that is still there so long before it goes away is ejected"
+    reconnect_s: float = 30.0
+    "after an absence of the head"
+    listen_s: float = 2.5
+    "a head that comes back decides nothing before it has heard all nodes, or for so long; less than `DEAF_S`"
+    bar_after: int = 3
+    "failures within an hour after which a host is barred"
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A node whose time is up."""
+
+    node: Node
+    reason: str
+    kind: FailureKind | None = None
+    "None: not its host's fault"
+    unheard: bool = False
+    "only its silence speaks against it"
+
+
+class Watch:
+    """Times and reports of one run's nodes.
+
+    Args:
+        roster: read only.
+        timing: deadlines.
+        at: now, on the clock of the events.
+    """
+
+    def __init__(self, roster: Roster, timing: Timing, at: float) -> None:
+        self.now = 0.0
+        self.reports: dict[int, Report] = {}
+        self.committed_at = 0.0
+        self._roster, self._timing = roster, timing
+        self._head = _Hearing(at)
+        self._at = at
+        self._received_at: dict[int, float] = {}
+        "node -> when its newest report was received, on the clock of the events"
+        self._heard_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
+        self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
+        self._steps: dict[int, tuple[int, float]] = {}
+        "generation -> its newest finished step, and when that was heard"
+
+    # -- what is learned --------------------------------------------------------------------------------------------
+
+    def advance(self, at: float) -> None:
+        """A tick."""
+        self.now += self._head.advance(at)
+        self._at = at
+
+    def came(self, node: int) -> None:
+        self._came_at[node] = self._heard_at[node] = self.now
+
+    def hear(self, report: Report, received_at: float) -> None:
+        self._head.hear(self.now)
+        self._received_at[report.node] = received_at
+        self._heard_at[report.node] = self.now
+        self.reports[report.node] = report
+        step, _ = self._steps.get(report.generation, (-1, 0.0))
+        if report.generation and report.step > step:
+            # Nobody knows how old the step of a first report is.
+            self._steps[report.generation] = report.step, self.now if step >= 0 else -math.inf
+            for old in sorted(self._steps)[:-GENERATIONS]:
+                del self._steps[old]
+
+    def forget(self, node: int) -> None:
+        for known in (self.reports, self._heard_at, self._came_at, self._received_at):
+            known.pop(node, None)
+
+    # -- what follows -----------------------------------------------------------------------------------------------
+
+    def heard_all(self) -> bool:
+        """Every node that the records call alive has reported to this head."""
+        return all(n in self.reports for n, node in self._roster.nodes.items() if node.alive)
+
+    def unheard_s(self, node: int) -> float:
+        """For how long nothing came from the node itself, whatever others show."""
+        return self.now - self._heard_at.setdefault(node, self.now)
+
+    def may_reconnect(self, node: int) -> bool:
+        """It was not heard since the head's last absence, and its connection may still come back."""
+        back_at = self._head.back_at
+        return self._heard_at.get(node, math.inf) < back_at and self.now < back_at + self._timing.reconnect_s
+
+    def overdue(self) -> list[Overdue]:
+        """Nodes that must be given up now."""
+        members = self._roster.members
+        others_wait = any(r.doing is Doing.WAITING for n in members if (r := self.reports.get(n)) is not None)
+        found = (self._look(node, others_wait) for node in self._roster.nodes.values() if node.alive)
+        return [overdue for overdue in found if overdue is not None]
+
+    def waited_s(self, node: int) -> float:
+        """For how long it has waited for members of the committed generation. 0: it has not, or it is not heard."""
+        report = self.reports.get(node)
+        if report is None or report.given_up >= self._roster.root.generation or self.unheard_s(node) > DEAF_S:
+            return 0.0
+        waits_s = self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
+        return min(waits_s, self.now - self.committed_at)
+
+    def _look(self, node: Node, others_wait: bool) -> Overdue | None:
+        timing, report, silent_s = self._timing, self.reports.get(node.id), self._silent_s(node)
+        if node.finished:
+            return None
+        is_fresh = self._at - self._received_at.get(node.id, -math.inf) <= DEAF_S
+        if report is not None and report.stopped_s >= timing.stopped_s and is_fresh:
+            return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
+        if silent_s > timing.lease_s and self._counts(node):
+            return Overdue(node, f"silent for {silent_s:.1f} s", unheard=True)
+        if node.phase is Phase.STARTING and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s:
+            return Overdue(node, f"did not reach run.updates() within {timing.start_s:.0f} s", FailureKind.HANG)
+        stalled_s = 0.0 if self._roster.finishing else self._stalled_s(node.id, others_wait)
+        if node.seat and not node.deserted and stalled_s > timing.progress_s:
+            return Overdue(node, f"no progress for {stalled_s:.1f} s, alive", FailureKind.HANG)
+        return None
+
+    def _silent_s(self, node: Node) -> float:
+        """For how long there was no sign of life of it while somebody else was heard."""
+        root, report = self._roster.root, self.reports.get(node.id)
+        generations = [report.generation] if report is not None else []
+        if node.seat:
+            generations.append(root.generation)
+            if root.old_may_step and root.change is not None:
+                generations.append(root.change.replaces)
+        signs = [self._steps[g][1] for g in generations if g in self._steps]
+        return self._head.heard_at - max(self._heard_at.setdefault(node.id, self.now), *signs, -math.inf)
+
+    def _counts(self, node: Node) -> bool:
+        """Does a silence that exceeds the lease speak against the node?"""
+        root, timing, late = self._roster.root, self._timing, self.may_reconnect(node.id)
+        leaves = root.change is not None and node.id in root.change.leavers and not root.entered
+        if not (node.seat or leaves) or self._roster.finishing:
+            return not late
+        needed_s = timing.lease_s if late else min(timing.lease_s, timing.probe_s)
+        others = [*self._roster.members, *(root.change.leavers if root.change is not None else ())]
+        return any(self._waits_s(n) >= needed_s for n in others if n != node.id and self._roster.alive(n))
+
+    def _waits_s(self, node: int) -> float:
+        """For how long a node that is heard has waited for others; infinity: it has given its generation up."""
+        report = self.reports.get(node)
+        if report is None or self.unheard_s(node) > DEAF_S:
+            return 0.0
+        if report.given_up >= self._roster.root.generation or report.given_up >= report.generation > 0:
+            return math.inf
+        return self._unchanged_s(node, report) if report.doing is Doing.WAITING else 0.0
+
+    def _stalled_s(self, node: int, others_wait: bool) -> float:
+        """For how long it has kept the run from making progress."""
+        report = self.reports.get(node)
+        if report is None or report.doing is Doing.WAITING or (report.doing is Doing.OUTSIDE and not others_wait):
+            return 0.0
+        return self._unchanged_s(node, report)
+
+    def _unchanged_s(self, node: int, report: Report) -> float:
+        """For how long it has done the same. A step that was finished since is something else.
+
+        What it did while it was not heard, nobody knows: that is silence, not a lack of progress.
+        """
+        _, step_at = self._steps.get(report.generation, (0, -math.inf))
+        return min(report.stalled_s + min(self.unheard_s(node), self._timing.lease_s), self.now - step_at)
+
+
+class _Hearing:
+    """When this head was awake and heard somebody."""
+
+    def __init__(self, at: float) -> None:
+        self.heard_at = 0.0
+        "when anybody was heard, on the clock of ticks"
+        self.back_at = -math.inf
+        "when the last absence ended"
+        self._ticked_at = at
+        self._deaf_s = self._absent_s = 0.0
+
+    def advance(self, at: float) -> float:
+        """By how many seconds the clock goes on."""
+        passed = max(0.0, at - self._ticked_at)
+        counted = min(passed, LONGEST_TICK_S)
+        self._ticked_at = max(at, self._ticked_at)
+        self._absent_s += passed
+        self._deaf_s += counted
+        return counted if self._deaf_s < DEAF_S else 0.0
+
+    def hear(self, now: float) -> None:
+        if self._absent_s >= ABSENCE_S:
+            self.back_at = now
+        self._deaf_s = self._absent_s = 0.0
+        self.heard_at = now

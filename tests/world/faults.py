@@ -1,0 +1,303 @@
+"""Faults of the simulated world: each says for itself what it does, and counts when it has done it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fallow.core.nodes import checkpoints
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.messages import Fault
+from world.node import Host, Worker
+
+if TYPE_CHECKING:
+    from world.world import World
+
+MOST_HOSTS = 7
+
+Strike = Callable[["World", Host, float], bool]
+"""(world, a host, seconds that it lasts) -> has it fired?"""
+
+
+# -- head and store ---------------------------------------------------------------------------------------------------
+
+
+def head_crash(w: World, host: Host, lasts: float) -> bool:
+    w.upset(20)
+    w.head.die()
+    return True
+
+
+def head_crash_at_write(w: World, host: Host, lasts: float) -> bool:
+    w.upset(20)
+    w.head.crash_at_write = True  # counted when it happens
+    return False
+
+
+def head_stall(w: World, host: Host, lasts: float) -> bool:
+    if w.head.frozen or not w.head.alive:
+        return False
+    lasts *= w.rng.choice((1, 3))
+    w.upset(lasts + 10)
+    w.head.freeze(lasts)
+    return True
+
+
+def second_head(w: World, host: Host, lasts: float) -> bool:
+    if w.head.frozen or not w.head.alive:
+        return False
+    w.upset(lasts + 20)
+    w.head.freeze(lasts)
+    w.start_head()
+    return True
+
+
+def second_head_at_write(w: World, host: Host, lasts: float) -> bool:
+    w.upset(20)
+    w.head.usurped_at_write_s = lasts
+    return False
+
+
+def store_away(w: World, host: Host, lasts: float) -> bool:
+    w.upset(lasts + 10)
+    w.store.away_until = w.t + lasts
+    return True
+
+
+def store_goes_back(w: World, host: Host, lasts: float) -> bool:
+    """It loses what it acknowledged in the last second. The next head begins while the network is well."""
+    w.upset(25)
+    for other in w.hosts.values():
+        other.hears = other.is_heard = True
+        w.thaw_host(other)
+    w.reliable_until = w.t + 10
+    w.store.go_back(w.t - 1.0)
+    w.observer.see_store_go_back()
+    w.head.die()
+    return True
+
+
+# -- network ----------------------------------------------------------------------------------------------------------
+
+
+def _cut_off(w: World, hosts: list[Host], lasts: float, *, hears: bool = False, is_heard: bool = False) -> bool:
+    for host in hosts:
+        host.hears, host.is_heard = host.hears and hears, host.is_heard and is_heard
+        host.bad_until = max(host.bad_until, w.t + lasts)
+
+    def heal() -> None:
+        for host in hosts:
+            host.hears = host.is_heard = True
+
+    w.after(lasts, heal)
+    return bool(hosts)
+
+
+def partition(w: World, host: Host, lasts: float) -> bool:
+    return _cut_off(w, [host], lasts)
+
+
+def orders_lost(w: World, host: Host, lasts: float) -> bool:
+    return _cut_off(w, [host], lasts, is_heard=True)
+
+
+def reports_lost(w: World, host: Host, lasts: float) -> bool:
+    return _cut_off(w, [host], lasts, hears=True)
+
+
+def head_cut_off(w: World, host: Host, lasts: float) -> bool:
+    return _cut_off(w, w.running(), lasts)
+
+
+def members_cut_off(w: World, host: Host, lasts: float) -> bool:
+    members = w.observer.committed.get(w.plane.acted, ())
+    join(w, host, lasts)
+    return _cut_off(w, [other for other in w.running() if other.node in members], lasts)
+
+
+def _cut_links(w: World, host: Host, others: list[Host], lasts: float) -> bool:
+    pairs = {frozenset((host.name, other.name)) for other in others if other is not host}
+    w.cut |= pairs
+    for one in [host, *others]:
+        one.cut_until = max(one.cut_until, w.t + lasts)
+    w.after(lasts, lambda: w.cut.difference_update(pairs))
+    return bool(pairs)
+
+
+def link_cut(w: World, host: Host, lasts: float) -> bool:
+    return _cut_links(w, host, [w.rng.choice(w.running())], lasts)
+
+
+def node_cut(w: World, host: Host, lasts: float) -> bool:
+    return _cut_links(w, host, w.running(), lasts)
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def join(w: World, host: Host, lasts: float) -> bool:
+    if len(w.running()) >= MOST_HOSTS:
+        return False
+    w.add_host()
+    return True
+
+
+def worker_killed(w: World, host: Host, lasts: float) -> bool:
+    living = [x for x in host.workers if x.alive]
+    if living:
+        w.plane.end(w.rng.choice(living))
+        host.kill(None, 9, restarts=True)
+    return bool(living)
+
+
+def script_fails(w: World, host: Host, lasts: float) -> bool:
+    """On this node alone: an exception that comes nowhere else."""
+    if not host.workers or host.dying or host.deserted or any(x.finished for x in host.workers):
+        return False
+    step = min(x.step for x in host.workers)
+    host.fault = Fault(code=1, message="ValueError", signature=f"E{w.t}", step=step)
+    host.say()
+    w.after(w.rng.uniform(0.05, 1), lambda: host.kill(1, None, restarts=True))
+    return True
+
+
+def script_deserts(w: World, host: Host, lasts: float) -> bool:
+    """The script ends on one node in the middle of the training. Its exit code comes later."""
+    if not any(x.generation for x in host.workers) or host.dying or any(x.finished for x in host.workers):
+        return False
+    host.deserted, boot = True, host.boot
+    for x in host.workers:
+        w.plane.leave_peers(x)
+    host.say()
+    w.counts["deserters"] += 1
+    # The same exit code on two nodes would be the script's own failure.
+    code = 0 if w.rng.random() < 0.25 else 2 + w.counts["deserters"]
+    w.after(w.rng.uniform(0.1, 9), lambda: host.kill(code, None, restarts=True) if host.boot == boot else None)
+    return True
+
+
+def power_lost(w: World, host: Host, lasts: float) -> bool:
+    if len(w.running()) < 2:
+        return False
+    host.lose_power()
+    return True
+
+
+def worker_stopped(w: World, host: Host, lasts: float) -> bool:
+    if not host.workers:
+        return False
+    x, boot = w.rng.choice(host.workers), host.boot
+    x.stopped, host.stopped_at = True, host.stopped_at or w.t
+    host.bad_until = max(host.bad_until, w.t + lasts)
+
+    def go_on(x: Worker = x) -> None:
+        x.stopped = False
+        if host.boot == boot and not any(other.stopped for other in host.workers):
+            host.stopped_at = None
+
+    w.after(lasts, go_on)
+    return True
+
+
+def node_frozen(w: World, host: Host, lasts: float) -> bool:
+    host.frozen = True
+    host.bad_until = host.froze_until = max(host.bad_until, w.t + lasts)
+    for x in host.workers:
+        x.stopped = True
+    w.after(lasts, lambda: w.thaw_host(host))
+    return True
+
+
+# -- people and Slurm -------------------------------------------------------------------------------------------------
+
+
+def release(w: World, host: Host, lasts: float) -> bool:
+    by, node = w.t + w.rng.choice((4, 10, 20)), host.node
+    w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked", by=by)))
+    return node > 0
+
+
+def walltime(w: World, host: Host, lasts: float) -> bool:
+    if host.ends_at is not None or len(w.running()) < 3:
+        return False
+    host.ends_at = w.t + w.rng.uniform(10, 25)
+
+    def end() -> None:
+        w.observer.see_walltime(host)
+        host.lose_power()
+
+    w.after(host.ends_at - w.t, end)
+    return True
+
+
+def limit(w: World, host: Host, lasts: float) -> bool:
+    most = w.rng.randint(1, 8)
+    w.head.receive(("event", lambda at: ev.Limit(at=at, limit=most, reason="asked")))
+    return True
+
+
+def rollback(w: World, host: Host, lasts: float) -> bool:
+    def make(at: float) -> ev.Event:
+        roster = w.head.machine.roster
+        usable = checkpoints.usable(roster)
+        if not usable or roster.finishing:
+            return ev.Unbar(at=at, hosts=())
+        w.fired["rollback"] += 1
+        return ev.Rollback(at=at, step=w.rng.choice(usable).step)
+
+    w.head.receive(("event", make))
+    return False
+
+
+FAULTS: dict[str, tuple[int, Strike]] = {
+    "head crash": (1, head_crash),
+    "head crash at a write": (2, head_crash_at_write),
+    "head stall": (2, head_stall),
+    "second head": (1, second_head),
+    "second head at a write": (1, second_head_at_write),
+    "store away": (1, store_away),
+    "store goes back": (1, store_goes_back),
+    "partition": (2, partition),
+    "orders lost": (1, orders_lost),
+    "reports lost": (1, reports_lost),
+    "head cut off": (1, head_cut_off),
+    "members cut off": (2, members_cut_off),
+    "link cut": (1, link_cut),
+    "node cut": (1, node_cut),
+    "join": (2, join),
+    "worker killed": (3, worker_killed),
+    "script fails": (1, script_fails),
+    "script deserts": (1, script_deserts),
+    "power lost": (1, power_lost),
+    "worker stopped": (1, worker_stopped),
+    "node frozen": (1, node_frozen),
+    "release": (2, release),
+    "walltime": (1, walltime),
+    "limit": (1, limit),
+    "rollback": (1, rollback),
+}
+"""Name -> how often it is chosen, and what it does."""
+
+
+def choose_kinds(rng: random.Random) -> list[str]:
+    """Which faults one history has: all kinds, or a few of them, which then meet more often."""
+    names = list(FAULTS)
+    return names if rng.random() < 0.4 else rng.sample(names, rng.randint(2, 6))
+
+
+def strike(w: World) -> None:
+    """One fault, and the next one later."""
+    if w.t > w.faults_until:
+        return
+    rng, running = w.rng, w.running()
+    lasts = rng.choice((0.5, 3.0, 10.0, 30.0))
+    name = rng.choices(w.kinds, [FAULTS[kind][0] for kind in w.kinds])[0]
+    if running:
+        host = rng.choice(running)
+        w.logs.append(f"{w.t:.2f} FAULT {name} {host.name} {lasts}")
+        if FAULTS[name][1](w, host, lasts):
+            w.fired[name] += 1
+    else:
+        w.add_host()
+    w.after(rng.uniform(0.1, w.between_s), lambda: strike(w))

@@ -1,0 +1,160 @@
+"""A membership machine whose nodes are played by a test: each keeps its newest report and obeys what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fallow.core.nodes import events as ev
+from fallow.core.nodes.machine import Machine
+from fallow.core.nodes.messages import Contract, Fault, Order, Report, Switch
+from fallow.core.nodes.records import Root
+from fallow.core.nodes.roster import Roster
+from fallow.core.nodes.state import Ballot
+from fallow.core.nodes.watch import Timing
+from fallow.model import Doing, RunStatus
+
+TIMING = Timing(prepare_s=10, rebuild_s=10, start_s=60, lease_s=10, progress_s=40)
+CONTRACT = Contract(signature="s", shards=64, global_batch=64, layout=("w float32[2]",))
+
+
+class Rig:
+    """Args: minimum: of nodes. timing, shards: of the run. root: further fields of the root record."""
+
+    def __init__(self, minimum: int = 1, timing: Timing = TIMING, shards: int = 64, **root: Any) -> None:
+        self.store: dict[str, bytes] = {}
+        roster = Roster(Root(run="r", minimum=minimum, maximum=8, limit=8, **root))
+        self.timing, self.at = timing, 0.0
+        self.m = Machine(roster, term=1, timing=timing, at=0.0, validate=True)
+        self.said: dict[int, Report] = {}
+        self.orders: dict[int, Order] = {}
+        "the newest of each node"
+        self.contract = msgspec.structs.replace(CONTRACT, shards=shards)
+
+    @property
+    def r(self) -> Roster:
+        return self.m.roster
+
+    @property
+    def ballot(self) -> Ballot:
+        assert self.m.state.ballot is not None
+        return self.m.state.ballot
+
+    def put(self, event: ev.Event) -> ev.Turn:
+        turn = self.m.handle(event)
+        for key, raw in turn.writes.items():
+            if raw is None:
+                self.store.pop(key, None)
+            else:
+                self.store[key] = raw
+        for instruction in turn.then:
+            if isinstance(instruction, ev.Send):
+                self.orders[instruction.node] = instruction.order
+        return turn
+
+    def say(self, n: int, **what: Any) -> ev.Turn:
+        """The node reports as before, but for `what`; it has obeyed its newest order unless it says otherwise."""
+        last = self.said.get(n) or Report(node=n, boot=self.r.nodes[n].boot, seq=0, term=0, edition=0)
+        order = self.orders.get(n) or Order(term=0, edition=0)
+        told = {"term": order.term, "edition": order.edition}
+        new = msgspec.structs.replace(last, **{"seq": last.seq + 1, **told, **what})
+        self.said[n] = new
+        return self.put(ev.Reported(at=self.at, host=self.r.nodes[n].host, report=new))
+
+    def expect(self, host: str, token: str = "", boot: int = 0, slots: int = 1, node: int = 0) -> int:
+        boot = boot or self.r.root.next_id
+        event = ev.Expected(at=self.at, host=host, token=token or host, boot=boot, slots=slots, entry=host, node=node)
+        return next(i.node for i in self.put(event).then if isinstance(i, ev.Admitted))
+
+    def join(self, host: str, token: str = "", slots: int = 1, **contract: Any) -> int:
+        n = self.expect(host, token, slots=slots)
+        self.say(n, ready=msgspec.structs.replace(self.contract, **contract))
+        return n
+
+    def vote(self) -> ev.Turn:
+        """All participants of the ballot vote as its plan asks."""
+        ballot, turn = self.ballot, ev.Turn({}, [])
+        for n in ballot.participants:
+            given_up = max(self.said[n].given_up, self.orders[n].broken)
+            turn = both(turn, self.say(n, prepared=ballot.change.generation, given_up=given_up))
+        return turn
+
+    def switch(self, step: int | None = None) -> None:
+        """All leavers leave, all members arrive in the committed generation."""
+        ballot = self.ballot
+        g = ballot.change.generation
+        first = max([self.said[n].step for n in ballot.members], default=0) if step is None else step
+        for n in filter(self.r.alive, list(ballot.change.leavers)):
+            self.say(n, left=g, given_up=g)
+        for n in list(ballot.members):
+            if self.m.state.ballot is not None:
+                self.arrive(n, g, first)
+
+    def arrive(self, n: int, generation: int, step: int = 0, **more: Any) -> ev.Turn:
+        switch = Switch(generation=generation, first_step=step)
+        what = {"generation": generation, "has_state": True, "step": step, "switch": switch, **more}
+        return self.say(n, doing=Doing.WORKING, stalled_s=0.0, **what)
+
+    def change(self, step: int | None = None) -> None:
+        self.vote()
+        self.switch(step)
+
+    def tick(self, at: float, *heard: int, **what: Any) -> ev.Turn:
+        """Time passes, a second at a time. These nodes are heard."""
+        turn = ev.Turn({}, [])
+        while self.at < at:
+            self.at = min(self.at + 1.0, at)
+            for n in heard:
+                turn = both(turn, self.say(n, **what))
+            turn = both(turn, self.put(ev.Ticked(at=self.at)))
+        return turn
+
+    def wait(self, until: float) -> ev.Turn:
+        """All members wait for each other until then."""
+        turn = ev.Turn({}, [])
+        while self.at < until:
+            self.at += 1
+            for n in self.r.present():
+                turn = both(turn, self.say(n, doing=Doing.WAITING, stalled_s=self.at))
+            turn = both(turn, self.put(ev.Ticked(at=self.at)))
+        return turn
+
+    def gone(self, n: int, code: int | None = None, signal: int | None = None, **more: Any) -> ev.Turn:
+        reason = f"exited with {code}" if code is not None else f"killed by signal {signal}"
+        return self.put(ev.Gone(at=self.at, node=n, code=code, signal=signal, **{"reason": reason, **more}))
+
+    def fails(self, n: int, step: int = 5, signature: str = "ValueError at t.py:7", **more: Any) -> ev.Turn:
+        fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)
+        return self.say(n, fault=fault)
+
+    def restart(self, *heard: int) -> None:
+        """Another head takes over and hears these nodes."""
+        term = self.m.state.outbox.term + 1
+        roster = Roster.load("r", self.store)
+        self.m = Machine(roster, term=term, timing=self.timing, at=self.at, validate=True)
+        for n in heard:
+            self.say(n)
+        self.tick(self.at + 0.25)
+
+
+def both(a: ev.Turn, b: ev.Turn) -> ev.Turn:
+    return ev.Turn({**a.writes, **b.writes}, a.then + b.then)
+
+
+def orders(turn: ev.Turn) -> dict[int, Order]:
+    return {i.node: i.order for i in turn.then if isinstance(i, ev.Send)}
+
+
+def logs(turn: ev.Turn, kind: str) -> list[str]:
+    return [i.text for i in turn.then if isinstance(i, ev.Log) and i.kind == kind]
+
+
+def started(n: int, **more: Any) -> Rig:
+    """A run that trains on nodes 1 to n, on hosts h1 to hn."""
+    rig = Rig(minimum=n, **more)
+    for i in range(n):
+        rig.join(f"h{i + 1}")
+    rig.change()
+    assert rig.r.root.status is RunStatus.TRAINING
+    return rig
