@@ -12,10 +12,11 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-GPU_BIN := .venv-gpu/bin
-GPU_STAMP := .venv-gpu/.setup-done
 # Of pip, with builds of torch for CUDA; see docs/gpus.md.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cu130
+GPU_VENV := .venv-gpu/$(notdir $(TORCH_INDEX))
+GPU_BIN := $(GPU_VENV)/bin
+GPU_STAMP := $(GPU_VENV)/.setup-done
 
 .PHONY: help setup demo test lint compiled bench soak test-gpu bench-gpu
 
@@ -60,5 +61,6 @@ bench-gpu: $(GPU_STAMP)  ## those tests and the benchmarks on GPUs, in ten minut
 	@$(GPU_BIN)/python contrib/bench/gpu.py $(ARGS)
 
 $(GPU_STAMP): pyproject.toml constraints.txt $(wildcard contrib/setup/*.sh)
-	@TORCH_INDEX=$(TORCH_INDEX) contrib/setup/python.sh .venv-gpu >&2 </dev/null
+	@TORCH_INDEX=$(TORCH_INDEX) contrib/setup/python.sh $(GPU_VENV) >&2 </dev/null
+	@$(GPU_BIN)/python -c 'import sys, torch; torch.backends.cuda.is_built() or sys.exit("$(TORCH_INDEX) gave torch " + torch.__version__ + ", which is not built for GPUs")'
 	@touch $@

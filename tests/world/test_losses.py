@@ -121,6 +121,15 @@ def test_old_news_of_a_stopped_process_counts_for_nothing() -> None:
     assert rig.r.nodes[2].phase is Phase.MEMBER
 
 
+def test_a_report_that_lay_unread_while_the_head_stood_still_is_old_news() -> None:
+    rig = started(2)
+    rig.tick(1, 1)
+    rig.at = 20.0
+    rig.say(2, stopped_s=9.1)
+    rig.put(ev.Ticked(at=20.0))
+    assert rig.r.nodes[2].phase is Phase.MEMBER
+
+
 def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:
     rig = started(2)
     rig.join("c")

@@ -148,7 +148,7 @@ class Machine:
         if node is None or (node.host, node.boot) != (event.host, report.boot):
             m.outbox.instructions.append(ev.Unknown(report.node, event.host))
         elif last is None or report.seq > last.seq:
-            m.watch.hear(report, event.at)
+            m.watch.hear(report)
             self._take_facts(node, report)
 
     def _take_facts(self, node: Node, report: Report) -> None:

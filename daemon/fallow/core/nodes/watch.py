@@ -92,8 +92,8 @@ class Watch:
         self._roster, self._timing = roster, timing
         self._head = _Hearing(at)
         self._at = at
-        self._received_at: dict[int, float] = {}
-        "node -> when its newest report was received, on the clock of the events"
+        self._sent_after: dict[int, float] = {}
+        "node -> the tick before its newest report was handled: it may have lain unread since, on the clock of events"
         self._heard_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._came_at: dict[int, float] = dict.fromkeys(roster.nodes, 0.0)
         self._steps: dict[int, tuple[int, float]] = {}
@@ -109,9 +109,9 @@ class Watch:
     def came(self, node: int) -> None:
         self._came_at[node] = self._heard_at[node] = self.now
 
-    def hear(self, report: Report, received_at: float) -> None:
+    def hear(self, report: Report) -> None:
         self._head.hear(self.now)
-        self._received_at[report.node] = received_at
+        self._sent_after[report.node] = self._at
         self._heard_at[report.node] = self.now
         self.reports[report.node] = report
         step, _ = self._steps.get(report.generation, (-1, 0.0))
@@ -122,7 +122,7 @@ class Watch:
                 del self._steps[old]
 
     def forget(self, node: int) -> None:
-        for known in (self.reports, self._heard_at, self._came_at, self._received_at):
+        for known in (self.reports, self._heard_at, self._came_at, self._sent_after):
             known.pop(node, None)
 
     # -- what follows -----------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Watch:
         timing, report, silent_s = self._timing, self.reports.get(node.id), self._silent_s(node)
         if node.finished:
             return None
-        is_fresh = self._at - self._received_at.get(node.id, -math.inf) <= DEAF_S
+        is_fresh = self._at - self._sent_after.get(node.id, -math.inf) <= DEAF_S
         if report is not None and report.stopped_s >= timing.stopped_s and is_fresh:
             return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
         if silent_s > timing.lease_s and self._counts(node):

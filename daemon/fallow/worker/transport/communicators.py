@@ -31,10 +31,18 @@ from torch._C._distributed_c10d import (
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.gloo import COLLECTIVE_TIMEOUT, reason
 
-_NCCL_SETTINGS = {
-    # Else torch ends the process when a peer is lost, which is not the end of it here.
+_NCCL_NEEDS = {
+    # Else torch's watchdog ends the process when a peer is lost, which is not the end of it here.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Else the watchdog does not see collectives, and `get_error` nothing of a lost peer.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+"""Whatever the job has set."""
+
+_NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Behind an error the watchdog waits four times as long for a dump, and holds the lock that the next launch needs.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # Seconds for which connecting, or taking down, may hold the communicator's lock, which `abort` takes as well.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
 }
@@ -227,6 +235,13 @@ def _make(backend: Any, store: Store, rank: int, size: int) -> Any:
     if not isinstance(backend, dist.Backend._BackendPlugin):
         for key, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(key, value)
+        for key, value in _NCCL_NEEDS.items():
+            if os.environ.get(key, value) != value:
+                warnings.warn(
+                    f"{key}={os.environ[key]} would end members that outlive a lost one: it is {value} now",
+                    stacklevel=2,
+                )
+            os.environ[key] = value
         options = backend.Options()
         options._timeout = COLLECTIVE_TIMEOUT
         if hasattr(options, "config"):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from fallow.model import Exit, FallowError
@@ -289,6 +290,8 @@ class Group(Waits):
             try:
                 self._launched.append((launch(self.connections.transport), tensors))
                 return
+            except dist.DistBackendError as error:  # NCCL's launch may see a lost peer before `get_error` tells of it
+                self.interrupt(self._failure() or gloo.reason(error))
             except RuntimeError:
                 # A lost peer does not show here but in `certain`: else it is a mistake in the program.
                 failure = self._failure()
