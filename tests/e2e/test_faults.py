@@ -133,7 +133,8 @@ def test_hangs_are_ended_at_their_deadlines_and_an_exception_on_every_member_end
     reasons = [generation["reason"] for generation in done.report["generations"]]
     assert any("w1" in reason and "no progress" in reason for reason in reasons)
     assert any("w2" in reason and "silent" in reason for reason in reasons)
-    assert done.members[-1] == ["w0", "w3"]
+    # Who raises first may be gone before the other one comes to that step.
+    assert done.members[-1] in (["w0", "w3"], ["w0"], ["w3"])
     assert "raises on purpose (step 40, on w" in done.report["message"]
     assert 'raise ValueError(f"{WORKER} raises on purpose")' in done.report["traceback"]
     assert done.stderr.splitlines()[-1].startswith("fallow local: run is failed: ValueError: w")
