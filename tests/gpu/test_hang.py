@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from fallow.core import events as ev
@@ -31,6 +34,8 @@ from fallow.model import (
 )
 from fallow.worker.session.progress import Progress
 from fallow.worker.session.session import Session
+from fallow.worker.transport import device as devices
+from fallow.worker.transport.device_progress import DeviceProgress
 from gpu import DEVICE, Member, on_both, on_device, on_two_devices, without_communicator
 from gpu.test_reduction import BOTH_KINDS, KINDS, Script, group_of
 
@@ -181,17 +186,66 @@ class Wire:
         return next(message for message in reversed(self.sent) if isinstance(message, Beat)).computes
 
 
-@on_device
-def test_beats_tell_whether_the_device_computes_though_the_training_thread_tells_nothing() -> None:
-    wire, here = Wire(), DEVICE.here()
-    wire.session.announce(WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1), here)
+@contextlib.contextmanager
+def trained() -> Iterator[Wire]:
+    """The head's end of a session that has a device and is alone in its generation."""
+    wire = Wire()
+    wire.session.announce(WorkerReady(worker="w0", signature="s", layout=[], shards=1, global_batch=1), DEVICE.here())
     members = [Peer(worker="w0", address="127.0.0.1")]
     wire.say(Prepare(term=1, generation=1, replaces=0, members=members, interrupt=False, timeout_s=9))
     wire.session.await_commit(lambda: False)
     try:
-        with DEVICE.held(torch.accelerator.current_stream()):
-            torch.ones(8, device=here).add_(1)
-            assert comes_true(wire.computes)
-        assert comes_true(lambda: not wire.computes())
+        yield wire
     finally:
         wire.session.close()
+
+
+@on_device
+def test_beats_tell_whether_the_device_computes_though_the_training_thread_tells_nothing() -> None:
+    with trained() as wire:
+        with DEVICE.held(torch.accelerator.current_stream()):
+            torch.ones(8, device=DEVICE.here()).add_(1)
+            assert comes_true(wire.computes)
+        assert comes_true(lambda: not wire.computes())
+
+
+class Silent:
+    """A device that does not tell whether it is idle, `times` times; then it does."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self._idle = devices.idle
+
+    def idle(self, device: torch.device) -> bool:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("CUDA error: not now")
+        return self._idle(device)
+
+
+@on_device
+def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> None:
+    silent, said = Silent(3), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(said),
+        trained() as wire,
+        DEVICE.held(torch.accelerator.current_stream()),
+    ):
+        torch.ones(8, device=DEVICE.here()).add_(1)
+        patch.setattr(devices, "idle", silent.idle)
+        assert comes_true(lambda: not silent.left and wire.computes())
+    assert said.getvalue().count(f"worker w0: {DEVICE.here()} does not tell how far it is: CUDA error: not now") == 1
+
+
+@on_device
+def test_of_a_device_that_does_not_tell_nothing_is_known() -> None:
+    progress = DeviceProgress()
+    with DEVICE.held(torch.accelerator.current_stream()), pytest.MonkeyPatch.context() as patch:
+        torch.ones(8, device=DEVICE.here()).add_(1)
+        progress.look(DEVICE.here())
+        assert progress.computes
+        patch.setattr(devices, "idle", Silent(1).idle)
+        with pytest.raises(RuntimeError, match="not now"):
+            progress.look(DEVICE.here())
+        assert (progress.computes, progress.awaits_others) == (False, False)

@@ -49,9 +49,10 @@ class Snapshot:
 
     def bring_to_host(self) -> None:
         """Wait until all copies are on the host. For the thread that writes: the training goes on meanwhile."""
+        if self.copied is not None:
+            devices.enter(self.copied.device)
         device = device_of(self.copies)
         if devices.asynchronous(device):
-            devices.enter(device)
             with devices.beside(device, self.copied):
                 self.copies[:] = copies_through_ring(self.copies)
         devices.wait(self.copied)

@@ -7,6 +7,7 @@ turn of the loop. Everything that must get through is repeated with the beats un
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +56,11 @@ _HELLO_S = 1.0
 
 HEAD_SILENT_S = 5.0
 """A head that has said nothing for so long, though it answers each beat, will not release this worker in time."""
+
+_UNSEEN = (
+    "fallow: worker {worker}: {device} does not tell how far it is: {error}\n"
+    "fallow: worker {worker}: until it does, a kernel that hangs there cannot be told from a wait for other members\n"
+)
 
 _DELIVER_AGAIN_S = 1.0
 """Repeat the last message of a process until the head has heard of it."""
@@ -214,10 +220,16 @@ class Session:
             self._closed.wait(_HELLO_S if welcome is None else welcome.beat_s)
 
     def _look_at_device(self, device: torch.device) -> None:
-        welcome = self._welcome
+        welcome, is_reported = self._welcome, False
         while welcome is not None and not self._closed.wait(welcome.beat_s):
-            if self._current is not None:
-                self._current.device_progress.look(device)
+            try:
+                devices.enter(device)
+                if self._current is not None:
+                    self._current.device_progress.look(device)
+            except Exception as error:  # whatever it is, the next look may succeed
+                if not is_reported:
+                    sys.stderr.write(_UNSEEN.format(worker=self.worker, device=device, error=error))
+                is_reported = True
 
     def _hello(self) -> WorkerHello:
         return WorkerHello(

@@ -177,6 +177,7 @@ def reap(group: Group) -> None:
     """
 
     def destroy() -> None:
+        devices.ignore_captures()
         time.sleep(_QUIET_S + min(_STAGGER_S * (group.size - 1 - group.rank), _LATEST_S))
         group.destroy()
 

@@ -196,9 +196,16 @@ def connect(
     raise RuntimeError(reason(error) if error else "the generation was given up" if dropped() else late) from error
 
 
-def abandon(communicator: Any) -> None:
+def abandon(communicator: Any) -> threading.Thread:
     """End what is pending, with garbage, and give its memory back. On a thread of its own: it may take long."""
-    threading.Thread(target=communicator.abort, name="abort", daemon=True).start()
+
+    def abort() -> None:
+        devices.ignore_captures()
+        communicator.abort()
+
+    aborting = threading.Thread(target=abort, name="abort", daemon=True)
+    aborting.start()
+    return aborting
 
 
 def release(communicator: Any) -> None:

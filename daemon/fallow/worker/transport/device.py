@@ -8,7 +8,9 @@ waits for a device but through `wait`. On the host, and on the `meta` device, th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,6 +22,17 @@ _POLL_S = 50e-6
 _LONGEST_POLL_S = 1e-3
 _POLL_SHARE = 0.02
 "Part of a wait by which polling may prolong it."
+
+_CAPTURE_MODES = {
+    "libcuda.so.1": "cuThreadExchangeStreamCaptureMode",
+    "libamdhip64.so": "hipThreadExchangeStreamCaptureMode",  # as torch's wheels name it
+    "libamdhip64.so.6": "hipThreadExchangeStreamCaptureMode",
+    "libamdhip64.so.7": "hipThreadExchangeStreamCaptureMode",
+}
+"""Driver library -> its function that exchanges the calling thread's capture mode (CUDA's driver API, HIP's)."""
+
+_THREAD_LOCAL = 1
+"""The capture mode in which a thread heeds only its own captures: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and HIP's."""
 
 
 def never() -> bool:
@@ -33,9 +46,26 @@ def asynchronous(device: torch.device) -> bool:
 
 
 def enter(device: torch.device) -> None:
-    """Make it the calling thread's current device: every thread begins with the first one."""
+    """Prepare a thread of our own, never the training thread, for work on a device.
+
+    The device becomes the calling thread's current one: every thread begins with the first one. See `ignore_captures`.
+    """
     if asynchronous(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+    ignore_captures()
+
+
+def ignore_captures() -> None:
+    """Let the calling thread, never the training thread, use the driver while another thread captures a graph.
+
+    `torch.cuda.graph` captures in mode "global" unless the script asks for another one. Then a query of an event, or an
+    allocation, on any thread spoils the capture, except on threads of the mode "thread local". Does nothing where no
+    driver with such modes is loaded.
+    """
+    for library, function in _CAPTURE_MODES.items():
+        with contextlib.suppress(OSError, AttributeError):
+            driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
+            getattr(driver, function)(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 def capturing(device: torch.device) -> bool:

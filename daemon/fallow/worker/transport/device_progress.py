@@ -53,10 +53,21 @@ class DeviceProgress:
         self._waits, self.awaits_others = [], False
 
     def look(self, device: torch.device) -> None:
-        """See how far the device is. Does not wait for it."""
+        """See how far the device is. Does not wait for it.
+
+        Raises:
+            RuntimeError: the device does not tell; then neither `computes` nor `awaits_others`.
+        """
+        seen = False, False
+        try:
+            seen = self._see(device)
+        finally:
+            self.computes, self.awaits_others = seen
+
+    def _see(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether the device computes, and whether it waits for others."""
         for wait in list(self._waits):
             own_is_done = wait.own is None or wait.own.query()
             if not own_is_done or wait.end is None or not wait.end.query():
-                self.computes, self.awaits_others = not own_is_done, own_is_done
-                return
-        self.computes, self.awaits_others = not devices.idle(device), False
+                return not own_is_done, own_is_done
+        return not devices.idle(device), False

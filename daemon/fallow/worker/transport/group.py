@@ -126,8 +126,7 @@ class Group(Waits):
         with self._guard:
             transport = self.connections.transport
             if self._aborting is None and transport is not None and devices.asynchronous(self.device):
-                self._aborting = threading.Thread(target=transport.abort, name=f"abort-{self.generation}", daemon=True)
-                self._aborting.start()
+                self._aborting = communicators.abandon(transport)
 
     def end_transfers(self) -> None:
         """Nobody takes state from this member any more, nor it from others."""
