@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -25,6 +25,9 @@ from gpu.device import Device, require
 SIZE = 2
 LIMIT_S = 300.0
 """A function that takes longer is hung."""
+
+GRACE_S = 10.0
+"""The same, once another process has found something wrong: it may be waited for."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,26 @@ class Crew:
         call = next(self._calls)
         for pipe in self._pipes[:ranks]:
             pipe.send((call, module, name, ranks, parameters))
-        values, problems = [], []
+        values, problems = [None] * ranks, [""] * ranks
+        pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
         until = time.monotonic() + LIMIT_S
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            try:
-                if not pipe.poll(max(0.0, until - time.monotonic())):
-                    raise EOFError("hung")
-                value, problem = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                value, problem = None, f"the process ended or hung: {error!r}"
-                self.kill()
-            values.append(value)
-            if problem:
-                problems.append(f"--- rank {rank}\n{problem}")
-                until = min(until, time.monotonic() + 10.0)  # the other may wait for this one
-        assert not problems, "\n" + "\n".join(problems)
+        while pending:
+            answered = wait(list(pending), max(0.0, until - time.monotonic()))
+            for pipe, rank in list(pending.items()):
+                if answered and pipe not in answered:
+                    continue
+                del pending[pipe]
+                try:
+                    if not answered:
+                        raise EOFError("hung")
+                    values[rank], problems[rank] = pipe.recv()
+                except (EOFError, ConnectionError) as error:
+                    problems[rank] = f"the process ended or hung: {error!r}"
+                    self.kill()
+                if problems[rank]:
+                    until = min(until, time.monotonic() + GRACE_S)
+        found = [f"--- rank {rank}\n{problem}" for rank, problem in enumerate(problems) if problem]
+        assert not found, "\n" + "\n".join(found)
         return values
 
     def kill(self) -> None:
@@ -164,7 +172,10 @@ def _serve(device: Device, rank: int, port: int, pipe: Connection) -> None:
         except BaseException:
             problem = traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
-        reports = device.reset()
+        try:
+            reports = device.reset()
+        except Exception:
+            reports = [traceback.format_exc()]
         if reports and not problem:
             problem = f"reports were left: {reports}"
         pipe.send((value, problem))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from fallow.worker.transport import device as devices
-from gpu import DEVICE, on_device
-from gpu.crew import decorators
-from gpu.device import Fake, chosen
+from gpu import DEVICE, Crew, Member, crew, on_device
+from gpu.device import Fake, chosen, require
 
 
 def test_the_device_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +30,27 @@ class One(Fake):
 
 
 def test_what_needs_two_is_skipped_where_there_is_one() -> None:
-    *_, on_two = decorators(One())
+    *_, on_two = crew.decorators(One())
     with pytest.raises(pytest.skip.Exception, match="needs 2 GPUs, this machine has 1: NCCL refuses two ranks on one"):
         on_two(test_a_busy_stream_ends_later)(crews={})
+
+
+def waits_for_one_that_raises(member: Member) -> None:
+    if member.rank == 1:
+        raise SystemExit("on purpose")
+    member.store.wait(["never"])
+
+
+def test_one_process_that_raises_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    require(DEVICE)
+    monkeypatch.setattr(crew, "GRACE_S", 0.1)
+    both, began = Crew(DEVICE), time.monotonic()
+    with pytest.raises(AssertionError) as found:
+        both.run(__name__, "waits_for_one_that_raises", crew.SIZE, {})
+    assert "--- rank 0\nthe process ended or hung: EOFError('hung')" in str(found.value)
+    assert "SystemExit: on purpose" in str(found.value)
+    assert not both.alive
+    assert time.monotonic() - began < crew.LIMIT_S / 2
 
 
 @on_device
