@@ -296,9 +296,9 @@ class _Channel:
         owner = self._owner()
         for tensor in (*given, *outputs):
             if tensor.device.type != _DEVICE.type:
-                raise RuntimeError(f"{BACKEND}: {name}: tensors must be on the device, got one on {tensor.device}")
+                raise ValueError(f"{BACKEND}: {name}: tensors must be on the device, got one on {tensor.device}")
             if not tensor.is_contiguous():
-                raise RuntimeError(f"{BACKEND}: {name}: tensors must be contiguous")
+                raise ValueError(f"{BACKEND}: {name}: tensors must be contiguous")
         if owner._reason:
             raise dist.DistBackendError(f"{BACKEND}: {name}: the communicator is gone: {owner._reason}")
         owner._check_launch()
