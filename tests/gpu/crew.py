@@ -40,18 +40,18 @@ class Member:
 
 
 class Crew:
-    """Two processes with a device each, or with one that both use; started once and used for many tests."""
+    """Processes with a device each, or with one that all use; started once and used for many tests."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, size: int = SIZE) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._calls = itertools.count()
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(SIZE):
+        for rank in range(size):
             pipe, other = context.Pipe()
-            self._processes.append(context.Process(target=_serve, args=(device, rank, port, other), daemon=True))
+            self._processes.append(context.Process(target=_serve, args=(device, rank, size, port, other), daemon=True))
             self._processes[-1].start()
             self._pipes.append(pipe)
             other.close()
@@ -154,17 +154,17 @@ def _remote(body: Callable[..., Any], *, device: Device, ranks: int, devices: in
     return pytest.mark.timeout(600)(test)  # the first one may compile the device
 
 
-def _serve(device: Device, rank: int, port: int, pipe: Connection) -> None:
+def _serve(device: Device, rank: int, size: int, port: int, pipe: Connection) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # else a loader may start no processes
     torch.set_num_threads(1)
     device.load(rank)
     (torch.ones(1, device=device.kind) + 1).item()  # torch loads what it needs for the first operator
-    store = torch.distributed.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
+    store = torch.distributed.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         call, module, name, ranks, parameters = request
         body = inspect.unwrap(getattr(importlib.import_module(module), name))
-        member = Member(rank, SIZE, torch.distributed.PrefixStore(str(call), store))
+        member = Member(rank, size, torch.distributed.PrefixStore(str(call), store))
         value, problem = None, ""
         faulthandler.dump_traceback_later(LIMIT_S - 10.0)
         try:
