@@ -147,7 +147,7 @@ def connect(
     timeout_s: float,
     dropped: Callable[[], object] = devices.never,
 ) -> Any:
-    """Make the communicator of a device, with its connections where it can make them before the first collective.
+    """Make the communicator of a device. If it can, its members meet here and not in the first collective.
 
     Args:
         device: of the tensors that will be summed.
@@ -217,16 +217,18 @@ def release(communicator: Any) -> None:
 
 
 def _begin_to_connect(process_group: Any, device: torch.device) -> None:
-    """Connect before the first collective, if the communicator can. It then does not wait in a step.
+    """Let the members meet before the first collective, if the communicator can do so.
 
-    NCCL only begins to connect here. From now on the communicator is there, so that an `abort` ends it.
+    NCCL only begins here. From now on the communicator is there, so that an `abort` ends it. The members have met in
+    `_finish_connecting`; NCCL opens most connections between them in the first collective that needs them, so that the
+    first step with a communicator takes longer than those behind it.
     """
     if getattr(process_group, "supports_splitting", False):
         process_group.eager_connect_single_device(device)
 
 
 def _finish_connecting(process_group: Any) -> None:
-    """NCCL: wait until it is connected. `_is_initialized` tells so only after this (torch 2.13, NCCLUtils.cpp)."""
+    """NCCL: wait until all have met. `_is_initialized` tells so only after this (torch 2.13, NCCLUtils.cpp)."""
     if getattr(process_group, "supports_splitting", False) and hasattr(process_group, "_comm_ptr"):
         process_group._comm_ptr()
 
