@@ -138,11 +138,11 @@ def test_a_rule_of_the_sums(member: Member, kind: type[Arithmetic], rule: Callab
 
 def no_side_stream_waits(patch: Patch) -> None:
     @contextmanager
-    def beside(device: torch.device, behind: Any = None) -> Iterator[None]:
+    def side_stream(device: torch.device, behind: Any = None) -> Iterator[None]:
         with torch.Stream(device=device):
             yield
 
-    patch.setattr(devices, "beside", beside)
+    patch.setattr(devices, "side_stream", side_stream)
 
 
 @on_both

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from fallow.worker.transport.build import build_group, reap
-from fallow.worker.transport.group import Group, Told
+from fallow.worker.transport.group import ControlExchange, Group
 from fallow.worker.transport.waits import Interrupted
 
 FLOATS = 1 << 18
@@ -25,7 +25,7 @@ class Member:
     def __init__(self, store_port: int) -> None:
         self.store = TCPStore("127.0.0.1", store_port, is_master=False)
         self.group = Group(0, 0, 1)
-        self.told: Told | None = None
+        self.told: ControlExchange | None = None
         self.sums: list[torch.Tensor] = []
 
     def build(self, generation: int, rank: int, size: int) -> None:
@@ -52,14 +52,14 @@ class Member:
         self.sums.append(torch.full((FLOATS,), value))
         self.group.sum(self.sums[-1])
 
-    def certain(self) -> list[float]:
+    def wait_and_verify(self) -> list[float]:
         """The sums since the last call: each one's value, if all its elements are equal."""
-        self.group.certain()
+        self.group.wait_and_verify()
         sums, self.sums = self.sums, []
         return [float(one[0]) if bool((one == one[0]).all()) else float("nan") for one in sums]
 
     def newest_sum(self) -> float:
-        """Of the newest launched sum, whether certain or not."""
+        """Of the newest launched sum, whether verified or not."""
         return float(self.sums[-1].mean())
 
 

@@ -37,7 +37,7 @@ def place(name: str, act: Act) -> None:
             for method in ("sum", "exchange"):
                 _around(Group, method, before=act)
         case "wait":
-            _around(Group, "certain", before=act)
+            _around(Group, "wait_and_verify", before=act)
         case "certain" | "told":
             _around_telling(act, behind=name == "told")
         case "joint":

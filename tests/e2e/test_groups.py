@@ -95,7 +95,7 @@ def sums(members: list[Member], value: float) -> list[object]:
     """Each member's sum of the same value."""
     for member in members:
         member.do("launch_sum", value)
-        member.say("certain")
+        member.say("wait_and_verify")
     return [member.result()[-1] for member in members]
 
 
@@ -116,7 +116,7 @@ def wait_in(members: list[Member], kind: str) -> None:
             member.say("hear")
         else:
             member.do("launch_sum", 1.0)
-            member.say("certain")
+            member.say("wait_and_verify")
 
 
 def test_what_is_told_does_not_pair_with_sums_whatever_the_order_of_the_launches(start) -> None:
@@ -126,7 +126,7 @@ def test_what_is_told_does_not_pair_with_sums_whatever_the_order_of_the_launches
         for launch in order:
             members[rank].do(*launch)
     for member in members:
-        member.say("certain")
+        member.say("wait_and_verify")
         member.say("hear")
     assert [member.result() for member in members] == [[3.0, 30.0]] * 3
     assert [member.result() for member in members] == [["r0", "r1", "r2"]] * 3
@@ -178,7 +178,7 @@ def test_an_interrupt_ends_every_wait_for_a_stopped_peer_which_harms_nobody_when
     wait_in([victim], kind)  # into the group that the others have left, whose data may be there
     victim.answer()
     for member in survivors:
-        member.say("certain")
+        member.say("wait_and_verify")
     assert [member.result()[-1] for member in survivors] == [4.0, 4.0]
     until(lambda: not any("reaper" in name for member in survivors for name in member.do("threads")))
     assert sums(survivors, 3.0) == [6.0, 6.0]

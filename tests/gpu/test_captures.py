@@ -87,7 +87,7 @@ def test_threads_of_the_engine_heed_no_capture_and_the_training_thread_does(tmp_
     for where in ("cpu", here):
         manifest: Any = None
         copies = [torch.ones(3, device=where)]
-        snapshot = parts.Snapshot(0, manifest, [], copies, devices.event(here), {}, [])
+        snapshot = parts.PartSnapshot(0, manifest, [], copies, devices.event(here), {}, [])
         writes = threading.Thread(target=snapshot.bring_to_host)
         writes.start()
         writes.join(PATIENCE_S)

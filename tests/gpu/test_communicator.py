@@ -124,7 +124,7 @@ def test_it_sums_over_the_ranks(member: Member) -> None:
     group = generation(member, 1)
     given = ones() * (member.rank + 1)
     group.sum(given)
-    group.certain()
+    group.wait_and_verify()
     assert given.unique().tolist() == [3.0]
     meet(member, "summed")
     tear_down(member, group)
@@ -140,15 +140,15 @@ def test_one_takes_over_from_another_with_sums_on_both_sides_of_the_switch(membe
         following: list[Group] = []
         building = threading.Thread(target=lambda: following.append(generation(member, 2)))
         building.start()
-        old.certain()
+        old.wait_and_verify()
         old.sum(given)
         building.join(PATIENCE_S)
-        old.certain()
+        old.wait_and_verify()
         old.retire()
         following[0].sum(given)
         following[0].stream_waits()
         value = devices.to_host(given)
-        following[0].certain()
+        following[0].wait_and_verify()
     assert value.unique().tolist() == [8.0]
     meet(member, "switched")
     for group in (old, following[0]):
@@ -161,7 +161,7 @@ def test_memory_of_those_that_are_done_with_is_given_back(member: Member) -> Non
     for number in range(4):
         group = generation(member, number)
         group.sum(ones())
-        group.certain()
+        group.wait_and_verify()
         made.append(group.connections.transport)
         meet(member, f"built {number}")
         if member.rank == 1:  # the higher rank first, as `reap` does
@@ -184,7 +184,7 @@ def test_a_rank_is_lost_while_kernels_run(member: Member) -> None:
     """What this rank computes goes on; the sum that nobody joins ends with the interrupt, and the next world stands."""
     group = generation(member, 1)
     group.sum(ones())
-    group.certain()
+    group.wait_and_verify()
     if member.rank == 1:
         member.store.wait(["survived"])
         group.interrupt("lost, as it were")
@@ -195,13 +195,13 @@ def test_a_rank_is_lost_while_kernels_run(member: Member) -> None:
     group.sum(ones())
     threading.Timer(0.1, group.interrupt, ["a peer was lost"]).start()
     with pytest.raises(Interrupted, match="a peer was lost"):
-        group.certain()
+        group.wait_and_verify()
     group.retire()
     member.store.set("survived", "")
     survivor = Group(2, 0, 1, None, DEVICE.here())
     survivor.sum(kept)
     value = devices.to_host(kept)
-    survivor.certain()
+    survivor.wait_and_verify()
     assert value.unique().tolist() == [3.0]
 
 

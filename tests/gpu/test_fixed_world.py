@@ -54,12 +54,12 @@ def place(rank: int, size: int, port: str = "") -> Iterator[None]:
 def train(device: str, exact: bool) -> tuple[list[torch.Tensor], int]:
     """Returns the weights, and how often the later steps waited for the device."""
     waits: list[int] = []
-    certain = Group.certain
+    wait_and_verify = Group.wait_and_verify
     torch.manual_seed(0)
     with torch.device("cpu"):
         model: Any = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "certain", lambda self: (waits.append(1), certain(self))[1])
+        patch.setattr(Group, "wait_and_verify", lambda self: (waits.append(1), wait_and_verify(self))[1])
         run = fallow.init()
         model.to(device)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)

@@ -386,8 +386,8 @@ def test_the_training_goes_on_while_a_checkpoint_comes_to_the_host(tmp_path: Pat
         for thing in (*made.models, *made.optimizers, *made.scalers):
             one.add(thing)
     with pytest.MonkeyPatch.context() as patch:
-        plain = parts.Snapshot.bring_to_host
-        patch.setattr(parts.Snapshot, "bring_to_host", lambda snapshot: (gate.wait(DEADLINE_S), plain(snapshot)))
+        plain = parts.PartSnapshot.bring_to_host
+        patch.setattr(parts.PartSnapshot, "bring_to_host", lambda snapshot: (gate.wait(DEADLINE_S), plain(snapshot)))
         saving = Saving(prepared[0], tmp_path)
         script.train(2)
         torch.accelerator.synchronize()

@@ -218,7 +218,7 @@ def test_many_small_tensors_of_a_device_and_of_the_host_pass_a_ring(count: int) 
 
     def move(work: Callable[[int], object]) -> None:
         devices.enter(DEVICE.here())
-        with devices.beside(DEVICE.here(), ready):
+        with devices.side_stream(DEVICE.here(), ready):
             for number in range(count):
                 work(number)
 

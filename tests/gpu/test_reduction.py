@@ -131,8 +131,8 @@ def test_sums_are_right_without_a_race_and_with_no_hidden_wait(member: Member, k
     with group_of(member) as group:
         script = Script(group, KINDS[kind]())
         waits: list[int] = []
-        certain = script.group.certain
-        script.group.certain = lambda: (waits.append(1), certain())[1]  # type: ignore[method-assign]
+        wait_and_verify = script.group.wait_and_verify
+        script.group.wait_and_verify = lambda: (waits.append(1), wait_and_verify())[1]  # type: ignore[method-assign]
         with DEVICE.hidden_syncs_raise():
             found = [script.step(step) for step in range(STEPS)]
         assert_close(found)

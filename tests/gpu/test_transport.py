@@ -28,7 +28,7 @@ def grouped(member: Member, name: str = "1") -> Iterator[Group]:
     store = dist.PrefixStore(name, member.store)
     group = build_group(1, member.rank, member.size, store, "127.0.0.1", PATIENCE_S, device=DEVICE.here(), holds=True)
     group.sum(filled(0.0))
-    group.certain()
+    group.wait_and_verify()
     try:
         yield group
     finally:
@@ -51,7 +51,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Waiter:
-    """`Group.certain` on a thread of its own."""
+    """`Group.wait_and_verify` on a thread of its own."""
 
     def __init__(self, group: Group) -> None:
         self.interrupted = ""
@@ -61,7 +61,7 @@ class Waiter:
 
     def _wait(self) -> None:
         try:
-            self._group.certain()
+            self._group.wait_and_verify()
         except Interrupted as error:
             self.interrupted = str(error)
 
@@ -92,7 +92,7 @@ def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wai
             group.stream_waits()
             found = [devices.to_host(tensor) for tensor in (summed * 2, copied, whole, taken)]
             told = group.tell(bytes([member.rank]))
-            group.certain()
+            group.wait_and_verify()
         assert [found[0].unique().tolist(), found[1].unique().tolist()] == [[6.0], [2.0]]
         assert found[2].tolist() == [1.0, 2.0]
         assert found[3].tolist() == ([1.0, 0.0, 1.0] if member.rank else [0.0])
@@ -101,7 +101,7 @@ def test_collectives_are_launched_without_a_wait_and_are_there_after_the_one_wai
 
 
 @on_two_devices
-def test_only_certain_waits_for_the_device(member: Member) -> None:
+def test_only_wait_and_verify_waits_for_the_device(member: Member) -> None:
     with grouped(member) as group:
         held = DEVICE.held(torch.accelerator.current_stream())
         with held:
@@ -148,14 +148,14 @@ def test_an_interrupt_ends_the_wait_and_what_was_computed_is_not_good(member: Me
         with pytest.raises(Interrupted, match="over"):
             group.sum(filled(1.0))
         with pytest.raises(Interrupted, match="over"):
-            group.certain()
+            group.wait_and_verify()
         group.retire()
         with grouped(member, "2") as following:
             again = filled(2.0)
             following.sum(again)
             following.stream_waits()
             value = devices.to_host(again)
-            following.certain()
+            following.wait_and_verify()
             assert value.unique().tolist() == [4.0]
 
 
@@ -168,7 +168,7 @@ def test_a_mistake_at_a_launch_is_raised_and_the_group_stands(member: Member) ->
             group.sum(torch.ones(3, 3, device=DEVICE.here()).t())
         assert group.broken is None
         group.sum(filled(1.0))
-        group.certain()
+        group.wait_and_verify()
 
 
 @on_both
@@ -179,7 +179,7 @@ def test_a_device_without_a_communicator_goes_through_the_host(member: Member) -
         group.collect(whole)
         group.stream_waits()
         value = devices.to_host(summed), devices.to_host(whole)
-        group.certain()
+        group.wait_and_verify()
         assert value[0].unique().tolist() == [3.0]
         assert value[1].tolist() == [0.0] * 1000 + [1.0] * 1000
         if member.rank == 0:
@@ -223,7 +223,7 @@ def test_copies_beside_the_stream() -> None:
         source, host = filled(1.0) + 1, torch.arange(10.0)
         target = torch.empty(10, device=DEVICE.here())
         pinned = host.pin_memory()
-        with devices.beside(DEVICE.here()):
+        with devices.side_stream(DEVICE.here()):
             out = devices.to_host(source)
             target.copy_(pinned, non_blocking=True)
             copied = devices.event(DEVICE.here())

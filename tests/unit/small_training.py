@@ -142,7 +142,7 @@ def part(**fields: Any) -> Part:
         "switch": 0,
         "checkpoint": 0.0,
         "pace": 0.0,
-        "piece": 5,
+        "weight_checksum": 5,
         "agreement": 6,
         "acts": 1,
         "sums": SUMS,

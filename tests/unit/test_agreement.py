@@ -162,7 +162,7 @@ def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "whose"),
+    ("checksums", "whose"),
     [
         ([5, 7, 5], "differ (the weights of rank 1 of 3 are not those of most members"),
         ([7, 5, 5, 8, 5], "differ (the weights of ranks 0, 3 of 5 are not those of most members"),
@@ -170,9 +170,9 @@ def test_unlike_parts_of_two_members_do_not_cancel_for_the_third(name: str, off:
         ([7, 7, 5, 5], "differ; what stands behind the inner loop"),
     ],
 )
-def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(pieces: list[int], whose: str) -> None:
-    parts = [part(samples=0, crc=0, piece=piece) for piece in pieces]
-    parts[0] = part(samples=8, crc=15, piece=pieces[0])
+def test_the_members_whose_weights_came_apart_are_named_unless_they_may_drift(checksums: list[int], whose: str) -> None:
+    parts = [part(samples=0, crc=0, weight_checksum=checksum) for checksum in checksums]
+    parts[0] = part(samples=8, crc=15, weight_checksum=checksums[0])
     check(parts, drift=True)
     with pytest.raises(Apart, match=re.escape(whose)):
         check(parts)

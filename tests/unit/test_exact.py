@@ -57,7 +57,7 @@ def attempt(
     for bucket in buckets:
         exact.launch(group, bucket, late=False)
     exact.conclude(group)
-    group.certain()
+    group.wait_and_verify()
     columns = zip(
         *(map(int, part.split()) for part in group.gather(" ".join(map(str, exact.extents())).encode())), strict=True
     )
@@ -310,7 +310,7 @@ def test_an_only_shard_whose_gradient_comes_in_parts_is_summed_as_integers_from_
                     exact.add(bucket, [(0, grad.clone())], 0.5, late=True)
                 exact.launch(group, bucket, late=True)
                 exact.conclude(group)
-            group.certain()
+            group.wait_and_verify()
             told = [text.decode().split() for text in group.gather(" ".join(map(str, exact.extents())).encode())]
             good.append(exact.judge([max(map(int, column)) for column in zip(*told, strict=True)]))
         return good, exact.results(bucket), exact.export()

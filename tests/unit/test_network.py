@@ -198,7 +198,7 @@ def test_a_groups_listeners_are_all_within_the_range(size: int) -> None:
         groups[rank] = build_group(1, rank, size, store, "127.0.0.1", 30.0, holds=True, ports=ports)
         tensor = torch.full((1000,), float(rank + 1))
         groups[rank].sum(tensor)
-        groups[rank].certain()
+        groups[rank].wait_and_verify()
         assert tensor.tolist() == [size * (size + 1) / 2] * 1000
 
     threads = [threading.Thread(target=build, args=(rank,)) for rank in range(size)]

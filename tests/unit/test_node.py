@@ -63,7 +63,7 @@ def test_sums_and_what_members_tell_still_go_to_all(groups: list[Group]) -> None
     def act(group: Group) -> tuple[float, list[bytes]]:
         values = torch.full((3,), float(group.rank))
         group.sum(values)
-        group.certain()
+        group.wait_and_verify()
         return float(values[0]), group.gather(bytes([group.rank]))
 
     assert on_all(groups, act) == [(6.0, [b"\0", b"\1", b"\2", b"\3"])] * SIZE

@@ -42,10 +42,10 @@ class Member:
             if shard == 0:
                 self.shared.keep()
         self.shared.share(self.group, root)
-        self.group.certain()
+        self.group.wait_and_verify()
         changed = b"".join(self.group.gather(self.shared.changed()))
         self.shared.share(self.group, root, self.shared.missing(changed))
-        self.group.certain()
+        self.group.wait_and_verify()
         self.travelled.append(sum(room.bytes.numel() for _, room in self.shared._arrivals))
         self.shared.count(changed)
         self.shared.settle()

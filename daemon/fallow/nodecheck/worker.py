@@ -81,13 +81,13 @@ def _measure(group: Group, device: torch.device, measured_s: float) -> Measured 
     size = _ON_HOST_BYTES if device.type == "cpu" else _ON_DEVICE_BYTES
     values = torch.zeros(size // 4, dtype=torch.float32, device=device)
     group.sum(values)  # connects what is connected at the first use
-    group.certain()
+    group.wait_and_verify()
     began, best = time.monotonic(), float("inf")
     while True:
         batch = time.monotonic()
         for _ in range(_BATCH):
             group.sum(values)
-        group.certain()
+        group.wait_and_verify()
         best = min(best, (time.monotonic() - batch) / _BATCH)
         over = group.gather(bytes([time.monotonic() - began >= measured_s]))[0]
         if over[0]:

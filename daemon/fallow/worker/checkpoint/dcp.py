@@ -17,11 +17,11 @@ import torch
 
 from fallow.files import write_private
 from fallow.worker.checkpoint.manifest import EXTRA, METADATA, Chunk, Extra, FileInfo, Manifest, PartInfo
-from fallow.worker.checkpoint.parts import Snapshot, extra_parts
+from fallow.worker.checkpoint.parts import PartSnapshot, extra_parts
 from fallow.worker.prepared.state import dtype_named
 
 
-def write_part(folder: Path, snapshot: Snapshot) -> PartInfo:
+def write_part(folder: Path, snapshot: PartSnapshot) -> PartInfo:
     """Write one member's part and sync it.
 
     Raises:

@@ -30,7 +30,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PartSnapshot:
     """One member's part of the state after a step, in memory of its own."""
 
     rank: int
@@ -53,7 +53,7 @@ class Snapshot:
             devices.enter(self.copied.device)
         device = device_of(self.copies)
         if devices.asynchronous(device):
-            with devices.beside(device, self.copied):
+            with devices.side_stream(device, self.copied):
                 self.copies[:] = copies_through_ring(self.copies)
         devices.wait(self.copied)
 
@@ -92,7 +92,7 @@ def take(
     names: Sequence[ModelNames] = (),
     extra: Mapping[str, Any] = MappingProxyType({}),
     **known: Any,
-) -> Snapshot:
+) -> PartSnapshot:
     """Copy part `rank` of `world` of a state.
 
     The training may change the state as soon as the copies are made. So they are made on the device, where that takes
@@ -110,21 +110,21 @@ def take(
     specs = [spec_of(tensor) for tensor in tensors]
     slices = cut(specs, world)[rank]
     infos = _infos([*encoded.paths, [_TREE]], specs, names)
-    beside = encode(dict(extra), "checkpoint")
+    encoded_extra = encode(dict(extra), "checkpoint")
     rows = [rows_of(tensors[piece.tensor], piece) for piece in slices]
-    device = device_of([*rows, *beside.tensors])
+    device = device_of([*rows, *encoded_extra.tensors])
     if devices.has_room(device, sum(row.nbytes for row in rows)):
         copies = [row.detach().clone() for row in rows]
     else:
         copies, _ = host_copies(rows)
-    extra_copies, _ = host_copies(beside.tensors)
-    return Snapshot(
+    extra_copies, _ = host_copies(encoded_extra.tensors)
+    return PartSnapshot(
         rank=rank,
         manifest=Manifest(format=FORMAT, world=world, tensors=infos, chunks=[], files=[], **known),
         slices=slices,
         copies=copies,
         copied=devices.event(device),
-        extra=decode(beside.tree, extra_copies),
+        extra=decode(encoded_extra.tree, extra_copies),
         texts=[] if rank else _texts(encoded.plain),
     )
 
@@ -134,7 +134,7 @@ def rows_of(tensor: torch.Tensor, piece: Slice | Chunk) -> torch.Tensor:
     return tensor[piece.first : piece.end] if tensor.dim() else tensor
 
 
-def extra_parts(snapshot: Snapshot) -> list[tuple[Path, bytes]]:
+def extra_parts(snapshot: PartSnapshot) -> list[tuple[Path, bytes]]:
     """The content of the first rank's file of what is no tensor, see `manifest.Extra`."""
     own: list[tuple[Path, bytes]] = []
     for name, value in snapshot.extra.items():

@@ -29,7 +29,7 @@ from fallow.worker.checkpoint.manifest import (
     folder_name,
     write_manifest,
 )
-from fallow.worker.checkpoint.parts import Snapshot
+from fallow.worker.checkpoint.parts import PartSnapshot
 
 PATIENCE_S = 600.0
 """How long the first member waits for the others' parts after its own."""
@@ -53,7 +53,7 @@ class Writing(threading.Thread):
         self,
         worker: str,
         folder: Path,
-        snapshot: Snapshot,
+        snapshot: PartSnapshot,
         report: Callable[[Checkpointed | CheckpointFailed], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,7 +72,7 @@ class Writing(threading.Thread):
         """True if one part of the work takes so long that the file system does not seem to answer."""
         return self.is_alive() and self._clock() - self._moved_at > STUCK_S
 
-    def _write(self, snapshot: Snapshot, began: float) -> None:
+    def _write(self, snapshot: PartSnapshot, began: float) -> None:
         generation, step = snapshot.manifest.generation, snapshot.manifest.step
         final = self._folder / folder_name(generation, step)
         temporary = final.with_name(final.name + TEMPORARY)
@@ -94,7 +94,7 @@ class Writing(threading.Thread):
             shutil.rmtree(temporary, ignore_errors=True)
             self._report(failure(self._worker, generation, step, _explain(error, self._folder)))
 
-    def _write_part(self, snapshot: Snapshot, temporary: Path) -> None:
+    def _write_part(self, snapshot: PartSnapshot, temporary: Path) -> None:
         if snapshot.rank == 0:
             sync_dir(self._folder)
         snapshot.bring_to_host()
@@ -103,7 +103,7 @@ class Writing(threading.Thread):
         snapshot.copies.clear()
         self._moved_at = self._clock()
 
-    def _await_parts(self, snapshot: Snapshot, temporary: Path) -> bool:
+    def _await_parts(self, snapshot: PartSnapshot, temporary: Path) -> bool:
         """Return True if all parts are there and this member is the one to finish. Only the first member waits.
 
         Raises:
@@ -127,7 +127,7 @@ class Writing(threading.Thread):
             time.sleep(LOOK_S)
         return False
 
-    def _finish(self, snapshot: Snapshot, temporary: Path, final: Path) -> Checkpointed:
+    def _finish(self, snapshot: PartSnapshot, temporary: Path, final: Path) -> Checkpointed:
         notes = [temporary / _part_name(rank) for rank in range(snapshot.manifest.world)]
         parts = [msgspec.json.decode(read_private(note, LARGEST_MANIFEST), type=PartInfo) for note in notes]
         if any(part.outline != parts[0].outline for part in parts):

@@ -129,15 +129,15 @@ class Watch:
         """What an inner loop must leave alone."""
         return Steering(sum(map(_its_version, self._weights)), self._rates())
 
-    def start_piece(self, step: int) -> torch.Tensor:
-        """A piece of one parameter, another one in each step, on its way to the host."""
+    def start_weight_sample(self, step: int) -> torch.Tensor:
+        """Copy a sample of one parameter, another one in each step, to the host: readable behind the step's wait."""
         if not self._weights:
             return torch.empty(0, device="cpu")
         return to_host(self._weights[step % len(self._weights)].detach().reshape(-1)[:_CANARY].contiguous())
 
-    def piece(self, piece: torch.Tensor) -> int:
-        """Its checksum, once it is there; 32 bits."""
-        return zlib.crc32(as_bytes(piece).numpy().data)
+    def weight_checksum(self, sample: torch.Tensor) -> int:
+        """32 bits of a sample that has come to the host."""
+        return zlib.crc32(as_bytes(sample).numpy().data)
 
     def agreement(self, steering: Steering) -> int:
         """32 bits that are the same on all members, if what they did until now to the prepared objects was."""

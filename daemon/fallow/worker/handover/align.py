@@ -35,7 +35,7 @@ def align(group: Group, prepared: Prepared, root: int) -> None:
     for tensor in moved:
         if tensor.numel():
             group.copy(state.as_bytes(tensor), root)
-    group.certain()
+    group.wait_and_verify()
     if group.rank != root:
         moved = [device.to_device(there, here.device) for there, here in zip(moved, tensors, strict=True)]
         objects, extra = state.decode(tree, moved)

@@ -93,7 +93,7 @@ class Intake:
                     self._changed.notify_all()
             self._agree(fingerprint)
             device.enter(self._device)
-            with device.beside(self._device, self._ready):
+            with device.side_stream(self._device, self._ready):
                 for part in PARTS:
                     got = self._receive(line, rank, part, number, pieces)
                     line.sendall(DONE)

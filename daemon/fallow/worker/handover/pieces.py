@@ -3,7 +3,7 @@
 Both ends cut the same list of sizes, so a piece needs no description. It travels in chunks, each with a sum behind it.
 Bytes on the host are sent from live memory and received into it. Bytes on a device pass a `Ring` of two pinned buffers:
 one is filled while the other is sent, or received while the other is emptied. The thread that sends or receives is on a
-side stream of its own (see `device.beside`).
+side stream of its own (see `device.side_stream`).
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ class Snapshot:
         Raises:
             FallowError: the script has since changed what was prepared so that the copies do not fit.
         """
-        far = {n: spec for n, spec in enumerate(self._specs) if spec.on_device}
+        on_device = {n: spec for n, spec in enumerate(self._specs) if spec.on_device}
         weights = state.fitting(self._prepared.weights(), self._specs[: self._weights])
-        live = {n: tensor for n, tensor in weights.items() if n in far}
-        others = [n for n in far if n not in live]
-        new = state.room([far[n] for n in others], self._prepared.device)
+        live = {n: tensor for n, tensor in weights.items() if n in on_device}
+        others = [n for n in on_device if n not in live]
+        new = state.room([on_device[n] for n in others], self._prepared.device)
         placed = {**live, **dict(zip(others, new, strict=True))}
         copy_to_device([state.as_bytes(self._copies[n]) for n in placed], [*map(state.as_bytes, placed.values())])
         tensors = [placed.get(n, copy) for n, copy in enumerate(self._copies)]
@@ -55,9 +55,9 @@ def copies_through_ring(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the tensors' values now, in one block of plain memory. Waits for the device."""
     copies = state.room([state.spec_of(tensor) for tensor in tensors])
     pairs = list(zip(tensors, copies, strict=True))
-    far = [(state.as_bytes(tensor), state.as_bytes(copy)) for tensor, copy in pairs if asynchronous(tensor.device)]
     for tensor, copy in pairs:
         if not asynchronous(tensor.device):
             copy.copy_(tensor.detach())
-    copy_to_host([given for given, _ in far], [taken for _, taken in far])
+    on_device = [(tensor, copy) for tensor, copy in pairs if asynchronous(tensor.device)]
+    copy_to_host([state.as_bytes(tensor) for tensor, _ in on_device], [state.as_bytes(copy) for _, copy in on_device])
     return copies

@@ -95,7 +95,7 @@ class Supply:
             if number == 0:
                 _until_done(line, lambda: line.sendall(self._text))
             device.enter(self._device)
-            with device.beside(self._device, self._ready):
+            with device.side_stream(self._device, self._ready):
                 for part in PARTS:
                     _until_done(line, partial(send_piece, line, self._memory[part], number, pieces))
                     with self._changed:

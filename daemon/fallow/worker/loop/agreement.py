@@ -90,7 +90,7 @@ def check_calls(openings: Sequence[Opening], mine: int) -> str:
 def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> None:
     """Compare what members say of a round of sums, by rank.
 
-    Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one piece
+    Weights that came apart end a run in which they may not (`drift` false), though the majority could go on: one sample
     is compared in each step, so they may have been apart for longer, and are in everybody's sums since then.
 
     Raises:
@@ -102,11 +102,11 @@ def check_parts(parts: Sequence[Part], step: int, cut: Cut, *, drift: bool) -> N
             f"step {step}: the members are in different inner loops of the step: all run the same ones, with the same "
             "phases in the same order"
         )
-    pieces = [part.piece for part in parts]
-    if any(part.agreement != first.agreement for part in parts) or (len(set(pieces)) > 1 and not drift):
+    checksums = [part.weight_checksum for part in parts]
+    if any(part.agreement != first.agreement for part in parts) or (len(set(checksums)) > 1 and not drift):
         raise Apart(
             f"step {step}: the members' weights, learning rates, or what is frozen or in eval() differ"
-            f"{_whose(pieces)}; {_ALIKE}"
+            f"{_whose(checksums)}; {_ALIKE}"
         )
     if len(acts := {part.acts for part in parts}) > 1:
         raise Apart(
@@ -176,11 +176,11 @@ def _call(call: Call) -> str:
     return f"epochs={call.epochs}{most})" + (f" of epoch {call.epoch}" if call.epoch >= 0 else "")
 
 
-def _whose(pieces: Sequence[int]) -> str:
-    most, others = majority_and_others(pieces)
+def _whose(checksums: Sequence[int]) -> str:
+    most, others = majority_and_others(checksums)
     if not len(most) > len(others) > 0:
         return ""
-    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(pieces)}"
+    which = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of {len(checksums)}"
     return (
         f" (the weights of {which} are not those of most members; if the script is not the reason, that node computes "
         "wrongly: leave it out)"

@@ -64,7 +64,7 @@ class Boundary:
     def _even_out(self, outcome: Outcome) -> None:
         """Bring weights together that have drifted apart, and divide the shards anew if paces make it worth while."""
         member = self._member
-        if outcome.drifted and not self._align(outcome.pieces):
+        if outcome.drifted and not self._align(outcome.weight_checksums):
             return
         assert member.source is not None
         old = member.division
@@ -72,7 +72,7 @@ class Boundary:
         if member.division is not old:
             member.replan()
 
-    def _align(self, pieces: list[int]) -> bool:
+    def _align(self, checksums: list[int]) -> bool:
         """Give all members one member's state, now and then; False: the group broke before it was done."""
         member = self._member
         group, step = member.group, member.place.position.step
@@ -81,12 +81,12 @@ class Boundary:
             generation, until, has_warned = group.generation, 0, False
         if step < until:
             return True
-        root = majority_and_others(pieces)[0][0]
+        root = majority_and_others(checksums)[0][0]
         try:
             align(group, member.prepared, root)
         except Interrupted:
             return False
-        was_replaced = pieces[group.rank] != pieces[root]
+        was_replaced = checksums[group.rank] != checksums[root]
         self._alignment = generation, step + EVERY, has_warned or was_replaced
         if was_replaced and not has_warned:
             sys.stderr.write(_DRIFTED.format(generation=generation, step=step))

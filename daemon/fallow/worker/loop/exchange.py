@@ -129,8 +129,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     "its wish for one; a sum above 0 over the members means yes"
     pace: float
     "its seconds per shard; 0: not measured"
-    piece: int
-    "checksum of a piece of the weights at the step's begin, another one in each step"
+    weight_checksum: int
+    "of a sample of the weights at the step's begin, another one in each step"
     agreement: int
     "checksum of what steers the prepared objects: rates, what is frozen, what rests"
     acts: int
@@ -150,7 +150,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     checkpoint: bool
     paces: list[float]
     "by rank"
-    pieces: list[int]
+    weight_checksums: list[int]
     "by rank"
 
     @classmethod
@@ -163,13 +163,13 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             switch=first if all(part.switch == first for part in parts) else 0,
             checkpoint=sum(part.checkpoint for part in parts) > 0,
             paces=[part.pace for part in parts],
-            pieces=[part.piece for part in parts],
+            weight_checksums=[part.weight_checksum for part in parts],
         )
 
     @property
     def drifted(self) -> bool:
         """The members began the step with unlike weights."""
-        return len(set(self.pieces)) > 1
+        return len(set(self.weight_checksums)) > 1
 
 
 def exact_sum(values: Sequence[float]) -> float:

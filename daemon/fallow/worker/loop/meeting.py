@@ -24,7 +24,7 @@ from fallow.worker.loop.member import Member
 from fallow.worker.loop.place import Position
 from fallow.worker.prepared.checksum import fingerprint, majority_and_others
 from fallow.worker.session.session import Answered, OthersEnded
-from fallow.worker.transport.group import Told
+from fallow.worker.transport.group import ControlExchange
 from fallow.worker.transport.waits import Interrupted
 
 _ANSWER = struct.Struct("<d")
@@ -55,7 +55,7 @@ class Meeting:
         self.call = Call()
         self.compared: tuple[int, int] | None = None
         "generation and number of the call in which all members' openings were alike"
-        self._exchange: Told | None = None
+        self._exchange: ControlExchange | None = None
 
     # ------------------------------------------------------------------------------------------------ an opening
 

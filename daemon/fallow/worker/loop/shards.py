@@ -95,7 +95,7 @@ class RehearsedShards(InnerLoop):
             self.inside = False
             member.reduction.end_body()
             self._figures.send()
-            member.group.certain()
+            member.group.wait_and_verify()
             told = self._figures.told()
             self.ended = Ended.WHOLE
             self._update.close(self.phase, {name: sum(by_shard.values()) for name, by_shard in told.items()})
@@ -125,7 +125,7 @@ class Shards(InnerLoop):
         self._samples = self._crc = 0
         "of the shards that it has computed"
         self._steering = Steering(0, ())
-        self._piece = torch.empty(0, device="cpu")
+        self._weight_sample = torch.empty(0, device="cpu")
         at = self._member.place.position
         self._cut = update.cut = self._source.cut(at.data_epoch, at.index)
 
@@ -177,7 +177,7 @@ class Shards(InnerLoop):
         self._samples = self._crc = 0
         self._handed = False
         self._figures = Figures()
-        self._piece, self._steering = self._loop.watch.start_piece(at.step), self._loop.watch.steering()
+        self._weight_sample, self._steering = self._loop.watch.start_weight_sample(at.step), self._loop.watch.steering()
         if not self._update.phases_done:
             member.pace.begin_step()
         member.buffers.begin()
@@ -285,7 +285,7 @@ class Shards(InnerLoop):
             switch=member.session.switch_offered if member.session is not None else 0,
             checkpoint=member.saver.wish(member.group.size) if member.saver is not None else 0.0,
             pace=member.pace.value,
-            piece=self._loop.watch.piece(self._piece),
+            weight_checksum=self._loop.watch.weight_checksum(self._weight_sample),
             agreement=self._loop.watch.agreement(self._steering),
             acts=at.acts,
             sums=sums,

@@ -83,7 +83,7 @@ class Arithmetic:
     def extents(self) -> list[int]:
         """Return what the members must tell each other beside the sums: one number for each parameter, or none.
 
-        Readable once the group is certain.
+        Readable after `Group.wait_and_verify`.
         """
         return []
 

@@ -106,7 +106,7 @@ class StepBuffers:
         self._arrivals.append((numbers, room))
 
     def changed(self) -> bytes:
-        """Bitmap of the buffers that shard 0 changed, once the group is certain; empty where shard 0 is not."""
+        """Bitmap of the buffers that shard 0 changed, after `Group.wait_and_verify`; empty where shard 0 is not."""
         if self._changed_words is None:
             return b""
         words = self._changed_words.numpy()

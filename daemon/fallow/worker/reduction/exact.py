@@ -182,7 +182,7 @@ class Exact(Arithmetic):
         if self._launched and asynchronous(group.device):
             group.stream_waits()
         elif self._launched:
-            group.certain()
+            group.wait_and_verify()
         for bucket, scattered in self._launched:
             group.collect(self._gradients_of_piece(bucket, scattered))
         self._launched = []

@@ -191,7 +191,7 @@ class Reduction:
     def _round(self, tell: Callable[[Sums], Sums], *, last: bool) -> Sums:
         self.held = False
         self.arithmetic.conclude(self._group)
-        self._group.certain()  # only now may this member say that it has the sums
+        self._group.wait_and_verify()  # only now may this member say that it has the sums
         decides_order = self._touched and self._group.rank == 0 and self.order is None
         part = Sums(
             late=bitmap(bucket.is_late for bucket in self._buckets),

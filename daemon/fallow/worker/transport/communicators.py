@@ -170,28 +170,29 @@ def connect(
             stacklevel=2,
         )
         return Staged(gloo_group, device)
-    made, ready = Future[Any](), Future[None]()
+    process_group_made, connected = Future[Any](), Future[None]()
 
     def build() -> None:
         try:
             devices.enter(device)
             process_group = _make(backend, store, rank, size)
             _begin_to_connect(process_group, device)
-            made.set_result(process_group)
+            process_group_made.set_result(process_group)
             _finish_connecting(process_group)
-            ready.set_result(None)
+            connected.set_result(None)
         except Exception as error:
-            ready.set_exception(error)
+            connected.set_exception(error)
 
     # NCCL waits without end for a peer that died meanwhile.
     threading.Thread(target=build, name="communicator", daemon=True).start()
     end = time.monotonic() + timeout_s
-    while not ready.done() and time.monotonic() < end and not dropped():
-        wait([ready], _LOOK_S)
-    error = ready.exception() if ready.done() else None
-    if ready.done() and error is None:
-        return made.result()
-    made.add_done_callback(lambda done: abandon(done.result()))  # also one that is still being made
+    while not connected.done() and time.monotonic() < end and not dropped():
+        wait([connected], _LOOK_S)
+    error = connected.exception() if connected.done() else None
+    if connected.done() and error is None:
+        return process_group_made.result()
+    # Also one that is still being made.
+    process_group_made.add_done_callback(lambda made: abandon(made.result()))
     late = f"the communicator of {device} had not all members within {timeout_s:.0f} s"
     raise RuntimeError(reason(error) if error else "the generation was given up" if dropped() else late) from error
 

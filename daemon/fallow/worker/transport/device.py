@@ -114,9 +114,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """True if that much fits twice into what is free of the device's memory beside all that torch has taken of it.
+    """Return True if twice `nbytes` fit into the device's free memory: what torch has reserved does not count as free.
 
-    False where the device does not tell, and on the host.
+    False on the host, and where the device does not tell.
     """
     if not asynchronous(device):
         return False
@@ -127,7 +127,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, behind: torch.Event | None = None) -> Iterator[None]:
+def side_stream(device: torch.device, behind: torch.Event | None = None) -> Iterator[None]:
     """Inside, the current stream is a side stream, behind what the device's current stream was given.
 
     Allocate device memory outside: the allocator ties it to the stream that is current. To use inside's results on the
@@ -141,12 +141,12 @@ def beside(device: torch.device, behind: torch.Event | None = None) -> Iterator[
     if not asynchronous(device):
         yield
         return
-    side = _side_stream(device) if behind is None else torch.Stream(device=device)
+    side = _shared_side_stream(device) if behind is None else torch.Stream(device=device)
     side.wait_event(behind or torch.accelerator.current_stream(device).record_event())
     with side:
         yield
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.Stream:
+def _shared_side_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device=device)

@@ -1,13 +1,13 @@
 """One generation's members: what they tell each other, and collectives that an interrupt can end.
 
 *Control* carries bytes on the host: `tell` and `gather`. *Transport* carries tensors of one device: `sum`, `copy`,
-`exchange`, `collect`; they are launched, and `certain` is the one wait for them. The two share no communicator, so they
-may be launched in an unlike order on two members. *Streams* carry state between two members.
+`exchange`, `collect`; they are launched, and `wait_and_verify` is the one wait for them. The two share no
+communicator, so they may be launched in an unlike order on two members. *Streams* carry state between two members.
 
 gloo's own abort does not unblock a pending collective (measured on torch 2.13). So collectives are always asynchronous;
 a wait ends when their futures have completed or when `interrupt` was called, whichever is first. Python hears of
 completion once in a wait: every call from gloo's thread wants the GIL. A device communicator is aborted, which ends its
-collectives with garbage: what a device has computed counts only after `certain`.
+collectives with garbage: what a device has computed counts only after `wait_and_verify`.
 
 A group that was interrupted is abandoned: its buffers are never used again, since a late peer still writes to them.
 """
@@ -52,8 +52,8 @@ class Connections:
     "kept: a communicator may ask it again, and torch does not keep what is written in Python"
 
 
-class Told:
-    """Bytes of all members, on their way: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
+class ControlExchange:
+    """An exchange of bytes among all members: `works` fill `taken`, by rank, with `lengths` bytes of each member."""
 
     def __init__(self, group: Group, taken: torch.Tensor, lengths: list[int], works: Sequence[Any] = ()) -> None:
         self._group, self._taken, self._lengths, self._works = group, taken, lengths, works
@@ -65,7 +65,7 @@ class Told:
             Interrupted: the group is broken.
         """
         self._group.finish(self._works)
-        self._group._tellings.discard(self)
+        self._group._control_exchanges.discard(self)
         self._works = ()
         return gloo.parts_of(self._taken, self._lengths)
 
@@ -93,7 +93,7 @@ class Group(Waits):
         self.connections = connections or Connections()
         self._launched: list[tuple[Any, Sequence[torch.Tensor]]] = []
         "works of the transport; on a device the tensors stay until a stream waits for the work"
-        self._tellings: set[Told] = set()
+        self._control_exchanges: set[ControlExchange] = set()
         self._room = _ROOM_STEP
         "of a part in a gather: the same on all members, since all have seen the same ones"
         self._aborting: threading.Thread | None = None
@@ -169,11 +169,11 @@ class Group(Waits):
             gloo.close_connections(one)
             one.shutdown()
         self._launched.clear()
-        self._tellings.clear()
+        self._control_exchanges.clear()
 
     # -------------------------------------------------------------------------------------------------- control
 
-    def tell(self, part: bytes) -> Told:
+    def tell(self, part: bytes) -> ControlExchange:
         """Launch an exchange of a few bytes among all.
 
         Args:
@@ -201,9 +201,9 @@ class Group(Waits):
         begun = (text[_LENGTH_BYTES:][:length] for text, length in zip(told, lengths, strict=True))
         return [head + tail for head, tail in zip(begun, rest, strict=True)]
 
-    def _tell(self, part: bytes, lengths: list[int]) -> Told:
+    def _tell(self, part: bytes, lengths: list[int]) -> ControlExchange:
         if self.size == 1 or not any(lengths):
-            return Told(self, gloo.as_tensor(part), lengths)
+            return ControlExchange(self, gloo.as_tensor(part), lengths)
         if self.broken is not None:
             raise Interrupted(self.broken)
         try:
@@ -211,17 +211,17 @@ class Group(Waits):
         except RuntimeError as error:
             self.interrupt(gloo.reason(error))
             raise Interrupted(self.broken) from None
-        told = Told(self, taken, lengths, [work])
-        self._tellings.add(told)
-        return told
+        exchange = ControlExchange(self, taken, lengths, [work])
+        self._control_exchanges.add(exchange)
+        return exchange
 
     # ------------------------------------------------------------------------------------------------- transport
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Launch a sum over the ranks, in place.
 
-        This and the other collectives of the transport are complete after `certain`; on a device, what the current
-        stream is given after `stream_waits` comes behind them. All ranks launch them in the same order.
+        This and the other collectives of the transport are complete after `wait_and_verify`; on a device, what the
+        current stream is given after `stream_waits` comes behind them. All ranks launch them in the same order.
 
         Raises:
             Interrupted: the group is broken.
@@ -292,7 +292,7 @@ class Group(Waits):
             except dist.DistBackendError as error:  # NCCL's launch may see a lost peer before `get_error` tells of it
                 self.interrupt(self._failure() or gloo.reason(error))
             except RuntimeError:
-                # A lost peer does not show here but in `certain`: else it is a mistake in the program.
+                # A lost peer does not show here but in `wait_and_verify`: else it is a mistake in the program.
                 failure = self._failure()
                 if failure is None:
                     raise
@@ -307,7 +307,7 @@ class Group(Waits):
                 for work, _ in launched:
                     work.wait()
 
-    def certain(self) -> None:
+    def wait_and_verify(self) -> None:
         """Wait until all that was launched is complete and good, and on a device all that its current stream was given.
 
         The one wait for a device in a step.
