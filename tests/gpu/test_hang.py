@@ -239,6 +239,24 @@ def test_a_device_that_does_not_tell_is_reported_once_and_looked_at_again() -> N
 
 
 @on_device
+def test_a_wait_for_others_is_over_when_what_launches_it_raises() -> None:
+    progress = DeviceProgress()
+
+    def awaits_others() -> bool:
+        progress.look(DEVICE.here())
+        return progress.awaits_others
+
+    def launch() -> None:
+        with progress.wait(DEVICE.here()):
+            assert comes_true(awaits_others)
+            raise ValueError("not contiguous")
+
+    with pytest.raises(ValueError, match="not contiguous"):
+        launch()
+    assert comes_true(lambda: not awaits_others())
+
+
+@on_device
 def test_of_a_device_that_does_not_tell_nothing_is_known() -> None:
     progress = DeviceProgress()
     with DEVICE.held(torch.accelerator.current_stream()), pytest.MonkeyPatch.context() as patch:

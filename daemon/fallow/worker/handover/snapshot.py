@@ -28,10 +28,8 @@ class Snapshot:
         self._specs = encoded.specs
         self._weights = len(prepared.weights())
         weights, others = encoded.tensors[: self._weights], encoded.tensors[self._weights :]
-        self._copies = [
-            *copies_through_ring(weights),
-            *copies_through_ring(others),
-        ]  # weights by themselves: nobody takes them over
+        # Weights have a block of memory of their own, which is free after `restore`: nobody takes their copies over.
+        self._copies = copies_through_ring(weights) + copies_through_ring(others)
 
     def restore(self) -> None:
         """Put everything back as it was. Once: the optimizers take the copies over.

@@ -45,8 +45,10 @@ class DeviceProgress:
         """Inside, the device's current stream is made to wait for others."""
         wait = _StreamWait(devices.event(device))
         self._waits.append(wait)
-        yield
-        wait.end = devices.event(device)
+        try:
+            yield
+        finally:
+            wait.end = devices.event(device)
 
     def arrived(self) -> None:
         """Nothing waits any more."""
