@@ -97,11 +97,10 @@ ON_FAKE = [
     Bench("-m fallow.bench.steady --members 2 --params 100000 --rounds 4 --trainings 2", gpus=2),
 ]
 
-FACTS = """
-import json, sys, torch
+FACTS = """import json, sys, torch
 kind = sys.argv[1]
 if not torch.accelerator.is_available():
-    sys.exit(f"torch {torch.__version__} finds no GPU")
+    sys.exit(f"gpu: torch {torch.__version__} finds no GPU; nvidia-smi and torch's build say why")
 facts = {"kind": kind, "name": kind, "count": torch.accelerator.device_count(), "torch": torch.__version__}
 facts["cuda"], facts["nccl"] = torch.version.cuda, None
 if kind == "cuda":
@@ -158,7 +157,7 @@ class Session:
         """What this machine is."""
         done = self.run(f"-c {shlex.quote(FACTS)} {self._device}", self._environ)
         if done.get("code") != 0:
-            raise SystemExit("gpu: nothing to measure on, see above")
+            raise SystemExit(1)
         return dict(json.loads(done["output"]))
 
     def tests(self) -> dict[str, Any]:

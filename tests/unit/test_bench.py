@@ -139,6 +139,7 @@ def test_schedules_keep_the_world(members: int) -> None:
         ["--params", "0"],
         ["--n", "1"],
         ["harvest", "pause"],
+        ["harvest", "--device", "cuda"],
     ],
 )
 def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,10 @@ def check(name: str) -> None:
     Raises:
         FallowError: torch knows none here.
     """
-    if name != "cpu" and name != _kind():
-        raise FallowError(
-            f"--device {name}: torch {torch.__version__} finds {_kind() or 'no device beside the processor'} here; "
-            "check nvidia-smi, and that this build of torch is for the device",
-            Exit.UNAVAILABLE,
-        )
+    kind = _kind()
+    if name not in ("cpu", kind):
+        advice = f"only {kind} here; write --device {kind}" if kind else "no GPU; nvidia-smi and torch's build say why"
+        raise FallowError(f"--device {name}: torch {torch.__version__} finds {advice}", Exit.UNAVAILABLE)
 
 
 def count(name: str) -> int:
