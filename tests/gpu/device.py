@@ -230,7 +230,7 @@ def chosen() -> Device:
     """
     name = os.environ.get("FALLOW_TEST_DEVICE", "fake")
     if name not in DEVICES:
-        raise ValueError(f"FALLOW_TEST_DEVICE={name}: tests run on {' or '.join(DEVICES)}")
+        raise ValueError(f"FALLOW_TEST_DEVICE={name!r}: tests run on {' or '.join(DEVICES)}")
     return DEVICES[name]
 
 
