@@ -18,7 +18,7 @@ GPU_VENV := .venv-gpu/$(notdir $(TORCH_INDEX))
 GPU_BIN := $(GPU_VENV)/bin
 GPU_STAMP := $(GPU_VENV)/.setup-done
 
-.PHONY: help setup demo test lint compiled bench soak test-gpu bench-gpu
+.PHONY: help setup demo test lint compiled bench soak setup-gpu test-gpu bench-gpu gpu-machine
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,13 +54,19 @@ bench: setup  ## measured figures, e.g. make bench ARGS="pause --members 2,4 --j
 soak: setup  ## the long tests
 	@$(BIN)/pytest -m soak $(ARGS)
 
-test-gpu: $(GPU_STAMP)  ## the tests of the engine on this machine's GPUs; .venv-gpu gets torch from TORCH_INDEX=...
+setup-gpu: $(GPU_STAMP)  ## .venv-gpu for the next two, with torch from TORCH_INDEX=...; needs no GPU
+	@:
+
+test-gpu: gpu-machine $(GPU_STAMP)  ## the tests of the engine on this machine's GPUs
 	@FALLOW_TEST_DEVICE=cuda FALLOW_REQUIRE_ACCELERATOR=1 $(GPU_BIN)/pytest tests/gpu $(ARGS)
 
-bench-gpu: $(GPU_STAMP)  ## those tests and the benchmarks on GPUs, in ten minutes, e.g. make bench-gpu ARGS="--out gpu.json"
+bench-gpu: gpu-machine $(GPU_STAMP)  ## those tests and the benchmarks on GPUs, in ten minutes, e.g. make bench-gpu ARGS="--out gpu.json"
 	@$(GPU_BIN)/python contrib/bench/gpu.py $(ARGS)
+
+gpu-machine:
+	@contrib/setup/gpu.sh $(GPU_VENV) >&2
 
 $(GPU_STAMP): pyproject.toml constraints.txt $(wildcard contrib/setup/*.sh)
 	@TORCH_INDEX=$(TORCH_INDEX) contrib/setup/python.sh $(GPU_VENV) >&2 </dev/null
-	@$(GPU_BIN)/python -c 'import sys, torch; torch.backends.cuda.is_built() or sys.exit("$(TORCH_INDEX) gave torch " + torch.__version__ + ", which is not built for GPUs")'
+	@$(GPU_BIN)/python -c 'import sys, torch; torch.backends.cuda.is_built() or sys.exit("$(TORCH_INDEX) gave torch " + torch.__version__ + ", which is not built for GPUs; remove $(GPU_VENV) and name another TORCH_INDEX")'
 	@touch $@

@@ -43,26 +43,53 @@ class Bench:
 
     command: str
     gpus: int = 1
+    smaller: str = ""
+    "why its model is smaller than wanted"
 
 
 STEADY = "-m fallow.bench.steady --members {members} --params {params} --rounds 16 --trainings 2"
 CHANGES = "-m fallow bench --json --members {members} --params {params} --n {n}"
 
-BENCHES = [
-    Bench(STEADY.format(members=1, params=100_000_000)),
-    Bench(f"{CHANGES.format(members=1, params=100, n=4)} state"),
-    Bench(f"{CHANGES.format(members=1, params=25, n=8)} pause"),
-    Bench(f"{CHANGES.format(members=2, params=25, n=4)} recovery"),
-    Bench(f"{STEADY.format(members=1, params=100_000_000)} --reproducible"),
-    Bench(f"{STEADY.format(members=1, params=100_000_000)} --shards 4"),
-    Bench(f"{STEADY.format(members=1, params=100_000_000)} --compile"),
-    Bench(STEADY.format(members=2, params=100_000_000), gpus=2),
-    Bench(f"{STEADY.format(members=2, params=100_000_000)} --reproducible", gpus=2),
-    Bench(f"{CHANGES.format(members=2, params=100, n=4)} pause", gpus=4),
-    Bench(f"{CHANGES.format(members=2, params=100, n=2)} recovery", gpus=4),
-]
+LARGE = 1000
+"""Millions of parameters of the model whose state goes from one worker to another."""
+
+_BYTES = 25
+"""Of a GPU's memory for each of its parameters and each worker: weights 2, optimizer 12, sums 2; the rest is margin."""
+
+
+def large(free_gib: float) -> Bench:
+    """One worker absorbs another and is released: with `LARGE`, or what fits into one GPU for both of them.
+
+    Args:
+        free_gib: memory of a GPU, in GiB, that nobody uses.
+    """
+    needed_gib = 2 * _BYTES * LARGE * 1e6 / 2**30
+    millions = min(LARGE, max(25, int(LARGE * free_gib / needed_gib) // 25 * 25))
+    smaller = f"{LARGE} M parameters need {needed_gib:.0f} GiB of free memory on the GPU, and {free_gib:g} GiB are free"
+    return Bench(CHANGES.format(members=1, params=millions, n=2) + " pause", smaller=smaller * (millions < LARGE))
+
+
+def on_gpus(free_gib: float) -> list[Bench]:
+    """What matters most comes first: time may be up before the last one."""
+    return [
+        Bench(STEADY.format(members=1, params=100_000_000)),
+        large(free_gib),
+        Bench(f"{CHANGES.format(members=1, params=100, n=4)} state"),
+        Bench(f"{CHANGES.format(members=1, params=25, n=8)} pause"),
+        Bench(f"{CHANGES.format(members=2, params=25, n=4)} recovery"),
+        Bench(f"{STEADY.format(members=1, params=100_000_000)} --reproducible"),
+        Bench(f"{STEADY.format(members=1, params=100_000_000)} --shards 4"),
+        Bench(f"{STEADY.format(members=1, params=100_000_000)} --compile"),
+        Bench(STEADY.format(members=2, params=100_000_000), gpus=2),
+        Bench(f"{STEADY.format(members=2, params=100_000_000)} --reproducible", gpus=2),
+        Bench(f"{CHANGES.format(members=2, params=100, n=4)} pause", gpus=4),
+        Bench(f"{CHANGES.format(members=2, params=100, n=2)} recovery", gpus=4),
+    ]
+
+
 ON_FAKE = [
     Bench("-m fallow.bench.steady --members 1 --params 100000 --rounds 4 --trainings 2"),
+    Bench("-m fallow bench --json --members 1 --params 1 --n 2 pause", smaller=f"{LARGE} M parameters are for a GPU"),
     Bench("-m fallow bench --json --members 1 --params 0.1 --n 4 state"),
     Bench("-m fallow bench --json --members 1 --params 0.1 --n 4 pause"),
     Bench("-m fallow bench --json --members 2 --params 0.1 --n 2 recovery"),
@@ -70,16 +97,16 @@ ON_FAKE = [
     Bench("-m fallow.bench.steady --members 2 --params 100000 --rounds 4 --trainings 2", gpus=2),
 ]
 
-FACTS = """
-import json, sys, torch
+FACTS = """import json, sys, torch
 kind = sys.argv[1]
 if not torch.accelerator.is_available():
-    sys.exit(f"torch {torch.__version__} finds no GPU")
+    sys.exit(f"gpu: torch {torch.__version__} finds no GPU; nvidia-smi and torch's build say why")
 facts = {"kind": kind, "name": kind, "count": torch.accelerator.device_count(), "torch": torch.__version__}
 facts["cuda"], facts["nccl"] = torch.version.cuda, None
 if kind == "cuda":
     facts["name"] = torch.cuda.get_device_name()
-    facts["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    free, total = torch.cuda.mem_get_info()
+    facts["memory_gib"], facts["free_gib"] = round(total / 2**30, 1), round(free / 2**30, 1)
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 print(json.dumps(facts))
 """
@@ -130,7 +157,7 @@ class Session:
         """What this machine is."""
         done = self.run(f"-c {shlex.quote(FACTS)} {self._device}", self._environ)
         if done.get("code") != 0:
-            raise SystemExit("gpu: nothing to measure on, see above")
+            raise SystemExit(1)
         return dict(json.loads(done["output"]))
 
     def tests(self) -> dict[str, Any]:
@@ -163,7 +190,8 @@ class Session:
             return {"command": done["command"], "seconds": done.get("seconds"), "failed": last_lines(done)}
         rows = json.loads(done["output"])
         rows = rows if isinstance(rows, list) else [rows]
-        return {"command": done["command"], "seconds": done["seconds"], "rows": rows}
+        found = {"command": done["command"], "seconds": done["seconds"], "rows": rows}
+        return {**found, "smaller": bench.smaller} if bench.smaller else found
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -231,8 +259,9 @@ def main() -> int:
         found |= {"python": platform.python_version(), "driver": driver(), "device": session.facts()}
         found["tests"] = session.tests()
         found["figures"] = []
-        for bench in BENCHES if args.device == "cuda" else ON_FAKE:
-            found["figures"].append(session.bench(bench, found["device"]["count"]))
+        device = found["device"]
+        for bench in on_gpus(device["free_gib"]) if args.device == "cuda" else ON_FAKE:
+            found["figures"].append(session.bench(bench, device["count"]))
             # After each: what is known must outlive a machine that is taken away.
             args.out.write_text(json.dumps(found, indent=2) + "\n")
     return int(bool(found["tests"].get("failed")) or any("failed" in one for one in found["figures"]))

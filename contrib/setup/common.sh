@@ -9,6 +9,22 @@ die() {
     exit 1
 }
 
+# A name on PATH may be a shim without an interpreter behind it, and Debian ships venv without ensurepip: try it.
+usable() {
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14}; do
+        if usable "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    return 1
+}
+
 # Runs a command as root. sudo asks for a password on the terminal itself; in CI nobody would answer.
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then

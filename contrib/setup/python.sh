@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment named by $1 and installs Fallow into it, editable, with everything its tests need.
 # PYTHON=/path/to/python3.x chooses the interpreter. pip's own configuration chooses the index and the build of torch;
-# TORCH_INDEX=URL names an index with another build of the same version.
+# TORCH_INDEX=URL names the one index from which torch itself comes: another build of the same version.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=contrib/setup/common.sh
@@ -10,22 +10,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 venv=$1
 # An index that hangs must not hang CI; a CUDA build of torch is several GB.
 pip=(timeout 1800 "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-input)
-
-# A name on PATH may be a shim without an interpreter behind it, and Debian ships venv without ensurepip: try it.
-usable() {
-    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
-}
-
-find_python() {
-    local name
-    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.14}; do
-        if usable "$name"; then
-            echo "$name"
-            return
-        fi
-    done
-    return 1
-}
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     if ! python=$(find_python) && [ "${SYSTEM:-yes}" != no ] && command -v apt-get >/dev/null; then
@@ -40,6 +24,14 @@ fi
 
 # torch first: it is by far the largest, and everything after it finds it in place.
 say "installing Python packages into $venv (minutes at first)"
-"${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+torch=$(grep '^torch==' constraints.txt)
+if [ -n "${TORCH_INDEX:-}" ]; then
+    # pip takes a build for processors without a word if that is the one it finds, and an --index-url on its command
+    # line leaves the further places of its configuration in use. The variables replace those places.
+    PIP_INDEX_URL=$TORCH_INDEX PIP_EXTRA_INDEX_URL=$TORCH_INDEX PIP_FIND_LINKS=$TORCH_INDEX "${pip[@]}" --no-deps "$torch" ||
+        die "pip got no $torch from $TORCH_INDEX, see above. TORCH_INDEX=URL names another index"
+fi
+# What torch depends on may be on its index alone.
+"${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch"
 "${pip[@]}" -c constraints.txt -e ".[torch,tui,sim,dev]"
 say "done"

@@ -60,7 +60,8 @@ def communicators() -> list[Communicator]:
 
 class Communicator(dist.ProcessGroup):
     """A process group for device `fake` that behaves like ProcessGroupNCCL. For tests: `delay_s`, `ignores_abort`
-    (what is pending stays pending), `fail`, `garbled` (collectives that ended with garbage) and `stream` (to hold it).
+    (what is pending stays pending), `launch_error`, `fail`, `garbled` (collectives that ended with garbage) and
+    `stream` (to hold it).
 
     Args:
         store: where the ranks find each other.
@@ -86,6 +87,7 @@ class Communicator(dist.ProcessGroup):
         self.stream = torch.Stream(device=_DEVICE)
         self.delay_s = delay_s
         self.ignores_abort = False
+        self.launch_error = ""
         self.garbled: list[str] = []
         self._store, self._timeout = store, timeout
         self._changed = threading.Condition()
@@ -215,7 +217,9 @@ class Communicator(dist.ProcessGroup):
         return self._pairs[peer]
 
     def _check_launch(self) -> None:
-        """Raise DistBackendError if it is too early for a collective."""
+        """Raise DistBackendError if NCCL's launch would fail. `get_error` does not tell of it, or not yet."""
+        if self.launch_error:
+            raise dist.DistBackendError(self.launch_error)
 
     def _ended(self) -> bool:
         return _exiting.is_set() or bool(self._reason and not (self._aborted and self.ignores_abort))

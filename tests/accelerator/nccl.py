@@ -117,6 +117,7 @@ class ProcessGroupNCCL(Communicator):
     def _check_launch(self) -> None:
         if not self._initialized:
             raise AssertionError("launched before the communicator was connected: the host would wait")
+        super()._check_launch()
 
 
 def present() -> None:

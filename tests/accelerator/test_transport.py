@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch._C._distributed_c10d import ErrorType
 
 from accelerator.collectives import communicators
 from accelerator.crew import Member, on_both
@@ -33,6 +34,21 @@ def test_a_launch_on_a_failed_communicator_is_an_interrupt(member: Member) -> No
         with pytest.raises(Interrupted, match="the communicator of fake:0 failed"):
             group.sum(filled(1.0))
         assert group.broken
+
+
+@on_both
+def test_a_launch_that_sees_a_lost_peer_before_the_error_state_does_breaks_the_group(member: Member) -> None:
+    with grouped(member) as group:
+        if member.rank == 0:
+            group.sum(filled(1.0))
+            communicator = communicators()[-1]
+            communicator.launch_error = "NCCL error: remote process exited"
+            assert communicator.get_error() == ErrorType.SUCCESS
+            with pytest.raises(Interrupted, match="NCCL error: remote process exited"):
+                group.sum(filled(1.0))
+            assert group.broken == "NCCL error: remote process exited"
+            assert Waiter(group).end() == group.broken, "what was launched before is not good either"
+            group.retire()
 
 
 @on_both

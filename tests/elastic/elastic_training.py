@@ -430,12 +430,20 @@ def crash(gate: Path) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def launch(gate: Path) -> None:
+    """Launches fail in this generation, as NCCL's do when a peer has just died (`--device fake`)."""
+    from accelerator.collectives import communicators
+
+    gate.unlink()
+    communicators()[-1].launch_error = "NCCL error: remote process exited"
+
+
 def freeze(gate: Path) -> None:
     """Native code that never gives the interpreter's lock back: no other thread runs either."""
     ctypes.PyDLL(None).sleep(1000)
 
 
-ACTIONS = {action.__name__: action for action in (hold, fail, leave, interrupt, vanish, crash, freeze)}
+ACTIONS = {action.__name__: action for action in (hold, fail, leave, interrupt, vanish, crash, launch, freeze)}
 
 
 def gates(folder: Path, run: Any) -> None:

@@ -14,6 +14,7 @@ from elastic_rig import alive, judge, phase, send, until
 
 from conftest import MakeRig, Undisturbed
 from fallow.model import Exit, RunStatus, WorkerPhase
+from gpu.device import DEVICES, require
 
 
 async def test_h2_t9_n10_a_first_member_that_ends_in_any_way_costs_one_step(
@@ -59,6 +60,25 @@ async def test_t6_o2_a_step_that_is_interrupted_is_discarded_by_everybody(
     judge(report, await undisturbed("--steps", 40))
     assert report.steps_discarded == 1
     assert report.generations[1].first_step == 12
+
+
+async def test_t6_a_launch_that_fails_before_the_error_state_tells_of_a_lost_peer_costs_one_step(
+    make_rig: MakeRig, undisturbed: Undisturbed
+) -> None:
+    """The member whose launch failed goes on: only the one that died is missed."""
+    require(DEVICES["fake"])
+    options = "--steps", 40, "--device", "fake"
+    async with make_rig() as rig:
+        run = await (await rig.run(*options)).begin(3)
+        run.plan("launch", "w0", 12)
+        run.plan("vanish", "w1", 12)
+        report = await run.ends()
+    judge(report, await undisturbed(*options))
+    assert report.steps_discarded == 1
+    assert [(one.members, one.first_step) for one in report.generations] == [
+        (["w0", "w1", "w2"], 0),
+        (["w0", "w2"], 12),
+    ]
 
 
 async def test_s21_batches_that_loader_processes_have_ready_are_neither_lost_nor_repeated(

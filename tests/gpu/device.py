@@ -150,7 +150,9 @@ class Cuda:
     def missing(self) -> str:
         if not torch.backends.cuda.is_built():
             return f"torch {torch.__version__} is built without CUDA: make test-gpu installs one with it"
-        return "" if torch.cuda.is_available() else "torch finds no GPU on this machine"
+        if torch.cuda.is_available():
+            return ""
+        return f"torch {torch.__version__} finds no GPU; nvidia-smi shows the CUDA version that the driver supports"
 
     def count(self) -> int:
         return torch.cuda.device_count()
@@ -233,8 +235,10 @@ def chosen() -> Device:
 
 
 def require(device: Device) -> None:
-    """Where there is none, the test is skipped; with FALLOW_REQUIRE_ACCELERATOR it fails."""
+    """Where there is none, the test is skipped; with FALLOW_REQUIRE_ACCELERATOR it fails, and without a GPU all end."""
     if reason := device.missing():
-        if os.environ.get("FALLOW_REQUIRE_ACCELERATOR"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        if not os.environ.get("FALLOW_REQUIRE_ACCELERATOR"):
+            pytest.skip(reason)
+        if device.kind != "fake":  # all tests of this run need it
+            pytest.exit(reason, returncode=1)
+        pytest.fail(reason)

@@ -21,13 +21,14 @@ from fallow.model import FallowError
 from fallow.worker.checkpoint import parts
 from fallow.worker.data.loader import ElasticLoader
 from fallow.worker.data.source import Key
+from fallow.worker.handover.standing import HOLDS, Standing
 from fallow.worker.handover.transfer import load_state
 from fallow.worker.prepared.objects import Prepared
 from fallow.worker.prepared.state import digest
 from fallow.worker.reduction import integers
 from gpu import DEVICE, Member, on_both, on_device, without_communicator
 from gpu.test_fixed_world import place, world
-from gpu.test_handover import DEADLINE_S, Saving
+from gpu.test_handover import DEADLINE_S, Saving, connected, hand_over
 
 BATCH, SHARDS, STEPS = 8, 4, 6
 INPUTS = torch.randn(64, 3, 8, 8, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu")
@@ -294,6 +295,9 @@ class Scaled:
             torch.amp.GradScaler(DEVICE.kind, init_scale=16.0, growth_interval=3),
         ]
         self.pairs = list(zip(self.models, self.optimizers, [self.scalers[n > 0] for n in range(3)], strict=True))
+        self.prepared, self.standing = Prepared(), Standing()
+        for thing in (*self.models, *self.optimizers, *self.scalers):
+            self.prepared.add(thing)
 
     def backward(self, x: torch.Tensor, infinite: int | None = None) -> None:
         for number, (model, _, scaler) in enumerate(self.pairs):
@@ -351,19 +355,39 @@ def test_scalers_skip_by_themselves_and_all_members_skip_alike(member: Member, e
     assert member.store.get("seen-0") == member.store.get("seen-1")
 
 
+@on_both
+def test_a_newcomer_gets_each_scaler_of_a_training_that_goes_on(member: Member) -> None:
+    """Between a backward and its step; the next infinite gradient is met by one of the scalers alone."""
+    script = Scaled()
+    script.train(3 if member.rank == 0 else 1)
+    if member.rank == 0:
+        script.standing.value = HOLDS
+    scales = []
+    with connected(member) as group:
+        with DEVICE.hidden_syncs_raise():
+            hand_over(group, script, [0])
+            script.backward(torch.ones(2, 8, device=DEVICE.kind))
+            assert script.standing.settle()
+            script.act()
+        for infinite in (None, 1, None):
+            scales.append([scaler.get_scale() for scaler in script.scalers])
+            script.backward(torch.ones(2, 8, device=DEVICE.kind), infinite)
+            script.act()
+        one, other = group.gather(repr(script.seen()).encode())
+    # Scales double after 2 and after 3 steps without an infinite gradient, which the newcomer has not seen itself.
+    assert scales == [[1024.0, 32.0], [1024.0, 32.0], [2048.0, 16.0]]
+    assert one == other
+
+
 @on_device
 @pytest.mark.parametrize("has_stepped", [True, False])
 def test_each_scaler_goes_on_from_a_checkpoint(tmp_path: Path, has_stepped: bool) -> None:
     old, new = Scaled(), Scaled()
     old.train(4)
     new.train(has_stepped)
-    prepared = [Prepared(), Prepared()]
-    for one, script in zip(prepared, (old, new), strict=True):
-        for thing in (*script.models, *script.optimizers, *script.scalers):
-            one.add(thing)
     with DEVICE.hidden_syncs_raise():
-        saving = Saving(prepared[0], tmp_path)
-    load_state(prepared[1], saving.load())
+        saving = Saving(old.prepared, tmp_path)
+    load_state(new.prepared, saving.load())
     assert new.seen() == old.seen()
     for script in (old, new):
         script.train(3)
@@ -381,20 +405,16 @@ def test_the_training_goes_on_while_a_checkpoint_comes_to_the_host(tmp_path: Pat
     script, again, gate = Scaled(), Scaled(), threading.Event()
     script.train(2)
     wanted = script.seen()
-    prepared = [Prepared(), Prepared()]
-    for one, made in zip(prepared, (script, again), strict=True):
-        for thing in (*made.models, *made.optimizers, *made.scalers):
-            one.add(thing)
     with pytest.MonkeyPatch.context() as patch:
         plain = parts.PartSnapshot.bring_to_host
         patch.setattr(parts.PartSnapshot, "bring_to_host", lambda snapshot: (gate.wait(DEADLINE_S), plain(snapshot)))
-        saving = Saving(prepared[0], tmp_path)
+        saving = Saving(script.prepared, tmp_path)
         script.train(2)
         torch.accelerator.synchronize()
         assert script.seen() != wanted
         gate.set()
         script.train(2)  # its memory is given out anew while the copies are brought over
-        load_state(prepared[1], saving.load())
+        load_state(again.prepared, saving.load())
     assert again.seen() == wanted
 
 

@@ -21,7 +21,7 @@ from fallow.worker.handover.standing import HOLDS
 from fallow.worker.prepared import checksum
 from fallow.worker.transport import device as devices
 from fallow.worker.transport.stream import DONORS
-from gpu import DEVICE, Member, on_both, on_device, on_two_devices, test_handover
+from gpu import DEVICE, Member, on_device, on_two_devices, test_handover
 from gpu.test_handover import Script, connected, hand_over, supply_of
 
 RING_BYTES = 2 * pieces.CHUNK
@@ -185,24 +185,6 @@ def test_one_donor_sends_over_several_lines(member: Member) -> None:
         assert set(sent) == set(range(DONORS))
         one, other = group.gather(repr(script.seen()).encode())
         assert one == other
-
-
-@on_both
-def test_each_of_several_scalers_arrives(member: Member) -> None:
-    script = Script(member.rank, scaler=True)
-    other = torch.amp.GradScaler(DEVICE.kind, init_scale=4.0 ** (member.rank + 1))
-    script.prepared.add(other)
-    script.train(2)
-    other.scale(torch.ones((), device=DEVICE.kind))
-    if member.rank == 0:
-        script.standing.value = HOLDS
-        other.update(64.0)
-    with connected(member) as group:
-        hand_over(group, script, [0])
-        assert script.standing.settle()
-        assert other.get_scale() == 64.0
-        mine, theirs = group.gather(repr(script.seen()).encode())
-        assert mine == theirs
 
 
 @on_device

@@ -33,6 +33,7 @@ def test_the_nodes_of_an_allocation_are_looked_at(testbed: Testbed, monkeypatch:
     monkeypatch.setattr(doctor_gpu, "MEASURED_S", 0.5)
     done = CliRunner().invoke(doctor, ["--gpu", "--json"], standalone_mode=False)
     found = {check["name"]: check for check in msgspec.json.decode(done.stdout)["checks"]}
+    assert (done.return_value, found["GPUs"]["level"], found["GPUs"]["found"]) == (69, "FAIL", "torch sees none")
     assert found["gradients"]["found"].startswith("gloo")
     assert "GB/s" in found["all-reduce"]["found"]
     assert "2 nodes" in found["all-reduce"]["found"]

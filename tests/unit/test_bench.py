@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from torch import nn
 
-from fallow.bench import chaos, checkpoint, device, pause, planner, recovery, steady, steplog
+from fallow.bench import chaos, checkpoint, device, pause, planner, recovery, steady, steplog, workload
 from fallow.bench.main import BENCHES, check_names
 from fallow.bench.steplog import Finished
 from fallow.cli.main import invoke
@@ -137,6 +139,7 @@ def test_schedules_keep_the_world(members: int) -> None:
         ["--params", "0"],
         ["--n", "1"],
         ["harvest", "pause"],
+        ["harvest", "--device", "cuda"],
     ],
 )
 def test_bad_input_costs_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,10 +169,10 @@ def test_workers_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyP
     used: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
     monkeypatch.setenv("FALLOW_WORKER", "w3")
-    assert device.describe("cuda", 2) == "each worker has a cuda: sums on the device"
+    assert device.describe("cuda", 2).startswith("each worker has a cuda: sums on the device;")
     assert device.take("cuda", 2) == torch.device("cuda:1")
     assert known["cuda"] == "nccl"
-    assert device.describe("cuda", 3) == "3 workers share 2 cuda: sums go through the host"
+    assert device.describe("cuda", 3).startswith("3 workers share 2 cuda: sums go through the host;")
     assert device.take("cuda", 3) == torch.device("cuda:1")
     assert "cuda" not in known, "the transport finds no communicator"
     assert used == [1, 1]
@@ -200,3 +203,33 @@ def test_a_checkpoints_hold_up_is_what_its_block_took_longer_than_those_beside_i
         finished.append(done("w0", step, 1, at))
     assert checkpoint.holdups(finished, 1) == [pytest.approx(0.5)]
     assert checkpoint.holdups(finished, 3) == [pytest.approx(0.0), pytest.approx(-0.0)]
+
+
+def test_mixed_training_is_adamw_on_float32_weights_that_are_rounded_at_the_end() -> None:
+    model, optimizer = workload.make(20_000, dtype=torch.bfloat16)
+    reference = {name: nn.Parameter(weight.detach().float()) for name, weight in model.named_parameters()}
+    plain = torch.optim.AdamW(reference.values(), lr=1e-4, weight_decay=0.01, fused=True)
+    tokens, targets = workload.Text(model.context)[0]
+    for _ in range(3):
+        workload.loss_of(model, tokens[None], targets[None]).backward()  # type: ignore[no-untyped-call]
+        for name, weight in model.named_parameters():
+            assert weight.grad is not None
+            reference[name].grad = weight.grad.float()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, reference[name].bfloat16())
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.ndim)
+    assert state == 12 * sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "millions", "smaller"),
+    [(79.0, 1000, ""), (46.7, 1000, ""), (39.5, 825, "39.5 GiB are free"), (0.1, 25, "0.1")],
+)
+def test_the_large_model_fits_into_the_memory_that_is_free(free_gib: float, millions: int, smaller: str) -> None:
+    found = runpy.run_path(str(Path(__file__).parents[2] / "contrib/bench/gpu.py"))["large"](free_gib)
+    assert f"--params {millions} " in found.command
+    assert smaller in found.smaller
+    assert bool(smaller) == bool(found.smaller)

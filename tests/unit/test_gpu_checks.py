@@ -25,6 +25,7 @@ def node(name: str, **changes: Any) -> NodeFacts:
         links=[*CARDS, Link("eth0", "ethernet", 25.0)],
         peer_memory="kernel module nvidia_peermem",
         variables={},
+        compiling=[],
     )
     return msgspec.structs.replace(one, **changes)
 
@@ -48,17 +49,23 @@ def test_nodes_that_differ_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "words"),
+    ("changes", "name", "level", "words"),
     [
-        ({"devices": []}, "GPUs", "--gpus-per-node"),
-        ({"runtime": ""}, "torch", "pytorch.org"),
-        ({"variables": {"NCCL_IB_HCA": "mlx5_0"}}, "variables", ""),
+        ({"devices": []}, "GPUs", Level.FAIL, "--gpus-per-node"),
+        ({"runtime": ""}, "torch", Level.WARN, "pytorch.org"),
+        ({"compiling": ["/usr/include/python3.12/Python.h"]}, "torch.compile", Level.WARN, "python3-dev"),
+        ({"variables": {"NCCL_IB_HCA": "mlx5_0"}}, "variables", Level.OK, ""),
     ],
 )
-def test_what_is_missing_has_a_remedy(changes: dict[str, Any], name: str, words: str) -> None:
+def test_what_is_missing_has_a_remedy(changes: dict[str, Any], name: str, level: Level, words: str) -> None:
     check = judged(node("n1", **changes))[name]
-    assert check.level is (Level.WARN if words else Level.OK)
+    assert check.level is level
     assert words in check.fix
+
+
+def test_a_node_without_gpus_beside_others_is_no_failure() -> None:
+    check = judged(node("n1"), node("n2", devices=[]))["GPUs"]
+    assert (check.level, check.found) == (Level.WARN, "n1: 4 x H100; n2: torch sees none")
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(4.5e-3, Level.OK), (20e-3, Level.WARN)])

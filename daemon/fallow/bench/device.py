@@ -9,6 +9,8 @@ from torch import distributed as dist
 
 from fallow.model import Exit, FallowError
 
+_MIXED = "bfloat16 weights, AdamW in float32"
+
 
 def check(name: str) -> None:
     """Refuse a kind of device that this machine has none of, before anything is started.
@@ -16,12 +18,10 @@ def check(name: str) -> None:
     Raises:
         FallowError: torch knows none here.
     """
-    if name != "cpu" and name != _kind():
-        raise FallowError(
-            f"--device {name}: torch {torch.__version__} finds {_kind() or 'no device beside the processor'} here; "
-            "check nvidia-smi, and that this build of torch is for the device",
-            Exit.UNAVAILABLE,
-        )
+    kind = _kind()
+    if name not in ("cpu", kind):
+        advice = f"only {kind} here; write --device {kind}" if kind else "no GPU; nvidia-smi and torch's build say why"
+        raise FallowError(f"--device {name}: torch {torch.__version__} finds {advice}", Exit.UNAVAILABLE)
 
 
 def count(name: str) -> int:
@@ -60,12 +60,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def describe(name: str, workers: int) -> str:
-    """For a row's note: what summed the gradients; empty on the processor."""
+    """For a row's note: how a training with changes of the membership runs on it; empty on the processor."""
     if name == "cpu":
         return ""
     if shared(name, workers):
-        return f"{workers} workers share {count(name)} {name}: sums go through the host"
-    return f"each worker has a {name}: sums on the device"
+        return f"{workers} workers share {count(name)} {name}: sums go through the host; {_MIXED}"
+    return f"each worker has a {name}: sums on the device; {_MIXED}"
 
 
 def _kind() -> str | None:

@@ -113,5 +113,8 @@ def check_names(names: Sequence[str], device: str = "cpu") -> None:
     if device == "cpu":
         return
     if not names or not ON_DEVICE.issuperset(names):
-        raise FallowError(f"bench --device: name some of {', '.join(sorted(ON_DEVICE))}", Exit.USAGE)
+        raise FallowError(
+            f"bench --device {device}: name some of {', '.join(sorted(ON_DEVICE))}; others measure on the processor",
+            Exit.USAGE,
+        )
     importlib.import_module("fallow.bench.device").check(device)  # like what measures, it needs torch

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--slow-factor", type=float, default=1.0)
     args = parser.parse_args()
     device = take(args.device, args.workers)
-    model, optimizer = workload.make(args.params, device)
+    model, optimizer = workload.make(args.params, device, workload.dtype_for(device))
     loader = DataLoader(workload.Text(model.context), batch_size=1, pin_memory=device.type != "cpu")
     run = fallow.init()
     model, optimizer, loader = run.prepare(

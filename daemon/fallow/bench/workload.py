@@ -2,13 +2,18 @@
 
 On the processor context and batch are small, so that a step is short beside the state: what is measured is elasticity,
 and on a machine with few cores anything else would only make all figures wait. On CUDA the context is longer and
-multiplications may use TF32, so that the GPU has something to do.
+multiplications may use TF32, so that the GPU has something to do. Where the membership changes on a device, weights are
+bfloat16 and AdamW works in float32 (`MixedAdamW`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 from torch.utils.data import Dataset
 
 VOCABULARY = 256
@@ -17,6 +22,7 @@ CONTEXT_CUDA = 256
 LAYERS = 6
 _SAMPLES = 1 << 20
 HOST = torch.device("cpu")
+_RATE = 1e-4
 
 
 class GPT(nn.Module):
@@ -73,17 +79,63 @@ class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of one batch, which may still be on the host."""
-    device = next(model.parameters()).device
-    tokens, targets = (part.to(device, non_blocking=True) for part in (tokens, targets))
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    weight = next(model.parameters())
+    tokens, targets = (part.to(weight.device, non_blocking=True) for part in (tokens, targets))
+    # Norms and the loss of bfloat16 weights are in float32.
+    with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def optimizer(model: nn.Module) -> torch.optim.AdamW:
     """AdamW in one pass over the memory; the loop over tensors, its default, takes six times as long on a CPU."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
 
 
-def make(params: int, device: torch.device = HOST) -> tuple[GPT, torch.optim.AdamW]:
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW for bfloat16 weights, with a copy of each weight and both moments in float32: 12 bytes a parameter.
+
+    One parameter after the other, so that no more than one gradient is in memory as float32.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update each parameter that has a gradient."""
+        for weight in (weight for group in self.param_groups for weight in group["params"] if weight.grad is not None):
+            state = self.state[weight]
+            if not state:
+                state["step"] = torch.zeros((), device=weight.device)
+                state["weight"] = weight.float()
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(state["weight"]) for _ in range(2))
+            adamw(
+                [state["weight"]],
+                [weight.grad.float()],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=_RATE,
+                weight_decay=0.01,
+                eps=1e-8,
+                maximize=False,
+            )
+            weight.copy_(state["weight"])
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """Of the weights where the membership changes: float32 on the processor, bfloat16 on a device."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def make(
+    params: int, device: torch.device = HOST, dtype: torch.dtype = torch.float32
+) -> tuple[GPT, torch.optim.Optimizer]:
     """Model and optimizer of about `params` parameters, the same in every process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -91,5 +143,5 @@ def make(params: int, device: torch.device = HOST) -> tuple[GPT, torch.optim.Ada
     if device.type == "cuda":
         context = CONTEXT_CUDA
         torch.set_float32_matmul_precision("high")  # TF32
-    model = GPT(width_for(params), context=context).to(device)
-    return model, optimizer(model)
+    model = GPT(width_for(params), context=context).to(device, dtype)
+    return model, optimizer(model) if dtype == torch.float32 else MixedAdamW(model.parameters())

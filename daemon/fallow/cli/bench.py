@@ -64,6 +64,8 @@ def bench(
     if "harvest" in names:
         if len(names) > 1:
             raise FallowError("bench harvest: measures another way than the others; run it by itself", Exit.USAGE)
+        if device != "cpu":
+            raise FallowError(f"bench harvest: trains on the processor; leave out --device {device}", Exit.USAGE)
         return _harvest(seconds, profile, seed, as_json)
     from fallow.bench.main import ALONE, check_names, main
     from fallow.bench.rows import Settings

@@ -43,7 +43,7 @@ RECENT_S = 60.0
 @click.option("--gpu", is_flag=True, help="In an allocation: its GPUs, and the network between its nodes.")
 @json_option
 def doctor(gpu: bool, as_json: bool) -> int:
-    """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do."""
+    """Check what Fallow needs here; every line is OK, WARN or FAIL, with what to do. Exit code 69 if one is FAIL."""
     if gpu:
         from fallow.cli import doctor_gpu
 

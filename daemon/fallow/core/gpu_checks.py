@@ -40,6 +40,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     "how network cards reach the GPUs' memory; empty: not seen"
     variables: dict[str, str]
     "of NCCL and of the data network"
+    compiling: list[str]
+    "what torch.compile needs and does not find"
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,20 +70,23 @@ def verdicts(found: Found, fold: Callable[[Collection[str]], str]) -> list[Check
     """All checks, in the order in which things depend on each other; `fold` writes names of nodes as Slurm does."""
     nodes = found.nodes
 
-    def alike(name: str, say: Callable[[NodeFacts], str], fix: str = "") -> Check:
-        """One line where all nodes say the same; else what each says."""
+    def alike(name: str, say: Callable[[NodeFacts], str], fix: str = "", level: Level = Level.WARN) -> Check:
+        """One line where all nodes say the same, of that `level` if there is a `fix`; else what each says."""
         by_text: dict[str, list[str]] = {}
         for one in nodes:
             by_text.setdefault(say(one), []).append(one.node)
         if len(by_text) == 1:
-            return Check(name, Level.WARN if fix else Level.OK, next(iter(by_text)), fix)
+            return Check(name, level if fix else Level.OK, next(iter(by_text)), fix)
         shown = "; ".join(f"{fold(there)}: {text}" for text, there in by_text.items())
         return Check(name, Level.WARN, shown, fix or "the nodes differ: reproducible=True may refuse some of them")
 
+    no_gpus = "" if any(one.devices for one in nodes) else "ask for GPUs: --gpus-per-node=N"
+    headers = "install a C compiler and Python's headers (Debian and Ubuntu: gcc, python3-dev)"
     checks = [
-        alike("GPUs", _devices, "" if any(one.devices for one in nodes) else "ask for GPUs: --gpus-per-node=N"),
+        alike("GPUs", _devices, no_gpus, Level.FAIL),
         alike("driver", lambda one: one.driver or "none is loaded"),
         alike("torch", lambda one: f"for {one.runtime or 'processors only'}", _build_fix(nodes)),
+        alike("torch.compile", _compiling, headers if any(one.compiling for one in nodes) else ""),
         alike("collectives", lambda one: one.library or "no library for GPUs in this torch"),
         alike("gradients", lambda one: one.communicator),
         alike("network", lambda one: ", ".join(map(_link, one.links)) or "no interface with a known rate"),
@@ -129,6 +134,10 @@ def _bandwidth(measured: Measured, nodes: Sequence[NodeFacts]) -> Check:
 def _devices(one: NodeFacts) -> str:
     kinds = {name: one.devices.count(name) for name in one.devices}
     return ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "torch sees none"
+
+
+def _compiling(one: NodeFacts) -> str:
+    return f"{' and '.join(one.compiling)} missing" if one.compiling else "finds a C compiler and Python.h"
 
 
 def _build_fix(nodes: Sequence[NodeFacts]) -> str:

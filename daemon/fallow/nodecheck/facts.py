@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -38,6 +40,7 @@ def look_around(node: str, devices: Iterable[torch.device], root: Path = Path("/
         links=[*_infiniband(root), *_ethernet(root)],
         peer_memory=_peer_memory(root),
         variables=_variables(os.environ),
+        compiling=_compiling(root),
     )
 
 
@@ -99,6 +102,14 @@ def _peer_memory(root: Path) -> str:
     if "Open Kernel Module" in _text(root / "proc/driver/nvidia/version"):
         return "DMA-BUF of NVIDIA's open kernel modules"
     return ""
+
+
+def _compiling(root: Path) -> list[str]:
+    """What is missing: Triton builds an extension of Python (`triton/runtime/build.py`)."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    has_header = (root / header.relative_to("/")).exists()
+    return ([] if compiler else ["a C compiler"]) + ([] if has_header else [str(header)])
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
