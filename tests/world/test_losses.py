@@ -7,9 +7,8 @@ import pytest
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Checkpoint, Finish, Outcome, Pause, Problem, Refusal, Switch
-from fallow.core.nodes.records import Phase
 from fallow.core.nodes.state import RunPhase
-from fallow.model import ChangeKind, Doing, Exit, RunStatus
+from fallow.model import ChangeKind, Doing, Exit, MemberPhase, RunStatus
 from world.rig import CONTRACT, Rig, both, logs, orders, started
 
 WAITS = {"doing": Doing.WAITING, "stalled_s": 20.0}
@@ -33,7 +32,7 @@ def test_a_newcomer_whose_state_was_on_its_way_is_absorbed_again_when_the_surviv
     assert (told[1].broken, told[3].broken, told[3].plan) == (2, 2, None)
     assert rig.ballot.members == [1]
     rig.change(5)
-    assert rig.r.nodes[3].phase is Phase.READY
+    assert rig.r.nodes[3].phase is MemberPhase.READY
     assert (rig.m.phase, rig.ballot.members, rig.ballot.change.interrupt) == (RunPhase.PREPARING, [1, 3], False)
     rig.change(6)
     assert rig.r.members == [1, 3]
@@ -65,7 +64,7 @@ def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_
     rig.gone(2, signal=9)
     rig.put(ev.Release(at=0, nodes=(3,), reason="walltime"))
     rig.vote()
-    assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (Phase.GONE, rig.orders[3].end)
+    assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (MemberPhase.GONE, rig.orders[3].end)
     assert rig.m.order(3).end is not None and rig.m.order(3).end.code == Exit.OK
 
 
@@ -75,9 +74,9 @@ def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_
 def test_a_silent_member_is_given_up_only_when_a_member_that_is_heard_waits_for_it() -> None:
     rig = started(3)
     rig.tick(30, 1, 3)
-    assert rig.r.nodes[2].phase is Phase.MEMBER, "it may be in a long step"
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER, "it may be in a long step"
     rig.tick(34, 1, 3, **WAITS)
-    assert rig.r.nodes[2].phase is Phase.SILENT
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
 def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
@@ -108,9 +107,9 @@ def test_after_an_absence_of_the_head_connections_have_time_to_come_back() -> No
     rig.tick(20)
     waits = {"doing": Doing.WAITING, "stalled_s": 6.0}
     rig.tick(45, 1, 3, **waits)
-    assert rig.r.nodes[2].phase is Phase.MEMBER
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
     rig.tick(55, 1, 3, **waits)
-    assert rig.r.nodes[2].phase is Phase.SILENT
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
 def test_old_news_of_a_stopped_process_counts_for_nothing() -> None:
@@ -118,7 +117,7 @@ def test_old_news_of_a_stopped_process_counts_for_nothing() -> None:
     rig.say(2, stopped_s=1.6)
     rig.at = 20.0
     rig.put(ev.Ticked(at=20.0))
-    assert rig.r.nodes[2].phase is Phase.MEMBER
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
 
 
 def test_a_report_that_lay_unread_while_the_head_stood_still_is_old_news() -> None:
@@ -127,7 +126,7 @@ def test_a_report_that_lay_unread_while_the_head_stood_still_is_old_news() -> No
     rig.at = 20.0
     rig.say(2, stopped_s=9.1)
     rig.put(ev.Ticked(at=20.0))
-    assert rig.r.nodes[2].phase is Phase.MEMBER
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
 
 
 def test_a_head_that_comes_back_decides_nothing_before_it_has_heard_all_or_time_is_up() -> None:

@@ -15,10 +15,9 @@ from fallow.core.nodes.messages import (
     Finish,
     Refusal,
 )
-from fallow.core.nodes.records import Phase
 from fallow.core.nodes.state import RunPhase
 from fallow.core.nodes.tables import RUN
-from fallow.model import ChangeKind, Doing, RunStatus
+from fallow.model import ChangeKind, Doing, MemberPhase, RunStatus
 from world.rig import CONTRACT, Rig, both, logs, orders, started
 
 WAITS = {"doing": Doing.WAITING, "stalled_s": 20.0}
@@ -98,7 +97,7 @@ def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_wa
     rig.join("b")
     rig.say(1, prepared=2)
     rig.tick(11, 1, 2)
-    assert (rig.r.nodes[2].phase, rig.m.phase) == (Phase.GONE, RunPhase.STEADY)
+    assert (rig.r.nodes[2].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
     rig.join("c")
     rig.say(1, prepared=rig.r.root.highest)
     for at in range(12, 24):
@@ -106,9 +105,9 @@ def test_a_newcomer_that_does_not_vote_is_given_up_and_one_that_hears_nothing_wa
         rig.say(1)
         rig.say(3, edition=1)
         rig.put(ev.Ticked(at=at))
-    assert (rig.r.nodes[3].phase, rig.m.phase) == (Phase.SILENT, RunPhase.STEADY)
+    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.SILENT, RunPhase.STEADY)
     rig.say(3)
-    assert rig.r.nodes[3].phase is Phase.READY
+    assert rig.r.nodes[3].phase is MemberPhase.READY
 
 
 def test_a_first_exchange_that_does_not_end_or_whose_group_breaks_is_done_again() -> None:
@@ -142,7 +141,7 @@ def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
     rig = started(2)
     rig.put(ev.Release(at=0, nodes=(2,), reason="asked"))
     rig.change()
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
     rig.gone(2, code=0)
     assert list(rig.r.nodes) == [1]
 
@@ -172,7 +171,7 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
     rig.join("b")
     rig.vote()
     rig.tick(13, 2, **WAITS)
-    assert rig.r.nodes[1].phase is Phase.SILENT
+    assert rig.r.nodes[1].phase is MemberPhase.SILENT
     rig.say(2, prepared=3, given_up=2)
     assert rig.r.root.generation == 2, "nothing tells that generation 1 is over"
     rig.tick(30, 2)
@@ -189,7 +188,7 @@ def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -
     rig.say(1, step=50, saved=Checkpoint(path="/c", generation=2, step=45))
     rig.gone(1, signal=9)
     assert rig.r.root.status is RunStatus.SUSPENDED
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
 def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
@@ -207,11 +206,11 @@ def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
 def test_a_member_that_is_heard_again_is_taken_back() -> None:
     rig = started(3)
     rig.tick(13, 1, 3, **WAITS)
-    assert rig.r.nodes[2].phase is Phase.SILENT
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
     assert rig.m.phase is RunPhase.REBUILDING
     turn = rig.say(2)
     turn = both(turn, rig.tick(16, 1, 2, 3))
-    assert rig.r.nodes[2].phase is Phase.MEMBER
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
     assert all(o.end is None for o in orders(turn).values())
     rig.change()
     assert rig.r.members == [1, 2, 3]
@@ -257,7 +256,7 @@ def test_steps_of_the_others_are_a_sign_of_life() -> None:
         rig.tick(at, 1, 3, step=at // 5, **WAITS)
     assert len(rig.r.present()) == 3
     rig.tick(80, 1, 3, **WAITS)
-    assert rig.r.nodes[2].phase is Phase.SILENT
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
 def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
@@ -291,11 +290,11 @@ def test_deadlines_a_node_leaves_before_its_end_or_is_ejected() -> None:
     rig = started(2)
     rig.put(ev.Ends(at=0, node=2, ends_at=100))
     rig.tick(79, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.MEMBER
+    assert rig.r.nodes[2].phase is MemberPhase.MEMBER
     rig.tick(81, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.LEAVING
+    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
     turn = rig.tick(98, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
     assert any(o.end is not None and o.end.kill for o in orders(turn).values())
 
 
@@ -305,16 +304,16 @@ def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None
     rig.tick(70, 1, 2)
     rig.put(ev.Limit(at=70, limit=1, reason="asked"))
     rig.tick(98, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
 def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     rig = started(2)
     rig.put(ev.Release(at=0, nodes=(2,), reason="urgent", by=4.0))
     rig.tick(3.5, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.LEAVING
+    assert rig.r.nodes[2].phase is MemberPhase.LEAVING
     turn = rig.tick(4, 1, 2)
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
     assert orders(turn)[1].broken == 1
 
 
@@ -363,7 +362,7 @@ def test_a_stopped_process_is_ejected_long_before_its_lease() -> None:
     rig.tick(1, 1)
     rig.say(2, stopped_s=0.6)
     rig.put(ev.Ticked(at=1.25))
-    assert rig.r.nodes[2].phase is Phase.GONE
+    assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
 def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger() -> None:
@@ -380,7 +379,7 @@ def test_slow_links_are_looked_at_and_eject_nobody_a_cut_one_drops_the_younger()
     rig.say(1, refusal=Refusal(generation=g, reason="cut", unreachable=(3,)))
     rig.say(2, prepared=g)
     rig.say(3, refusal=Refusal(generation=g, reason="cut", unreachable=(1,)))
-    assert rig.r.nodes[3].phase is Phase.GONE
+    assert rig.r.nodes[3].phase is MemberPhase.GONE
     assert rig.ballot is not None
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.REBUILDING, [1, 2])
 
@@ -390,13 +389,13 @@ def test_a_newcomer_that_is_cut_off_is_left_out_and_members_that_are_train_on() 
     rig.join("c")
     rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,)))
     rig.say(2, prepared=2)
-    assert (rig.r.nodes[3].phase, rig.m.phase) == (Phase.GONE, RunPhase.STEADY)
+    assert (rig.r.nodes[3].phase, rig.m.phase) == (MemberPhase.GONE, RunPhase.STEADY)
     rig = started(2)
     rig.join("c")
     rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(2,)))
     rig.say(3, prepared=2)
     rig.say(2, refusal=Refusal(generation=2, reason="cut", unreachable=(1,)))
-    assert (rig.r.nodes[3].phase, rig.m.phase, rig.r.members) == (Phase.READY, RunPhase.STEADY, [1, 2])
+    assert (rig.r.nodes[3].phase, rig.m.phase, rig.r.members) == (MemberPhase.READY, RunPhase.STEADY, [1, 2])
 
 
 def test_waiting_to_no_end_three_times_in_a_row_ends_the_run() -> None:
@@ -622,7 +621,7 @@ def test_news_of_the_end_of_workers_whose_number_another_node_has_now_prove_noth
     rig = started(1)
     rig.gone(1, signal=9, host="other", boot=1)
     rig.gone(1, signal=9, host="h1", boot=7)
-    assert rig.r.nodes[1].phase is Phase.MEMBER
+    assert rig.r.nodes[1].phase is MemberPhase.MEMBER
     rig.gone(1, signal=9, host="h1", boot=1)
     assert not rig.r.alive(1)
 

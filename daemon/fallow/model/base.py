@@ -7,6 +7,8 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from fallow.model.bounds import Seconds
+
 PROTOCOL = 5
 """Version of the messages below; a peer that says another one is refused."""
 
@@ -120,3 +122,40 @@ class ChangeKind(StrEnum):
     RELEASE = "release"
     EJECT = "eject"
     MIXED = "mixed"
+
+
+class Doing(StrEnum):
+    """Where a worker's training thread is, and a node if all of its workers are there."""
+
+    WORKING = "working"
+    "in the loop: in a body, or on the way to the next"
+    WAITING = "waiting"
+    "for the other members or for a new generation"
+    OUTSIDE = "outside"
+    "in code of the script's outside of `run.updates`"
+
+
+class Parts(Struct, frozen=True, kw_only=True):
+    """Where a pause went, in seconds."""
+
+    drain: Seconds = 0.0
+    "waiting for the slowest member's last step"
+    group: Seconds = 0.0
+    state: Seconds = 0.0
+    data: Seconds = 0.0
+    "the new plan, the old group's dismissal, and the wait for the first batch"
+
+
+class MemberPhase(StrEnum):
+    """Of a node that serves a run, from its arrival to its end."""
+
+    STARTING = "starting"
+    "its workers run, and have not rehearsed"
+    READY = "ready"
+    "rehearsed; a warm standby until a generation takes it in"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    "a member that the next generation will be without"
+    SILENT = "silent"
+    "given up because it was not heard. It may be well: when it is heard again, it is taken back"
+    GONE = "gone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from fallow.model.base import Message, Struct
+from fallow.model.base import Doing, Message, Parts, Struct
 from fallow.model.bounds import (
     Amount,
     Blob,
@@ -76,17 +76,6 @@ class Vote(Message, frozen=True, kw_only=True):
     "for each of them ADDRESS:PORT to which the connection was to lead; empty: nobody has said"
 
 
-class Doing(StrEnum):
-    """Where a worker's training thread is."""
-
-    WORKING = "working"
-    "in the loop: in a body, or on the way to the next"
-    WAITING = "waiting"
-    "for the other members or for a new generation"
-    OUTSIDE = "outside"
-    "in code of the script's outside of `run.updates`"
-
-
 class Beat(Message, frozen=True, kw_only=True):
     """Heartbeat every `Welcome.beat_s` from the communication thread; answered by `BeatAck`."""
 
@@ -120,17 +109,6 @@ class Beat(Message, frozen=True, kw_only=True):
     "the step from which on records are missing in its ledger, whose file cannot be written; None: none is"
     busy_links: Fractions = {}
     "address of another member -> part of the last seconds (0..1) in which the connection to it was busy; the busiest"
-
-
-class Parts(Struct, frozen=True, kw_only=True):
-    """Where a pause went, in seconds."""
-
-    drain: Seconds = 0.0
-    "waiting for the slowest member's last step"
-    group: Seconds = 0.0
-    state: Seconds = 0.0
-    data: Seconds = 0.0
-    "the new plan, the old group's dismissal, and the wait for the first batch"
 
 
 class Active(Message, frozen=True, kw_only=True):

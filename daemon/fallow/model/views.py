@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from fallow.model.base import AllocationKind, AllocationState, ChangeKind, RunStatus, Struct, WorkerPhase
-from fallow.model.messages import Parts
+from fallow.model.base import AllocationKind, AllocationState, ChangeKind, Parts, RunStatus, Struct, WorkerPhase
 from fallow.model.usage import DelayReport
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fallow.core.nodes.messages import Report
 from fallow.core.nodes.proposals import planned, put_off_s
-from fallow.core.nodes.records import Node, Phase
+from fallow.core.nodes.records import Node
 from fallow.core.nodes.state import State
 from fallow.core.restarts import EVERY_S
+from fallow.model import MemberPhase
 
 # -- a node's report --------------------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ def all_have_arrived(m: State) -> bool:
 
 def main_is_lost(m: State) -> bool:
     main = m.roster.nodes.get(m.roster.root.main)
-    return main is not None and main.phase is Phase.GONE and not main.finished
+    return main is not None and main.phase is MemberPhase.GONE and not main.finished
 
 
 def all_have_finished(m: State) -> bool:

@@ -10,9 +10,9 @@ from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Report
 from fallow.core.nodes.moves import burn
 from fallow.core.nodes.proposals import difference
-from fallow.core.nodes.records import FailureKind, Node, Phase
+from fallow.core.nodes.records import FailureKind, Node
 from fallow.core.nodes.state import State
-from fallow.model import Exit, RunStatus
+from fallow.model import Exit, MemberPhase, RunStatus
 
 
 def recover(m: State, report: Report) -> None:
@@ -43,7 +43,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
     r, voting, text = m.roster, m.voting, f"{m.roster.name(node.id)} is heard again"
     r.touch(node).ended, m.is_changed = "", True
     if node.seat:
-        node.phase = Phase.LEAVING if node.leaving else Phase.MEMBER
+        node.phase = MemberPhase.LEAVING if node.leaving else MemberPhase.MEMBER
         m.trouble.lost.pop(node.id, None)
         if r.root.status is RunStatus.SUSPENDED:
             r.root.status = RunStatus.TRAINING
@@ -52,7 +52,7 @@ def take_back(m: State, node: Node, report: Report) -> None:
     elif node.leaving:
         losses.dismiss(m, node, Exit.OK, node.leaving)
     else:
-        node.phase = Phase.READY if node.accepted else Phase.STARTING
+        node.phase = MemberPhase.READY if node.accepted else MemberPhase.STARTING
     m.tell([node.id])
     m.outbox.log("back", f"{text}: {node.phase}", node=node.id)
 
@@ -128,7 +128,7 @@ def note_ready(m: State, node: Node, report: Report) -> None:
         losses.dismiss(m, node, Exit.DATA, message)
         losses.count_start_failure(m, message)
         return
-    r.touch(node).phase, node.accepted, r.root.start_failures = Phase.READY, True, 0
+    r.touch(node).phase, node.accepted, r.root.start_failures = MemberPhase.READY, True, 0
     m.tell([node.id])
     m.is_changed = True
 
@@ -145,7 +145,7 @@ def note_fault(m: State, node: Node, report: Report) -> None:
     signature = fault.signature or f"exit code {fault.code}"
     if fault.code == Exit.TEMPFAIL:
         pass
-    elif node.phase is Phase.STARTING:
+    elif node.phase is MemberPhase.STARTING:
         losses.note_failure(m, node, FailureKind.EXCEPTION, signature, fault.message)
     elif losses.is_the_scripts(m, node, FailureKind.EXCEPTION, signature, fault.message):
         return
@@ -209,7 +209,7 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
     elif not ballot.spoiled:
         ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
         m.trouble.lists_differ = node.seat > 0
-        if not node.seat and node.phase is Phase.READY:
+        if not node.seat and node.phase is MemberPhase.READY:
             m.outbox.log("dismiss", f"{name}: its group could not be built: {refusal.reason}", node=node.id)
             losses.dismiss(m, node, Exit.TEMPFAIL, f"its group could not be built: {refusal.reason}")
 

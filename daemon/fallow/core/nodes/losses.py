@@ -11,10 +11,10 @@ from fallow.core.failures import APART
 from fallow.core.nodes import events as ev
 from fallow.core.nodes import failures
 from fallow.core.nodes.messages import End
-from fallow.core.nodes.records import Failure, FailureKind, Node, Phase
+from fallow.core.nodes.records import Failure, FailureKind, Node
 from fallow.core.nodes.state import State
 from fallow.core.nodes.watch import Overdue
-from fallow.model import Exit, RunStatus
+from fallow.model import Exit, MemberPhase, RunStatus
 
 _DESERTED = (
     "its script ended ({how}) inside of the run.updates loop while the others go on; all have to leave it in the "
@@ -24,18 +24,18 @@ _ENV = "env:// rendezvous"
 """In the last line of what torch says where an init_process_group finds no fixed world."""
 
 
-def lose(m: State, node: Node, reason: str, phase: Phase = Phase.GONE) -> None:
+def lose(m: State, node: Node, reason: str, phase: MemberPhase = MemberPhase.GONE) -> None:
     """The node is gone, or (SILENT) given up."""
     r, name, before = m.roster, m.roster.name(node.id), node.phase
     m.is_changed = True
     r.touch(node).phase = phase
-    node.ended = reason if before is Phase.SILENT else node.ended or reason
-    if phase is Phase.GONE and node.seat and r.root.scripted and not r.finishing:
+    node.ended = reason if before is MemberPhase.SILENT else node.ended or reason
+    if phase is MemberPhase.GONE and node.seat and r.root.scripted and not r.finishing:
         r.root.limit = max(0, r.root.limit - 1)
-    if before is Phase.SILENT:
+    if before is MemberPhase.SILENT:
         return  # it was given up before; now its end is proved
-    if before is Phase.STARTING:
-        if phase is Phase.GONE and not node.leaving:
+    if before is MemberPhase.STARTING:
+        if phase is MemberPhase.GONE and not node.leaving:
             _note_early_end(m, node, reason)
         return
     voting, going = m.voting, m.going
@@ -59,14 +59,14 @@ def eject(m: State, overdue: Iterable[Overdue]) -> None:
                 return
         if one.kind is not None:
             note_failure(m, node, one.kind, one.kind.value, one.reason)
-        lose(m, node, one.reason, Phase.SILENT if one.unheard else Phase.GONE)
+        lose(m, node, one.reason, MemberPhase.SILENT if one.unheard else MemberPhase.GONE)
         if not one.unheard:
             dismiss(m, node, Exit.TEMPFAIL, one.reason, kill=True, stack=one.kind is FailureKind.HANG)
 
 
 def dismiss(m: State, node: Node, code: Exit, reason: str, *, kill: bool = False, stack: bool = False) -> None:
     """End a node that no generation needs."""
-    m.roster.touch(node).phase = Phase.GONE
+    m.roster.touch(node).phase = MemberPhase.GONE
     node.ended = node.ended or reason
     m.outbox.ends[node.id] = End(code=code, reason=reason, kill=kill, stack=stack)
     m.tell([node.id])
@@ -85,7 +85,7 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
         reason = _DESERTED.format(how="exit code 0")
     if kind is not None and not node.leaving:
         node.traceback = node.traceback or event.tail
-        if node.phase is Phase.STARTING:
+        if node.phase is MemberPhase.STARTING:
             note_failure(m, node, kind, signature, reason)
         elif is_the_scripts(m, node, kind, signature, reason):
             return
@@ -95,7 +95,7 @@ def end_early(m: State, node: Node, event: ev.Gone) -> None:
 def end_finished(m: State, node: Node, event: ev.Gone) -> None:
     """The script had ended, now its processes have. The main member's exit code decides about the run."""
     r, is_main = m.roster, node.id == m.roster.root.main
-    r.touch(node).phase, node.code = Phase.GONE, event.code
+    r.touch(node).phase, node.code = MemberPhase.GONE, event.code
     if event.code == Exit.OK:
         return
     name = r.name(node.id)
@@ -142,7 +142,9 @@ def count_start_failure(m: State, what: str) -> None:
     r.root.start_failures += 1
     r.root.message = r.root.message or what
     r.mark("root")
-    if r.root.generation == 0 and not any(n.phase in (Phase.STARTING, Phase.READY) for n in r.nodes.values()):
+    if r.root.generation == 0 and not any(
+        n.phase in (MemberPhase.STARTING, MemberPhase.READY) for n in r.nodes.values()
+    ):
         r.root.traceback = next((n.traceback for n in r.nodes.values() if n.traceback), "")
         end_run(m, RunStatus.FAILED, r.root.message)
 
@@ -176,7 +178,7 @@ def end_well(m: State) -> None:
 def forget_if_unneeded(m: State, node: Node) -> None:
     """Delete the record of a node whose processes have ended and that no generation needs to know."""
     needed = m.is_inside(node) or node.id in m.participants() or node.id == m.roster.root.main
-    if node.exited and node.phase is Phase.GONE and not needed:
+    if node.exited and node.phase is MemberPhase.GONE and not needed:
         m.roster.forget(node)
         m.watch.forget(node.id)
         m.outbox.told.pop(node.id, None)
@@ -204,8 +206,8 @@ def _note_early_end(m: State, node: Node, reason: str) -> None:
 def _deserts(m: State, node: Node) -> bool:
     """Has its script ended in order, but in the middle of the training, in which others go on?"""
     r = m.roster
-    is_member = node.phase is Phase.MEMBER and not node.leaving and not r.finishing
-    return is_member and any(n != node.id for n in r.present(Phase.MEMBER))
+    is_member = node.phase is MemberPhase.MEMBER and not node.leaving and not r.finishing
+    return is_member and any(n != node.id for n in r.present(MemberPhase.MEMBER))
 
 
 def _failure(m: State, node: Node, kind: FailureKind, signature: str, text: str) -> Failure:

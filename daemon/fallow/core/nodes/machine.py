@@ -24,11 +24,11 @@ from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import waiting
 from fallow.core.nodes.facts import recover, resend
 from fallow.core.nodes.messages import Order, Report
-from fallow.core.nodes.records import Node, Phase
+from fallow.core.nodes.records import Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.state import RunPhase, State
 from fallow.core.nodes.watch import Overdue, Timing
-from fallow.model import Exit
+from fallow.model import Exit, MemberPhase
 from fallow.text import counted
 
 MOST_RULES = 20
@@ -179,10 +179,10 @@ class Machine:
         if event.is_ordered:
             node.leaving = node.leaving or event.reason
         if m.roster.root.status.ended:
-            node.phase = Phase.GONE
-        elif node.finished and node.phase is not Phase.GONE:
+            node.phase = MemberPhase.GONE
+        elif node.finished and node.phase is not MemberPhase.GONE:
             losses.end_finished(m, node, event)
-        elif node.phase is not Phase.GONE:
+        elif node.phase is not MemberPhase.GONE:
             losses.end_early(m, node, event)
         losses.forget_if_unneeded(m, node)
         m.is_changed = True
@@ -198,15 +198,15 @@ class Machine:
 
     def _ask_to_leave(self, node: Node, reason: str, by: float | None = None) -> None:
         m, voting = self.state, self.state.voting
-        if node.phase is Phase.GONE or node.finished:
+        if node.phase is MemberPhase.GONE or node.finished:
             return
         m.roster.touch(node).leaving = node.leaving or reason
         if by is not None:
             node.leave_by = by if node.leave_by is None else min(by, node.leave_by)
         m.is_changed = True
-        if node.phase is Phase.MEMBER:
-            node.phase = Phase.LEAVING
-        elif node.phase in (Phase.STARTING, Phase.READY):
+        if node.phase is MemberPhase.MEMBER:
+            node.phase = MemberPhase.LEAVING
+        elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
             name = m.roster.name(node.id)
             if voting is not None and node.id in voting.members:
                 voting.spoiled = f"{name} has to leave: {reason}"
@@ -215,7 +215,7 @@ class Machine:
 
     def _limit(self, event: ev.Limit) -> None:
         self._set_limit(event.limit, event.reason)
-        for n in sorted(self.roster.present(Phase.MEMBER))[event.limit :]:
+        for n in sorted(self.roster.present(MemberPhase.MEMBER))[event.limit :]:
             self._ask_to_leave(self.roster.nodes[n], event.reason)
 
     def _set_limit(self, limit: int, reason: str) -> None:
@@ -296,12 +296,13 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
 def _check(m: State) -> None:
     r, root, ballot, change = m.roster, m.roster.root, m.ballot, m.roster.root.change
     concerned = {*m.participants(), *m.inside()}
-    leaving = [node.id for node in r.nodes.values() if node.phase is Phase.LEAVING]
+    leaving = [node.id for node in r.nodes.values() if node.phase is MemberPhase.LEAVING]
     frozen = root.status.ended or r.finishing
     holds = {
         "generations only grow": root.complete <= root.generation <= root.highest,
         "no seat is taken twice": len({r.nodes[n].seat for n in r.members}) == len(r.members),
-        "never more nodes than allowed": frozen or len(r.present(Phase.MEMBER)) <= max(root.maximum, root.minimum),
+        "never more nodes than allowed": frozen
+        or len(r.present(MemberPhase.MEMBER)) <= max(root.maximum, root.minimum),
         "an ended run changes nothing": not (root.status.ended and (ballot or change)),
         "what is voted on has the newest number": m.voting is None or m.voting.change.generation == root.highest,
         "a node that leaves hears of it": frozen or concerned.issuperset(leaving),

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from fallow.core.joining import other_bits
 from fallow.core.nodes.messages import Contract
-from fallow.core.nodes.records import Phase
 from fallow.core.nodes.roster import Roster
 from fallow.core.restarts import EVERY_S
-from fallow.model import ChangeKind, RunStatus
+from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 HasState = Callable[[int], bool]
 """Has this node the whole state, as far as is known?"""
@@ -29,7 +28,7 @@ class Proposal:
 
 def planned(roster: Roster, has_state: HasState) -> Proposal | None:
     """The planned change that is due; None: there is none. Joins and leaves that are known now go together."""
-    staying, leaving = roster.present(Phase.MEMBER), roster.present(Phase.LEAVING)
+    staying, leaving = roster.present(MemberPhase.MEMBER), roster.present(MemberPhase.LEAVING)
     joiners = roster.fitting(staying, roster.standbys())
     if not staying and not leaving:
         return _start(roster, joiners)
@@ -78,7 +77,7 @@ def after_loss(
         kind: of the change.
         reason: why the generation broke.
     """
-    staying = [n for n in survivors if roster.nodes[n].phase is not Phase.LEAVING]
+    staying = [n for n in survivors if roster.nodes[n].phase is not MemberPhase.LEAVING]
     holders = [n for n in survivors if has_state(n)]
     members = [n for n in holders if n in staying] or holders or staying
     contract = roster.root.contract

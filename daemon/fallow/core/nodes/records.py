@@ -15,21 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fallow.core.nodes.messages import Checkpoint, Contract, Finish, Outcome, Pause, Unreadable
-from fallow.model import ChangeKind, RunStatus
-
-
-class Phase(StrEnum):
-    """Of a node. `tables.NODE` says how it goes from one phase to the next."""
-
-    STARTING = "starting"
-    READY = "ready"
-    "rehearsed; waits for a seat"
-    MEMBER = "member"
-    LEAVING = "leaving"
-    "a member that the next generation will be without"
-    SILENT = "silent"
-    "given up because it was not heard. It may be well: when it is heard again, it is taken back"
-    GONE = "gone"
+from fallow.model import ChangeKind, MemberPhase, RunStatus
 
 
 class Node(msgspec.Struct, kw_only=True):
@@ -44,7 +30,7 @@ class Node(msgspec.Struct, kw_only=True):
     "number of its workers"
     entry: str
     "where they listen, see `messages.Peer`"
-    phase: Phase = Phase.STARTING
+    phase: MemberPhase = MemberPhase.STARTING
     seat: int = 0
     "its place in the order of ranks; 0: none. A lost node keeps its seat until a generation without it is committed"
     joined: int = 0
@@ -74,7 +60,7 @@ class Node(msgspec.Struct, kw_only=True):
 
     @property
     def alive(self) -> bool:
-        return self.phase not in (Phase.SILENT, Phase.GONE)
+        return self.phase not in (MemberPhase.SILENT, MemberPhase.GONE)
 
 
 class Change(msgspec.Struct, kw_only=True):

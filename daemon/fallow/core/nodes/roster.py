@@ -7,7 +7,8 @@ from zlib import crc32
 
 from fallow.core.nodes import records
 from fallow.core.nodes.messages import Unreadable
-from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Phase, Root
+from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Root
+from fallow.model import MemberPhase
 
 NODE_KEY = "node/"
 MOST_NAMED = 8
@@ -117,14 +118,14 @@ class Roster:
     def alive(self, node: int) -> bool:
         return node in self.nodes and self.nodes[node].alive
 
-    def present(self, *phases: Phase) -> list[int]:
+    def present(self, *phases: MemberPhase) -> list[int]:
         """Members in one of these phases, in rank order; by default all that are not lost."""
-        wanted = phases or (Phase.MEMBER, Phase.LEAVING)
+        wanted = phases or (MemberPhase.MEMBER, MemberPhase.LEAVING)
         return [n for n in self.members if self.nodes[n].phase in wanted]
 
     def standbys(self) -> list[int]:
         """Ready nodes, oldest first."""
-        return [n for n, node in self.nodes.items() if node.phase is Phase.READY]
+        return [n for n, node in self.nodes.items() if node.phase is MemberPhase.READY]
 
     def fitting(self, taken: Iterable[int], candidates: Iterable[int]) -> list[int]:
         """The first candidates that have a place beside `taken`: by the limit, and by the number of shards."""
@@ -165,15 +166,15 @@ class Roster:
         root, staying = self.root, set(members)
         for node in [self.nodes[n] for n in self.members if n not in staying]:
             self.touch(node).seat = 0
-            if node.phase is Phase.MEMBER:
-                node.phase = Phase.READY
+            if node.phase is MemberPhase.MEMBER:
+                node.phase = MemberPhase.READY
         last = 0
         for node in [self.nodes[n] for n in members]:
             if node.seat <= last:
                 self.touch(node).seat, root.next_seat = root.next_seat, root.next_seat + 1
             last = node.seat
-            if node.phase is Phase.READY:
-                self.touch(node).phase = Phase.MEMBER
+            if node.phase is MemberPhase.READY:
+                self.touch(node).phase = MemberPhase.MEMBER
         for n in joined:
             self.touch(self.nodes[n]).joined = root.generation
         self._members = None

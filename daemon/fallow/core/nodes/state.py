@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
-from fallow.core.nodes.records import Change, Node, Phase
+from fallow.core.nodes.records import Change, Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.watch import Timing, Watch
-from fallow.model import Exit, RunStatus
+from fallow.model import Exit, MemberPhase, RunStatus
 
 
 class RunPhase(StrEnum):
@@ -216,7 +216,7 @@ class State:
         members = self.roster.members or (self.ballot.members if self.ballot is not None else [])
         if members:
             return members[0]
-        starting = (Phase.STARTING, Phase.READY)
+        starting = (MemberPhase.STARTING, MemberPhase.READY)
         return next((n for n, node in self.roster.nodes.items() if node.phase in starting and not node.leaving), 0)
 
     # -- what is said -----------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class State:
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status
-        if node.phase is Phase.GONE:
+        if node.phase is MemberPhase.GONE:
             code = Exit.OK if node.leaving else Exit.TEMPFAIL
             return self.outbox.ends.get(node.id) or End(code=code, reason=node.ended or node.leaving)
         if status.ended and not node.finished:

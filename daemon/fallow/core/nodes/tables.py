@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from fallow.core.nodes import conditions as when
 from fallow.core.nodes import facts, losses, moves
 from fallow.core.nodes.messages import Report
-from fallow.core.nodes.records import Node, Phase
+from fallow.core.nodes.records import Node
 from fallow.core.nodes.state import RunPhase, State
+from fallow.model import MemberPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Fact:
     """What a node's report shows, in which phases of the node this counts, and what is done."""
 
     name: str
-    phases: frozenset[Phase]
+    phases: frozenset[MemberPhase]
     condition: Callable[[State, Node, Report], bool]
     action: Callable[[State, Node, Report], None]
 
@@ -38,21 +39,21 @@ class Rule:
     action: Callable[[State], None]
 
 
-_ANY = frozenset(Phase)
-_ALIVE = _ANY - {Phase.GONE}
-_VOTERS = frozenset((Phase.READY, Phase.MEMBER, Phase.LEAVING))
-_MEMBERS = frozenset((Phase.MEMBER, Phase.LEAVING))
-_SEATED = frozenset((Phase.MEMBER, Phase.LEAVING, Phase.SILENT))
-_LEAVERS = frozenset((Phase.LEAVING, Phase.SILENT))
+_ANY = frozenset(MemberPhase)
+_ALIVE = _ANY - {MemberPhase.GONE}
+_VOTERS = frozenset((MemberPhase.READY, MemberPhase.MEMBER, MemberPhase.LEAVING))
+_MEMBERS = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING))
+_SEATED = frozenset((MemberPhase.MEMBER, MemberPhase.LEAVING, MemberPhase.SILENT))
+_LEAVERS = frozenset((MemberPhase.LEAVING, MemberPhase.SILENT))
 
 NODE: tuple[Fact, ...] = (
     Fact("makes progress", _SEATED, when.always, facts.note_progress),
-    Fact("is heard again", frozenset((Phase.SILENT,)), when.has_obeyed, facts.take_back),
+    Fact("is heard again", frozenset((MemberPhase.SILENT,)), when.has_obeyed, facts.take_back),
     Fact("has a checkpoint", _ANY, when.has_saved, facts.note_saved),
     Fact("could not save one", _ANY, when.could_not_save, facts.note_unsaved),
     Fact("could not load one", _ANY, when.found_damage, facts.note_damaged),
     Fact("has failed", _ALIVE, when.has_failed, facts.note_fault),
-    Fact("is ready", frozenset((Phase.STARTING,)), when.is_ready, facts.note_ready),
+    Fact("is ready", frozenset((MemberPhase.STARTING,)), when.is_ready, facts.note_ready),
     Fact("has deserted", _MEMBERS, when.has_deserted, facts.note_deserted),
     Fact("has finished", _SEATED, when.has_finished, facts.note_finished),
     Fact("has left", _LEAVERS, when.has_left, facts.note_left),

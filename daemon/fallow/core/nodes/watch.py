@@ -16,9 +16,9 @@ import math
 from dataclasses import dataclass
 
 from fallow.core.nodes.messages import Report
-from fallow.core.nodes.records import FailureKind, Node, Phase
+from fallow.core.nodes.records import FailureKind, Node
 from fallow.core.nodes.roster import Roster
-from fallow.model import Doing
+from fallow.model import Doing, MemberPhase
 
 LONGEST_TICK_S, DEAF_S = 1.0, 3.0
 ABSENCE_S = 5.0
@@ -164,7 +164,10 @@ class Watch:
             return Overdue(node, f"one of its processes is stopped (for {report.stopped_s:.1f} s)")
         if silent_s > timing.lease_s and self._counts(node):
             return Overdue(node, f"silent for {silent_s:.1f} s", unheard=True)
-        if node.phase is Phase.STARTING and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s:
+        if (
+            node.phase is MemberPhase.STARTING
+            and self.now - self._came_at.setdefault(node.id, self.now) > timing.start_s
+        ):
             return Overdue(node, f"did not reach run.updates() within {timing.start_s:.0f} s", FailureKind.HANG)
         stalled_s = 0.0 if self._roster.finishing else self._stalled_s(node.id, others_wait)
         if node.seat and not node.deserted and stalled_s > timing.progress_s:
