@@ -52,7 +52,7 @@ ToWorker = Start | Order | News | Heard | Gathered
 
 
 class Status(Wire, frozen=True, kw_only=True, tag="status"):
-    """How one worker stands. Fields that `core.nodes.messages.Report` has, too, mean for a worker what they mean there."""
+    """How one worker stands. Fields that `core.nodes.messages.Report` has, too, mean the same here, of one worker."""
 
     term: Count = 0
     edition: Count = 0
