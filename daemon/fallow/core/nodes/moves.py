@@ -8,6 +8,7 @@ from fallow.core.links import to_drop
 from fallow.core.nodes import checkpoints, losses
 from fallow.core.nodes.conditions import all_wait_s
 from fallow.core.nodes.messages import Peer, Plan
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.proposals import Proposal, after_loss, planned
 from fallow.core.nodes.records import Change, Completed, FailureKind, Node
 from fallow.core.nodes.roster import check_of
@@ -228,7 +229,10 @@ def drop_newcomers(m: State) -> None:
     assert ballot is not None
     newcomers = frozenset(ballot.change.joined)
     dropped = [n for n in _cut_off(m, ballot, last=newcomers) if n in newcomers]
-    named = [f"n{n} does not reach {m.roster.names(said.unreachable)}" for n, said in sorted(ballot.refusals.items())]
+    named = [
+        f"{member_name(n)} does not reach {m.roster.names(said.unreachable)}"
+        for n, said in sorted(ballot.refusals.items())
+    ]
     burn(m, "; ".join(named), 0.0 if dropped else m.timing.prepare_s)
     _give_up(m, dropped, ballot)
 

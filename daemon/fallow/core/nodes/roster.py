@@ -7,6 +7,7 @@ from zlib import crc32
 
 from fallow.core.nodes import records
 from fallow.core.nodes.messages import Unreadable
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Root
 from fallow.model import MemberPhase
 
@@ -149,7 +150,7 @@ class Roster:
         return [node for node in known if node.alive and node.seat]
 
     def name(self, node: int) -> str:
-        return f"n{node} ({self.nodes[node].host})" if node in self.nodes else f"n{node}"
+        return f"{member_name(node)} ({self.nodes[node].host})" if node in self.nodes else member_name(node)
 
     def names(self, nodes: Iterable[int]) -> str:
         named = list(nodes)
