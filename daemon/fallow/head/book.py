@@ -148,7 +148,9 @@ class Run:
         self.pending: dict[str, bytes | None] = {}
         "records of its membership that the next turn has to write, by key; None: to be deleted"
         self.stored: dict[str, int] = {}
-        "key -> hash of what was written last, of its record and its allocations (`head.durable`)"
+        "key -> hash of what is in the store, but for the membership's records (`head.durable`)"
+        self.written = 0
+        "how often something of it was"
         self.generations: deque[GenerationReport] = deque(maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
@@ -175,7 +177,7 @@ class Run:
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
-        "revision and view (`head.views`), once it has ended"
+        "`written` and view (`head.views`), once it has ended"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False
@@ -404,7 +406,7 @@ class Book:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
         new = self.add(run.spec, record, roster, allocations, run.revision, at)
-        new.generations, new.looked_for_checkpoints, new.reached = run.generations, True, run.reached
+        new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
         return new
 
     def _forget_keys(self, run: Run) -> None:
@@ -457,6 +459,7 @@ class Book:
             run=run.id,
             kind=kind,
             public_key=keys.public,
+            number=number,
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )

@@ -7,14 +7,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from fallow.model import AgentBeat, Beat, ClusterState, FallowError, FromPeer
+from fallow.core.protocol.agents import Beat, FromAgent
+from fallow.model import ClusterState, FallowError
 from fallow.slurm.client import SubmitRejected, SubmitUnknown
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
     peer: str
-    message: FromPeer
+    message: FromAgent
+    at: float
+    "when it was received, on the head's clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Inbox:
         """Never waits: besides beats, what peers send is limited by what they are told."""
         cell = [item]
         match item:
-            case Heard(peer, Beat() | AgentBeat()):
+            case Heard(peer, Beat()):
                 if peer in self._beats:
                     self._beats[peer][0] = item
                     return
