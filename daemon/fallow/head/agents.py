@@ -15,7 +15,7 @@ from fallow.core.nodes.messages import Gather
 from fallow.core.nodes.names import member_name
 from fallow.core.protocol.agents import Beat, EndAgent, Ended, EndNoted, FromAgent, Hello, Left, News, Refused, Setup
 from fallow.head import again, gauge, missing, neighbours, saved, views
-from fallow.head.book import Principal, Run
+from fallow.head.book import Run
 from fallow.head.forgetting import forget
 from fallow.head.turn import Turn, agent_peer
 from fallow.model import AllocationKind, AllocationState, Exit, MemberPhase
@@ -308,7 +308,9 @@ class Agents:
         neighbours.hurry(turn, run, allocation)
         if run.spec.local:
             for host in allocation.hosts:
-                if self._silent_s(turn, run, allocation, host) > self._config.lease_s and self._is_killed(run, allocation, host):
+                if self._silent_s(turn, run, allocation, host) > self._config.lease_s and self._is_killed(
+                    run, allocation, host
+                ):
                     # No Slurm tells of these nodes, but all of them are on this host.
                     self.agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
 

@@ -328,9 +328,7 @@ def _read(
     run_id: str, stored: dict[str, bytes]
 ) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
     roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
-    allocations = [
-        records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")
-    ]
+    allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
     generations = [
         records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
     ]
