@@ -204,7 +204,7 @@ class Agents:
             boot=agent.boot,
             ends_in_s=None if allocation.end_at is None else allocation.end_at - turn.now,
             joins=run.joins(agent.node),
-            step=run.front,
+            step=run.roster.front,
             epoch=epochs[0] if epochs else (usable[0].epoch if usable else 0),
             reached=run.reached,
             checkpoint_in_s=due_in_s,
@@ -306,19 +306,11 @@ class Agents:
             if allocation.state is AllocationState.RUNNING and turn.now >= ends_at - margin_s:
                 turn.release_allocation(run, allocation, allocation.ends_because)
         neighbours.hurry(turn, run, allocation)
-        if run.spec.local:
-            for host in allocation.hosts:
-                if self._silent_s(turn, run, allocation, host) > self._config.lease_s and self._is_killed(
-                    run, allocation, host
-                ):
-                    # No Slurm tells of these nodes, but all of them are on this host.
-                    self.agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
-
-    @staticmethod
-    def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
-        progress = run.progress.get(allocation.agents[host].node)
-        pids = progress.pids if progress is not None else ()
-        return bool(pids) and not any(map(_is_running, pids))
+        for host in allocation.hosts if run.spec.local else ():
+            # No Slurm tells of these nodes, but all of them are on this host.
+            is_silent = self._silent_s(turn, run, allocation, host) > self._config.lease_s
+            if is_silent and _is_killed(run, allocation, host):
+                self.agent_gone(turn, run, allocation, host, f"the processes of {host} are gone")
 
     @staticmethod
     def _silent_s(turn: Turn, run: Run, allocation: Allocation, host: str) -> float:
@@ -347,6 +339,12 @@ def _problem(run: Run, allocation: Allocation, hello: Hello) -> str | None:
         # One token, one job: the first that came has claimed it.
         return f"{allocation.token} belongs to job {allocation.job_id}, this is job {hello.job_id}"
     return None
+
+
+def _is_killed(run: Run, allocation: Allocation, host: str) -> bool:
+    progress = run.progress.get(allocation.agents[host].node)
+    pids = progress.pids if progress is not None else ()
+    return bool(pids) and not any(map(_is_running, pids))
 
 
 def _is_running(pid: int) -> bool:

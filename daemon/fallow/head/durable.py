@@ -1,7 +1,8 @@
 """What survives the head: terms, runs and the event log, in its store.
 
-Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.nodes.roster`): `root`, `node/N`,
-`history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision that is compared.
+Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.nodes.roster`): `root`,
+`node/N`, `history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision
+that is compared.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ class Durable:
                 ]
             else:
                 run.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
-        for key, (revision, value) in (await self.store.load("note/")).items():
-            self.notes[key.removeprefix("note/")] = value
+        for key, (revision, note) in (await self.store.load("note/")).items():
+            self.notes[key.removeprefix("note/")] = note
             self._note_revisions[key.removeprefix("note/")] = revision
         self.last_event = await self.store.last_event()
 
@@ -232,7 +233,7 @@ class Durable:
         """
         found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
         stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
-        spec, record, roster, allocations, generations = _read(run.id, stored)
+        _, record, roster, allocations, generations = _read(run.id, stored)
         new = book.make_anew(run, record, roster, allocations, at)
         new.generations.extend(generations)
         new.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
@@ -344,11 +345,10 @@ def _read(
 def _changed(run: Run) -> dict[str, bytes | None]:
     """Records of a run that differ from what is stored; None: to be deleted."""
     values: dict[str, bytes | None] = dict(run.pending)
-    now: dict[str, Callable[[], bytes]] = {"record": lambda: records.encode(run.record)}
-    for token, allocation in run.allocations.items():
-        now[f"allocation/{token}"] = lambda allocation=allocation: records.encode(allocation)
-    for key, encoded in now.items():
-        value = encoded()
+    now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}
+    now["record"] = run.record
+    for key, record in now.items():
+        value = records.encode(record)
         if run.stored.get(key) != hash(value):
             values[key] = value
     # These never change once they are there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,15 +126,20 @@ class Inbox:
         """True if nothing waits."""
         return not self._cells
 
-    async def take(self) -> list[Item]:
-        """One item, or several messages of peers: those that wait together are one turn.
+    async def take(self, drain: Callable[[], None] = lambda: None) -> list[Item]:
+        """One item, or several messages of agents: those that wait together are one turn.
 
         So what follows from them is written down once: all members of a large run vote at the same moment, and a
         thousand agents may come at the same moment. A tick judges who is silent, so it comes after all that waits when
         its turn comes, and after nothing that comes later: it is put off once.
+
+        Args:
+            drain: puts in what was received and not yet put in; called when a tick's turn comes.
         """
         items = [await self.get()]
         if isinstance(items[0], Tick):
+            if not self._is_tick_last:
+                drain()
             items = [self._after_what_waits(items[0])]
         if isinstance(items[0], Heard):
             while len(items) < TOGETHER and self._cells and isinstance(self._cells[0][0], Heard):

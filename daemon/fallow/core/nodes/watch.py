@@ -29,7 +29,7 @@ GENERATIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Deadlines in seconds."""
+    """Deadlines in seconds, and what else the configuration says of the membership."""
 
     prepare_s: float = 30.0
     "votes for a planned generation have to be in by then"
@@ -62,6 +62,8 @@ class Timing:
     "a head that comes back decides nothing before it has heard all nodes, or for so long; less than `DEAF_S`"
     bar_after: int = 3
     "failures within an hour after which a host is barred"
+    kept_checkpoints: int = 2
+    "usable ones that stay, besides those that were asked for by hand"
 
 
 @dataclass(frozen=True, slots=True)
