@@ -168,6 +168,7 @@ class Head:
         self._book = Book(
             paths,
             timing=self._timing(),
+            kept_checkpoints=config.checkpoint.keep,
             public_key=keys.public,
             new_id=lambda: os.urandom(6).hex(),
             ordered=ordered(config),
@@ -262,7 +263,6 @@ class Head:
             lease_s=m.lease_s,
             progress_s=m.progress_s,
             bar_after=m.bar_after,
-            kept_checkpoints=self.config.checkpoint.keep,
         )
 
     # -- sources ------------------------------------------------------------------------------------------------

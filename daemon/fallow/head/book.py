@@ -277,6 +277,7 @@ class Book:
         paths: Paths,
         *,
         timing: Timing,
+        kept_checkpoints: int = 2,
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
@@ -288,6 +289,7 @@ class Book:
         """Make an empty book.
 
         Args:
+            kept_checkpoints: so many usable ones of a run stay, see `core.nodes.checkpoints.take_spare`.
             ordered: account and QOS of harvest jobs, where the configuration says so.
             checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
             network: the members' interface and ports.
@@ -306,6 +308,7 @@ class Book:
         self.network = network
         self._revoked: list[str] = []
         self._timing = timing
+        self._kept_checkpoints = kept_checkpoints
         self._public_key = public_key
         self._new_id = new_id
         self._ordered = ordered
@@ -346,6 +349,7 @@ class Book:
             timing=self._timing,
             at=at,
             edition=self._edition(spec.run),
+            keep=self._kept_checkpoints,
             validate=self._validate or spec.local,
         )
         run = Run(spec, record, allocations, machine, revision, self._ordered)

@@ -11,7 +11,6 @@ from fallow.core.nodes.records import Saved, WentBack
 from fallow.core.nodes.roster import Roster
 from fallow.model import ChangeKind
 
-
 def usable(roster: Roster) -> list[Checkpoint]:
     """Newest step first."""
     good = [saved.checkpoint for saved in roster.checkpoints.saved if saved.usable]
@@ -43,7 +42,10 @@ def _is_superseded(roster: Roster, new: Checkpoint) -> bool:
 def take_spare(roster: Roster, keep: int) -> list[str]:
     """Take out what is not needed any more, and return the paths. Call it only while a node has the state.
 
-    A checkpoint that was set aside or is damaged stays until `keep` usable ones have come after it.
+    Args:
+        roster: of the run.
+        keep: so many of the newest usable ones stay, besides those that were asked for by hand. One that was set aside
+            or is damaged stays until so many usable ones have come after it.
     """
     known = roster.checkpoints.saved
     ordinary = [saved for saved in known if not saved.checkpoint.asked]

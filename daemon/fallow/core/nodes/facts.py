@@ -96,9 +96,7 @@ def keep_checkpoint(m: State, new: Checkpoint) -> None:
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [
-            ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.timing.kept_checkpoints)
-        ]
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
 
 
 def note_unsaved(m: State, node: Node, report: Report) -> None:

@@ -48,13 +48,22 @@ class Machine:
         timing: deadlines.
         at: now, on the clock of the events.
         edition: of the newest order of this term, if this machine replaces another one of the same head.
+        keep: usable checkpoints that stay, besides those that were asked for by hand.
         validate: check the invariants after each event.
     """
 
     def __init__(
-        self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0, validate: bool = False
+        self,
+        roster: Roster,
+        *,
+        term: int,
+        timing: Timing,
+        at: float,
+        edition: int = 0,
+        keep: int = 2,
+        validate: bool = False,
     ) -> None:
-        self.state = State(roster, term=term, timing=timing, at=at, edition=edition)
+        self.state = State(roster, term=term, timing=timing, at=at, edition=edition, keep=keep)
         self.carried_out: Counter[str] = Counter()
         "how often each row of the tables was"
         self._validate = validate
