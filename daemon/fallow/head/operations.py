@@ -87,8 +87,8 @@ class Operations:
             if unused
             else self._book.new_allocation(found, AllocationKind.HARVEST, turn.now, sent_by=turn.now)
         )
-        # Each allocation is one node, and the base job's is the first.
-        allocation.reserved = found.record.next_allocation
+        # Each allocation is one node.
+        allocation.reserved = allocation.number + 1
         turn.dirty.add(found.id)
         return LocalAllocation(
             member=member_name(allocation.reserved),

@@ -59,8 +59,8 @@ def shown(run: Run, at: float, now: float) -> RunView:
     over = ended_at is not None and now - ended_at > LATE_S and not run.barred and not run.live_allocations()
     if not over:
         return run_view(run, at, now)
-    if run.shown is None or run.shown[0] != run.revision:
-        run.shown = run.revision, run_view(run, at, now)
+    if run.shown is None or run.shown[0] != run.written:
+        run.shown = run.written, run_view(run, at, now)
     return run.shown[1]
 
 
