@@ -67,7 +67,7 @@ def test_an_older_record_goes_through_every_migration(monkeypatch: pytest.Monkey
 FIELDS = {
     Root: "run minimum maximum limit scripted status generation highest complete old_may_step entered change next_id "
     "next_seat contract rollback_below front discarded first first_before main final outcome unsaved unsaved_reason "
-    "diverged start_failures message traceback",
+    "unrecorded diverged start_failures message traceback",
     Node: "id host token boot slots entry phase seat joined accepted step ends_at leave_by leaving ended code "
     "traceback proved_gone exited finished deserted noted healed unrecorded",
     Report: "node boot seq term edition ready generation prepared refusal given_up left step has_state switch doing "

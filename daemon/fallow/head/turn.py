@@ -193,8 +193,6 @@ class Turn:
                 self.removals.append(path)
             case ev.Barred(host, _):
                 self._let_go_of_host(run, host)
-            case ev.Superseded(term):
-                self.superseded = max(self.superseded, term)
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import End, Order, Plan, Refusal, Report
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Change, Node
 from fallow.core.nodes.roster import Roster
 from fallow.core.nodes.watch import Timing, Watch
@@ -133,8 +134,10 @@ class Outbox:
         self.first_edition = edition + 1
         self.instructions: list[ev.Instruction] = []
 
-    def log(self, kind: str, text: str, **data: Any) -> None:
-        self.instructions.append(ev.Log(kind, text, data))
+    def log(self, kind: str, text: str, *, node: int = 0, **data: Any) -> None:
+        """Append to the run's event log; `node`: which it is about, 0 for none."""
+        about = {"member": member_name(node)} if node else {}
+        self.instructions.append(ev.Log(kind, text, about | data))
 
     def has_heard(self, node: int, report: Report | None) -> bool:
         """Has the node obeyed the newest order that it was sent?"""
