@@ -58,9 +58,8 @@ def rebuild_group(m: State) -> None:
     """A group broke, and nobody is gone: rebuild it as it was.
 
     Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
-    `ATTEMPTS` groups in a row broke first, all at the same step of its own, goes. Nobody else can tell what is wrong
-    with it, and the others go on. If it alone has the state, the youngest newcomer goes instead. On the only member,
-    nothing but its own node or script can be the cause, and the run fails.
+    `ATTEMPTS` groups in a row broke first, all at the same step of its own, is ejected, and the others go on. It may
+    come back with new processes. If that does not help, its host is barred, as after other failures.
     """
     r, broken = m.roster, m.trouble.group
     assert broken is not None
@@ -70,14 +69,8 @@ def rebuild_group(m: State) -> None:
         rebuild(m, f"the group broke ({broken.text})")
         return
     m.trouble.group = None
-    others = [n for n in m.inside() if n != broken.node and r.alive(n)]
-    reason = f"at step {broken.step} {times} groups in a row broke, the last because {broken.text}"
-    if not others:
-        losses.end_run(m, RunStatus.FAILED, f"{r.name(broken.node)} is the only member, and {reason}")
-        return
-    keeps_state = m.has_state(broken.node) and not any(map(m.has_state, others))
-    node = r.nodes[others[-1] if keeps_state else broken.node]
-    losses.eject(m, [Overdue(node, reason, FailureKind.UNREACHABLE)])
+    reason = f"{times} groups in a row broke at its step {broken.step}, the last because {broken.text}"
+    losses.eject(m, [Overdue(r.nodes[broken.node], reason, FailureKind.UNREACHABLE)])
 
 
 def rebuild_broken(m: State) -> None:

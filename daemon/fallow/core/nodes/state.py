@@ -97,6 +97,8 @@ class Trouble:
     "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
+    recovered: int = 0
+    "newest generation that the store had lost: the state of a node that did not compute in it is too old"
     group: Broken | None = None
     breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     "node -> (step that it had finished, how many groups in a row broke there first)"
@@ -234,9 +236,9 @@ class State:
         if root.rollback_below or not self.is_inside(known):
             return False
         if report is None:
-            return 0 < known.joined <= root.complete
+            return 0 < known.joined <= root.complete and not self.trouble.recovered
         # What it holds counts only if it has computed since it got its seat.
-        return report.has_state and report.generation >= known.joined
+        return report.has_state and report.generation >= max(known.joined, self.trouble.recovered)
 
     def main(self) -> int:
         """The node whose first worker is the main one of the run; 0: there is no node."""
@@ -305,7 +307,7 @@ class State:
         next_one = ballot.change.generation if ballot is not None else 0
         if 0 < below < next_one or not self.is_inside(node):
             return next_one
-        return node.joined
+        return max(node.joined, self.trouble.recovered)
 
     def _end_of(self, node: Node) -> End | None:
         status = self.roster.root.status
