@@ -17,13 +17,13 @@ from fallow.model import (
     Exit,
     FallowError,
     HeadView,
+    MemberPhase,
     MemberView,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    MemberPhase,
 )
 
 START_S = 6.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.style import Style
 from rich.text import Text
 
-from fallow.model import AllocationKind, ChangeKind, NodeOwner, RunStatus, MemberPhase
+from fallow.model import AllocationKind, ChangeKind, MemberPhase, NodeOwner, RunStatus
 from fallow_tui.view import Cell, Freshness, View
 
 RUN_COLOURS = ("#5fd7af", "#ffaf5f", "#87afff", "#d787ff", "#ffd75f", "#ff87af", "#5fd7ff", "#afd75f")

@@ -11,12 +11,12 @@ from fallow.model import (
     AllocationKind,
     ChangeKind,
     EventRecord,
+    MemberPhase,
     NodeOwner,
     NodeView,
     RunStatus,
     RunView,
     Snapshot,
-    MemberPhase,
 )
 from fallow_tui.text import clean_item
 
