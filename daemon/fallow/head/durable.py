@@ -239,14 +239,6 @@ class Durable:
         new.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
         return new
 
-    async def newest_term(self) -> int:
-        """The newest term that any head has taken.
-
-        Raises:
-            FallowError: the store is away for too long.
-        """
-        return await self._patiently(self.store.newest_term)
-
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
         try:
             return await self._patiently(lambda: self.store.save(writes, new))
