@@ -1,8 +1,8 @@
 """One start of a node's workers, from the first process to the end of the last.
 
 The workers of a node belong together, and the first of them that ends decides. If it has not come to the end of its
-script, was not asked to leave and was not told to end, the others are killed at once. Otherwise they have a time of grace
-to end, too. How the node has ended is how that first worker has.
+script, was not asked to leave and was not told to end, the others are killed at once. Otherwise they have some time to
+end, too. How the node has ended is how that first worker has.
 """
 
 from __future__ import annotations
