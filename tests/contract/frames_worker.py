@@ -9,7 +9,7 @@ import threading
 import time
 
 from fallow.core.nodes.messages import Fault, Order
-from fallow.core.protocol.workers import Heard, Start, Status, ToWorker
+from fallow.core.protocol.workers import Heard, Status, ToWorker
 from fallow.wire.frames import AgentChannel
 
 
@@ -51,5 +51,4 @@ def main(how: str, descriptor: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    assert Start
     main(sys.argv[1], int(os.environ["FALLOW_CHANNEL_FD"]), int(sys.argv[2]))

@@ -197,6 +197,7 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
         Gather(node=1, generation=2, key="a", part=b"1"),
         Gather(node=1, generation=2, key="b", part=b"1"),
         Gather(node=1, generation=2, key="a", part=b"2"),
+        Gather(node=1, generation=2, key="a", part=b""),
         hello(9),
         ended(2),
         Left(code=0),
@@ -204,8 +205,8 @@ async def test_the_newest_of_each_kind_is_kept_while_the_head_is_away(setup: Set
     for message in said:
         link.send(message)
     link.start()
-    heard = [await setup.next() for _ in range(7)]
-    assert heard == [hello(1), ended(1), beat(999), said[-5], said[-4], ended(2), Left(code=0)]
+    heard = [await setup.next() for _ in range(8)]
+    assert heard == [hello(1), ended(1), beat(999), *said[-6:-3], ended(2), Left(code=0)]
 
 
 async def test_so_many_wait_at_most_while_the_head_is_away(setup: Setup) -> None:

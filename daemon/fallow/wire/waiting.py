@@ -52,8 +52,10 @@ class Waiting:
 
 def _subject(message: Wire) -> Hashable:
     match message:
-        case Gather() | Gathered() | Part():
-            return type(message), message.generation, message.key
+        case Gather() | Part():
+            return type(message), message.generation, message.key, bool(message.part)
+        case Gathered():
+            return Gathered, message.generation, message.key
         case Ended():
             return Ended, message.node, message.boot
         case _:
