@@ -26,6 +26,7 @@ from fallow.head.agents import Agents
 from fallow.head.asking import ordered
 from fallow.head.book import Book, Run
 from fallow.head.clock import steady
+from fallow.head.deadlines import Deadlines
 from fallow.head.durable import Durable
 from fallow.head.faults import Faults
 from fallow.head.harvest import Harvest
@@ -104,6 +105,7 @@ class Head:
         self._calls = SlurmCalls(paced, paths, self._harvest, self._inbox, self._faults)
         self._switch = Switch(config.site.stop_file, self._inbox)
         self._agents = Agents(config.membership, config.checkpoint)
+        self._deadlines = Deadlines(config.membership, self._agents.hearing)
         self._book: Book
         self._pruning: Pruning
         self._operations: Operations
@@ -227,7 +229,9 @@ class Head:
         await self._control.start()
         if not self._stand_in:
             write_struct(paths.head_config, config)
-        write_head_file(paths, endpoint, keys.public, self._book.term, stand_in=self._stand_in)
+        write_head_file(
+            paths, endpoint, keys.public, self._book.term, network=config.network.data, stand_in=self._stand_in
+        )
         log.info("head.ready", endpoint=endpoint, term=self._book.term, runs=len(self._book.runs), pid=os.getpid())
         self._notifier.ready(f"term {self._book.term}, {len(self._book.runs)} runs")
 
@@ -269,7 +273,8 @@ class Head:
 
     async def _hear(self) -> None:
         while True:
-            for peer, message in await self._router.recv(HEARD_AT_ONCE):
+            for _ in range(HEARD_AT_ONCE):
+                peer, message = await self._router.recv()
                 self._inbox.put_nowait(Heard(peer, message, steady()))
             # What is there is received without waiting, and then nobody else would ever have a turn.
             await asyncio.sleep(0)
@@ -282,9 +287,9 @@ class Head:
                 self._tick_queued = True
                 self._inbox.put_nowait(Tick())
 
-    def _drain(self) -> None:
+    async def _drain(self) -> None:
         """Take in what lies in the socket."""
-        for peer, message in self._router.received(DRAINED):
+        for peer, message in await self._router.received(DRAINED):
             self._inbox.put_nowait(Heard(peer, message, steady()))
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -325,8 +330,6 @@ class Head:
         accounts.note(turn)
         await self._persist(turn)
         self._carry_out(turn)
-        if turn.superseded:
-            await self._look_for_newer_head(turn.superseded)
         if turn.failures or isinstance(items[0], Tick):
             await self._settle(turn, ticked=isinstance(items[0], Tick))
         for item, answer in zip(items, answers, strict=True):
@@ -338,17 +341,6 @@ class Head:
             return []
         whole = [item for number, item in enumerate(items) if number not in bad]
         return [item for item in whole if self._run_of(item) in turn.failed]
-
-    async def _look_for_newer_head(self, term: int) -> None:
-        """A node says that it has heard of a newer head.
-
-        Raises:
-            FallowError: the store says so, too. A node alone could be wrong, or could lie.
-        """
-        newest = await self._durable.newest_term()
-        if newest > self._book.term:
-            raise FallowError(f"another head has taken over {self.paths.state}; this one ends", Exit.CANTCREAT)
-        log.warning("term.unknown", term=term, newest=newest)
 
     def _decide(self, turn: Turn, item: Item) -> Callable[[], None] | None:
         """Take an item. An unexpected error costs the item, and its run, or the runs that it has changed, the turn."""
@@ -442,7 +434,7 @@ class Head:
             case Tick():
                 self._tick_queued = False
                 saved.adopt(turn)
-                self._agents.tick(turn)
+                self._deadlines.tick(turn)
                 with turn.apart("pruning"):
                     self._pruning.tick(turn)
             case Polled(cluster):
