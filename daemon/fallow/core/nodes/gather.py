@@ -34,7 +34,7 @@ class Gathers:
             self._answers = {key: answer for key, answer in self._answers.items() if key[0] != old}
 
     def take(self, said: Gather) -> tuple[bytes, list[int]]:
-        """Take one part.
+        """Take one part, or the question who is missing.
 
         Returns:
             the encoded answer, and the nodes to send it to; no nodes while parts are missing.
@@ -45,6 +45,9 @@ class Gathers:
         if key in self._answers:
             return self._answers[key], [said.node]  # the answer was lost, so the node asks again
         parts = self._parts.setdefault(key, {})
+        if not said.part:
+            missing = tuple(n for n in wanted if n not in parts)
+            return encode(Gathered(generation=said.generation, key=said.key, missing=missing)), [said.node]
         parts[said.node] = said.part
         if len(parts) < len(wanted):
             return b"", []

@@ -220,6 +220,8 @@ class Plan(Wire, frozen=True, kw_only=True):
     "CRC-32 of all members' numbers in order; a node that counts another list refuses the plan"
     leave: bool = False
     "this node will not be a member: it goes at the boundary, and needs no list"
+    suspends: bool = False
+    "with `leave`: no node will be a member, so a checkpoint of the boundary's step is written first"
     interrupt: bool = False
     "give up generation `replaces` and all older ones first, then build the group"
     timeout_s: float = 0.0
@@ -274,14 +276,17 @@ class Gather(Wire, frozen=True, kw_only=True, tag="gather"):
     generation: int
     key: str
     part: bytes
+    "empty: no part, but the question which nodes have not given theirs; answered at once"
 
 
 class Gathered(Wire, frozen=True, kw_only=True, tag="gathered"):
-    """All parts in the order of ranks, sent once to all when the last part has come."""
+    """All parts in the order of ranks, sent once to all when the last part has come; or the answer to a question."""
 
     generation: int
     key: str
-    parts: tuple[bytes, ...]
+    parts: tuple[bytes, ...] = ()
+    missing: tuple[int, ...] = ()
+    "the answer to a question, while parts are missing: nodes that have not given theirs. Then there are no `parts`"
 
 
 Message = Report | Order | Gather | Gathered
