@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
-from fallow.core.nodes.records import Node, decode
+from fallow.core.nodes.records import Node
+from fallow.core.records import decode
 from world.head import Head
 from world.node import Host, Worker
 

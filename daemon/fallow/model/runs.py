@@ -20,8 +20,8 @@ from fallow.model.bounds import (
 )
 
 
-class HeadFile(Struct, frozen=True, kw_only=True):
-    """`STATE/head.json`: where the head is. Rewritten at every start."""
+class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """`STATE/head.json`: where the head is. Rewritten at every start. Agents of an earlier Fallow read it, too."""
 
     protocol: int
     version: str
@@ -54,14 +54,14 @@ class KeyFile(Struct, frozen=True, kw_only=True):
     "None: one per visible GPU, else one"
 
 
-class DataNetwork(Struct, frozen=True, kw_only=True):
-    """Where members listen for each other, as the head's configuration has it (`[network]`)."""
+class DataNetwork(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Where members listen for each other, as the head's configuration has it (`[network]`). Part of messages."""
 
-    interface: str = ""
+    interface: Name = ""
     "in the words of NCCL_SOCKET_IFNAME; empty: any"
-    subnet: str = ""
+    subnet: Name = ""
     "CIDR; empty: any"
-    member_ports: str = ""
+    member_ports: Name = ""
     "FIRST-LAST; empty: the kernel chooses"
 
 

@@ -1,6 +1,6 @@
 """What people call nodes and workers. Inside, nodes are numbered from 1, because 0 says that there is none.
 
-For people the first node to arrive is `n0`, as the schedules of `fallow local` have it. The only worker of a node has its
+For people the first node to arrive is `n0`, as in the schedules of `fallow local`. The only worker of a node has its
 node's name; one of several is `n0.1`.
 """
 
