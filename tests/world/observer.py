@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.messages import Order, Plan
+from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Node, decode
 from world.head import Head
 from world.node import Host, Worker
@@ -113,7 +114,7 @@ class Observer:
         if entry.kind != "eject" or w.loss >= 0.1:
             return
         for host in w.hosts.values():
-            if host.node and entry.text.startswith(f"n{host.node} ({host.name}) is gone"):
+            if host.node and entry.text.startswith(f"{member_name(host.node)} ({host.name}) is gone"):
                 self._judge(host, entry.text)
 
     def _judge(self, host: Host, text: str) -> None:
@@ -146,4 +147,4 @@ class Observer:
             return
         known, root = decode(raw, Node), w.store.root
         if known.alive and known.ends_at is not None and root.final is None and not root.status.ended:
-            w.fail(f"n{host.node} ({host.name}) was still in the run at its walltime: {known}")
+            w.fail(f"{member_name(host.node)} ({host.name}) was still in the run at its walltime: {known}")

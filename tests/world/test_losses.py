@@ -84,7 +84,7 @@ def test_no_planned_change_is_begun_while_a_member_is_not_heard() -> None:
     rig.tick(12, 1)
     rig.join("c")
     assert rig.m.phase is RunPhase.STEADY
-    assert rig.m.waiting() == "n3 (c) cannot begin before n2 (h2) is heard, or is certain to have ended"
+    assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
     rig.say(2)
     rig.tick(13, 1, 3)
     assert rig.m.phase is RunPhase.PREPARING
@@ -97,7 +97,7 @@ def test_where_no_member_is_heard_no_standby_begins_before_their_end_is_certain(
     rig.gone(1, signal=9)
     rig.tick(40, 3)
     assert (rig.m.phase, rig.ballot.members, rig.r.root.generation) == (RunPhase.REBUILDING, [2], 1)
-    assert rig.m.waiting() == "n3 (c) cannot begin before n2 (h2) is heard, or is certain to have ended"
+    assert rig.m.waiting() == "n2 (c) cannot begin before n1 (h2) is heard, or is certain to have ended"
     rig.gone(2, reason="its job is over")
     assert (rig.m.phase, rig.ballot.members) == (RunPhase.PREPARING, [3])
 
@@ -220,7 +220,7 @@ def test_members_that_wait_in_different_places_of_the_script_end_the_run() -> No
         if rig.m.phase is RunPhase.PROBING:
             rig.vote()
     assert rig.r.root.message == (
-        "step 0: the members have waited for each other for 41 s in different places of the script: n1 (h1) in "
+        "step 0: the members have waited for each other for 41 s in different places of the script: n0 (h1) in "
         "run.mean or run.barrier, the others not"
     )
 
@@ -230,7 +230,7 @@ def test_who_is_cut_off_is_told_with_the_address_that_was_tried() -> None:
     rig.join("c")
     turn = rig.say(1, refusal=Refusal(generation=2, reason="cut", unreachable=(3,), tried=("10.0.0.3:7001",)))
     turn = both(turn, rig.say(2, prepared=2))
-    assert logs(turn, "eject") == ["n3 (c) is gone: no connection between it and n1 (h1), tried 10.0.0.3:7001"]
+    assert logs(turn, "eject") == ["n2 (c) is gone: no connection between it and n0 (h1), tried 10.0.0.3:7001"]
 
 
 # -- what people see ---------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_newcomers_to_a_script_that_restarts_are_told_how_long_they_wait() -> No
     rig.change()
     rig.tick(60, 1)
     rig.join("b")
-    assert rig.m.waiting().startswith("n2 (b) waits for another 4 min: a newcomer restarts the script everywhere")
+    assert rig.m.waiting().startswith("n1 (b) waits for another 4 min: a newcomer restarts the script everywhere")
 
 
 @pytest.mark.parametrize("how", ["signal", "lost", "hangs"])
@@ -326,14 +326,14 @@ def test_an_exit_code_that_nobody_can_tell_does_not_undo_the_training(how: str) 
     else:
         rig.gone(1, signal=9 if how == "signal" else None)
     assert rig.r.root.status is RunStatus.FINISHED
-    assert rig.r.root.message.startswith("the exit code of the main member n1 (h1) is not known: ")
+    assert rig.r.root.message.startswith("the exit code of the main member n0 (h1) is not known: ")
 
 
 def test_members_with_unlike_final_states_are_told_of() -> None:
     rig = started(2)
     finish(rig, 1)
     turn = finish(rig, 2, "other")
-    assert "members disagree on the final state: n2 (h2) has other" in logs(turn, "diverged")[0]
+    assert "members disagree on the final state: n1 (h2) has other" in logs(turn, "diverged")[0]
     rig.gone(1, code=0)
     assert (rig.r.root.status, rig.r.root.message) == (RunStatus.FINISHED, rig.r.root.diverged)
 

@@ -88,7 +88,7 @@ def test_a_rebuild_has_a_deadline_of_its_own() -> None:
     assert rig.ballot is not None
     assert rig.ballot.members == [1, 2]
     rig.tick(11, 1, 2)
-    assert rig.ballot.members == [1], "n2 hears and does not vote"
+    assert rig.ballot.members == [1], "the other hears and does not vote"
     assert rig.m.order(2).end is not None
 
 
@@ -166,7 +166,7 @@ def test_death_after_the_commit_interrupts_both_generations() -> None:
 
 
 def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
-    """n1 alone has the state, is not heard any more, and may compute on; n2 has voted, but cannot know."""
+    """Node 1 alone has the state, is not heard any more, and may compute on; node 2 has voted, but cannot know."""
     rig = started(1)
     rig.join("b")
     rig.vote()
@@ -249,7 +249,7 @@ def test_if_nobody_is_heard_the_head_is_cut_off_and_nobody_is_silent() -> None:
 
 
 def test_steps_of_the_others_are_a_sign_of_life() -> None:
-    """Though they wait for n2, and n2 is not heard: no step is finished without it."""
+    """Though they wait for node 2, and it is not heard: no step is finished without it."""
     rig = started(3)
     rig.tick(1, 1, 2, 3)
     for at in range(2, 60):
@@ -418,7 +418,7 @@ def test_the_same_exception_on_two_nodes_ends_the_run_another_one_is_the_nodes_o
     assert rig.m.phase is RunPhase.REBUILDING, "nobody waits for the process to end"
     rig.fails(1)
     assert rig.r.root.status is RunStatus.FAILED
-    assert "on n2 (h2) and again on n1 (h1)" in rig.r.root.message
+    assert "on n1 (h2) and again on n0 (h1)" in rig.r.root.message
     rig = started(3)
     rig.fails(2)
     rig.change(5)

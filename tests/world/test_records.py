@@ -71,7 +71,7 @@ FIELDS = {
     Node: "id host token boot slots entry phase seat joined accepted step ends_at leave_by leaving ended code "
     "traceback proved_gone exited finished deserted noted healed unrecorded",
     Report: "node boot seq term edition ready generation prepared refusal given_up left step has_state switch doing "
-    "stalled_s stopped_s in_call deserted finish fault saved unsaved damaged healed unrecorded",
+    "stalled_s stopped_s computes in_call deserted finish fault saved unsaved damaged healed unrecorded",
     Order: "term edition committed broken plan state_since accepted is_main noted unsaved finish end",
     Plan: "generation replaces base without more check leave interrupt timeout_s checkpoints outcome",
     Peer: "node slots entry",

@@ -60,6 +60,8 @@ class Allocation(msgspec.Struct, kw_only=True):
     kind: AllocationKind
     public_key: str
     "of its agents"
+    number: int = 0
+    "in the order in which the run asked for its allocations, from 0"
     state: AllocationState = AllocationState.UNKNOWN
     job_id: str | None = None
     partition: str = ""

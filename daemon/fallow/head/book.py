@@ -148,10 +148,14 @@ class Run:
         self.pending: dict[str, bytes | None] = {}
         "records of its membership that the next turn has to write, by key; None: to be deleted"
         self.stored: dict[str, int] = {}
-        "key -> hash of what was written last, of its record and its allocations (`head.durable`)"
+        "key -> hash of what is in the store, but for the membership's records (`head.durable`)"
+        self.written = 0
+        "how often something of it was"
         self.generations: deque[GenerationReport] = deque(maxlen=KEPT_GENERATIONS)
         "those that became complete, the oldest first; each is a record of its own in the store"
         self.gathers = Gathers()
+        self.gathered = 0
+        "the newest generation of which parts are taken"
         self.progress: dict[int, Progress] = {}
         "by the number of the node"
         self.reached = 0, 0
@@ -173,7 +177,7 @@ class Run:
         self.target: int | None = None
         "harvested nodes that it should have, as of the last plan"
         self.shown: tuple[int, RunView] | None = None
-        "revision and view (`head.views`), once it has ended"
+        "`written` and view (`head.views`), once it has ended"
         self.held_back = ""
         "why its base job is not submitted again"
         self.looked_for_checkpoints = False
@@ -273,6 +277,7 @@ class Book:
         paths: Paths,
         *,
         timing: Timing,
+        kept_checkpoints: int = 2,
         public_key: str,
         new_id: Callable[[], str],
         ordered: Asker | None = None,
@@ -284,6 +289,7 @@ class Book:
         """Make an empty book.
 
         Args:
+            kept_checkpoints: so many usable ones of a run stay, see `core.nodes.checkpoints.take_spare`.
             ordered: account and QOS of harvest jobs, where the configuration says so.
             checkpoint_path: below which new runs keep their checkpoints; None: in their own folders.
             network: the members' interface and ports.
@@ -302,6 +308,7 @@ class Book:
         self.network = network
         self._revoked: list[str] = []
         self._timing = timing
+        self._kept_checkpoints = kept_checkpoints
         self._public_key = public_key
         self._new_id = new_id
         self._ordered = ordered
@@ -342,6 +349,7 @@ class Book:
             timing=self._timing,
             at=at,
             edition=self._edition(spec.run),
+            keep=self._kept_checkpoints,
             validate=self._validate or spec.local,
         )
         run = Run(spec, record, allocations, machine, revision, self._ordered)
@@ -402,7 +410,7 @@ class Book:
         """Put a run's durable records in the place of what is in memory, as for a head that has just begun."""
         self._forget_keys(run)
         new = self.add(run.spec, record, roster, allocations, run.revision, at)
-        new.generations, new.looked_for_checkpoints, new.reached = run.generations, True, run.reached
+        new.looked_for_checkpoints, new.reached, new.written = True, run.reached, run.written
         return new
 
     def _forget_keys(self, run: Run) -> None:
@@ -455,6 +463,7 @@ class Book:
             run=run.id,
             kind=kind,
             public_key=keys.public,
+            number=number,
             requested_at=now,
             **known,  # type: ignore[arg-type]
         )

@@ -1,4 +1,9 @@
-"""What survives the head: terms, runs and the event log, in its store."""
+"""What survives the head: terms, runs and the event log, in its store.
+
+Of a run: `run/ID/spec`, `record`, `allocation/TOKEN`, `generation/N`, and its membership (`core.nodes.roster`): `root`,
+`node/N`, `history`, `checkpoints` and `failures`. A turn writes those that have changed. The root alone has a revision
+that is compared.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,15 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from fallow.core import records
+from fallow.core.allocations import Allocation
+from fallow.core.nodes.roster import NODE_KEY, Roster
 from fallow.files import Paths, read_private, write_private
 from fallow.head.book import Book, Run, RunRecord
-from fallow.head.forgetting import old_reports
 from fallow.head.pruned import NOTE
-from fallow.head.salvage import decode_record, decode_spec, salvage
+from fallow.head.salvage import salvage
 from fallow.head.turn import Turn
-from fallow.model import EventRecord, Exit, FallowError
+from fallow.model import EventRecord, Exit, FallowError, GenerationReport, RunSpec
 from fallow.store.client import Fenced, NewEvent, Store, Unavailable, Write
 from fallow.store.server import RedisServer
 
@@ -35,6 +42,11 @@ _PAUSE_S = (0.2, 2.0)
 """Before the first attempt to have the store back, and at most."""
 
 _SHOW_AGAIN_S = 30.0
+
+records.SCHEMAS.update({RunSpec: 1, RunRecord: 1, Allocation: 1, GenerationReport: 1})
+
+MEMBERSHIP = ("root", "history", "checkpoints", "failures")
+"""Keys of the membership's records, besides those of nodes."""
 
 T = TypeVar("T")
 
@@ -61,8 +73,6 @@ class Durable:
         "runs whose records could not be read, as of `load`: why"
         self._originals: dict[str, list[Write]] = {}
         "of these runs: what keeps their unreadable values, and makes room for new ones"
-        self._spec_revisions: dict[str, int] = {}
-        "of runs whose specs were written more than once"
         self._note_revisions: dict[str, int] = {}
         self._paths = paths
         self._redis_url = redis_url
@@ -112,32 +122,30 @@ class Durable:
         return term
 
     async def load(self, book: Book, at: float) -> None:
-        """Put every stored run into the book; `at` is the time of the monotonic clock."""
-        specs = await self.store.load("spec/")
-        for key, (revision, value) in (await self.store.load("run/")).items():
-            run_id = key.removeprefix("run/")
-            spec_revision, spec = specs.get(f"spec/{run_id}", (0, b""))
-            if spec_revision > 1:
-                self._spec_revisions[run_id] = spec_revision
+        """Put every stored run into the book; `at`: now, on the head's clock."""
+        found: dict[str, dict[str, tuple[int, bytes]]] = {}
+        for key, value in (await self.store.load("run/")).items():
+            _, run_id, kind = key.split("/", 2)
+            found.setdefault(run_id, {})[kind] = value
+        for run_id, values in found.items():
+            stored = {key: value for key, (_, value) in values.items()}
+            revision = values.get("root", (0, b""))[0]
             try:
-                book.add(decode_spec(spec), decode_record(value), revision, at)
+                run = _add(book, run_id, stored, revision, at)
             except Exception as error:
                 # Whatever it is, it is this run's alone.
                 self.unreadable[run_id] = error
-                known, record = salvage(self._paths, run_id, spec, value, time.time())
-                book.add(known, record, revision, at)
-                self._spec_revisions[run_id] = spec_revision + 1
+                run = book.add(*salvage(self._paths, run_id, stored, time.time()), revision, at)
+                run.pending |= run.roster.take_writes()
+                rewritten = {"spec", "record", "root"}
                 self._originals[run_id] = [
-                    Write(f"unreadable/{run_id}/{revision}", 0, value),
-                    Write(f"unreadable/{run_id}/{revision}/spec", 0, spec),
-                    Write(f"spec/{run_id}", spec_revision, msgspec.msgpack.encode(known)),
+                    *(Write(f"unreadable/{run_id}/{key}", None, value) for key, value in stored.items()),
+                    *(Write(f"run/{run_id}/{key}", None, None) for key in stored if key not in rewritten),
                 ]
-        for key, (_, value) in (await self.store.load("past/")).items():
-            run = book.runs.get(key.split("/")[1])
-            if run is not None:
-                run.past.append(value)
-        for key, (revision, value) in (await self.store.load("note/")).items():
-            self.notes[key.removeprefix("note/")] = value
+            else:
+                run.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
+        for key, (revision, note) in (await self.store.load("note/")).items():
+            self.notes[key.removeprefix("note/")] = note
             self._note_revisions[key.removeprefix("note/")] = revision
         self.last_event = await self.store.last_event()
 
@@ -158,21 +166,16 @@ class Durable:
                 self._note_back(self._idle_away)
                 self._idle_away = None
             return []
-        writes = self._runs_of(turn)
+        values = self._values_of(turn)
+        writes = [write for run_id in values for write in self._run_writes(turn.book.runs[run_id], values[run_id])]
         if turn.forgotten:
             turn.notes[NOTE] = msgspec.msgpack.encode(turn.book.pruned)
         for key, note in turn.notes.items():
             writes.append(Write(f"note/{key}", self._note_revisions.get(key, 0), note))
-        for run in turn.forgotten:
-            writes.append(Write(f"run/{run.id}", run.revision, None))
-            writes.append(Write(f"spec/{run.id}", self._spec_revisions.get(run.id, 1), None))
-            writes += [Write(f"past/{run.id}/{number:06d}", 1, None) for number in range(1, len(run.past) + 1)]
+        writes += [Write(f"run/{run.id}/{key}", None, None) for run in turn.forgotten for key in _keys_of(run)]
         seqs = await self._save(writes, [NewEvent(r.at, r.run, r.kind, r.text, r.data) for r in turn.records])
-        for run_id in turn.dirty:
-            turn.book.runs[run_id].revision += 1
-            self._originals.pop(run_id, None)
-        for run in turn.forgotten:
-            self._spec_revisions.pop(run.id, None)
+        for run_id, changed in values.items():
+            self._note_written(turn.book.runs[run_id], changed)
         for key in turn.notes:
             self._note_revisions[key] = self._note_revisions.get(key, 0) + 1
         lines = [
@@ -183,8 +186,8 @@ class Durable:
             self.last_event = lines[-1].seq
         return lines
 
-    def _runs_of(self, turn: Turn) -> list[Write]:
-        """Encode the runs and events of a turn. One that cannot be encoded costs its run its part of the turn."""
+    def _values_of(self, turn: Turn) -> dict[str, dict[str, bytes | None]]:
+        """What is to be written of each run. One that cannot be encoded costs its run its part of the turn."""
         encoder = msgspec.msgpack.Encoder()
         for record in list(turn.records):
             try:
@@ -192,42 +195,57 @@ class Durable:
             except Exception as error:
                 turn.fail("event", error, record.run)
                 turn.records.remove(record)
-        encoded: dict[str, list[Write]] = {}
+        found: dict[str, dict[str, bytes | None]] = {}
         for run_id in sorted(turn.dirty):
-            run = turn.book.runs[run_id]
-            history, past = run.roster.history, len(run.past)
             try:
-                encoded[run_id] = self._run_writes(run)
+                found[run_id] = _changed(turn.book.runs[run_id])
             except Exception as error:
-                run.roster.history = history
-                del run.past[past:]
                 turn.fail("store", error, run_id)
         for run_id in turn.failed:
-            encoded.pop(run_id, None)
+            found.pop(run_id, None)
             if run_id in turn.book.runs:
                 turn.discard(turn.book.runs[run_id])
-        return [write for writes in encoded.values() for write in writes]
+        return found
 
-    def _run_writes(self, run: Run) -> list[Write]:
-        writes: list[Write] = []
-        if run.revision == 0:
-            writes.append(Write(f"spec/{run.id}", 0, msgspec.msgpack.encode(run.spec)))
-        writes += self._originals.get(run.id, [])
-        chunk = old_reports(run)
-        if chunk is not None:
-            writes.append(Write(f"past/{run.id}/{len(run.past):06d}", 0, chunk))
-        writes.append(Write(f"run/{run.id}", run.revision, msgspec.msgpack.encode(run.record)))
+    def _run_writes(self, run: Run, values: dict[str, bytes | None]) -> list[Write]:
+        writes = list(self._originals.get(run.id, []))
+        for key, value in values.items():
+            writes.append(Write(f"run/{run.id}/{key}", run.revision if key == "root" else None, value))
         return writes
 
-    async def record(self, run_id: str) -> RunRecord:
-        """A run's record as it was written last.
+    def _note_written(self, run: Run, values: dict[str, bytes | None]) -> None:
+        self._originals.pop(run.id, None)
+        run.written += 1
+        run.revision += "root" in values
+        run.pending.clear()
+        for key, value in values.items():
+            if value is None:
+                run.stored.pop(key, None)
+            elif not _is_membership(key):
+                run.stored[key] = hash(value)
+
+    async def make_anew(self, book: Book, run: Run, at: float) -> Run:
+        """Put a run's records, as they were written last, in the place of what is in memory.
 
         Raises:
             FallowError: the store is away for too long.
-            Exception: it cannot be read.
+            Exception: they cannot be read.
         """
-        found = await self._patiently(lambda: self.store.load(f"run/{run_id}"))
-        return decode_record(found[f"run/{run_id}"][1])
+        found = await self._patiently(lambda: self.store.load(f"run/{run.id}/"))
+        stored = {key.removeprefix(f"run/{run.id}/"): value for key, (_, value) in found.items()}
+        _, record, roster, allocations, generations = _read(run.id, stored)
+        new = book.make_anew(run, record, roster, allocations, at)
+        new.generations.extend(generations)
+        new.stored = {key: hash(value) for key, value in stored.items() if not _is_membership(key)}
+        return new
+
+    async def newest_term(self) -> int:
+        """The newest term that any head has taken.
+
+        Raises:
+            FallowError: the store is away for too long.
+        """
+        return await self._patiently(self.store.newest_term)
 
     async def _save(self, writes: list[Write], new: list[NewEvent]) -> list[int]:
         try:
@@ -298,6 +316,55 @@ class Durable:
         self.problem = ""
         if away is not None:
             log.info("store.back", away_s=round(away.passed_s, 1))
+
+
+def _add(book: Book, run_id: str, stored: dict[str, bytes], revision: int, at: float) -> Run:
+    spec, record, roster, allocations, generations = _read(run_id, stored)
+    run = book.add(spec, record, roster, allocations, revision, at)
+    run.generations.extend(generations)
+    return run
+
+
+def _read(
+    run_id: str, stored: dict[str, bytes]
+) -> tuple[RunSpec, RunRecord, Roster, dict[str, Allocation], list[GenerationReport]]:
+    roster = Roster.load(run_id, {key: value for key, value in stored.items() if _is_membership(key)})
+    allocations = [records.decode(value, Allocation) for key, value in stored.items() if key.startswith("allocation/")]
+    generations = [
+        records.decode(value, GenerationReport) for key, value in stored.items() if key.startswith("generation/")
+    ]
+    return (
+        records.decode(stored["spec"], RunSpec),
+        records.decode(stored["record"], RunRecord),
+        roster,
+        {a.token: a for a in sorted(allocations, key=lambda a: a.number)},
+        sorted(generations, key=lambda report: report.generation),
+    )
+
+
+def _changed(run: Run) -> dict[str, bytes | None]:
+    """Records of a run that differ from what is stored; None: to be deleted."""
+    values: dict[str, bytes | None] = dict(run.pending)
+    now: dict[str, RunRecord | Allocation] = {f"allocation/{token}": a for token, a in run.allocations.items()}
+    now["record"] = run.record
+    for key, record in now.items():
+        value = records.encode(record)
+        if run.stored.get(key) != hash(value):
+            values[key] = value
+    # These never change once they are there.
+    lasting: dict[str, RunSpec | GenerationReport] = {f"generation/{g.generation}": g for g in run.generations}
+    lasting["spec"] = run.spec
+    values |= {key: records.encode(value) for key, value in lasting.items() if key not in run.stored}
+    return values | {key: None for key in run.stored if key not in now and key not in lasting}
+
+
+def _is_membership(key: str) -> bool:
+    return key in MEMBERSHIP or key.startswith(NODE_KEY)
+
+
+def _keys_of(run: Run) -> set[str]:
+    """All keys under which something of a run may be stored."""
+    return {*MEMBERSHIP, *run.stored, *run.pending, *(f"{NODE_KEY}{n}" for n in run.roster.nodes)}
 
 
 class _Away:

@@ -167,6 +167,7 @@ class Turn:
             self.dirty.add(run.id)
         for instruction in result.then:
             self._take(run, instruction)
+        self._open_gathers(run)
         self._note_complete(run)
         if not all(isinstance(instruction, ev.Send) for instruction in result.then):
             # Where nodes are only told something, nobody has gone; and in a large run much is told.
@@ -177,8 +178,10 @@ class Turn:
             case ev.Send(node, order):
                 self.tell(run, node, order)
             case ev.Admitted(node, host, token, boot):
-                run.allocations[token].agents[host].node = node
-                self.dirty.add(run.id)
+                agent = run.allocations[token].agents[host]
+                if agent.boot == boot and agent.node != node:
+                    agent.node, agent.again_at = node, None
+                    self.dirty.add(run.id)
                 self.tell(run, node, Admitted(node=node, boot=boot))
             case ev.Unknown(node, host):
                 for allocation in run.live_allocations():
@@ -194,6 +197,14 @@ class Turn:
                 self.superseded = max(self.superseded, term)
             case ev.RunEnded(status, message):
                 self._end_run(run, status, message)
+
+    @staticmethod
+    def _open_gathers(run: Run) -> None:
+        """Take parts of a generation that is voted on from now."""
+        voting = run.machine.state.voting
+        if voting is not None and voting.change.generation > run.gathered:
+            run.gathered = voting.change.generation
+            run.gathers.open(run.gathered, voting.members)
 
     def _note_complete(self, run: Run) -> None:
         """Keep the report of a generation that has become complete, as a record of its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fallow.core.nodes.messages import Order, Report
+from fallow.core.nodes.messages import Checkpoint, Order, Report
 from fallow.model import RunStatus
 
 
@@ -111,6 +111,13 @@ class Rollback(Event):
     """Go back to the usable checkpoint of `step`, which exists."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Event):
+    """A checkpoint that no report has told of is complete on disk: it was finished while no head was there."""
+
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

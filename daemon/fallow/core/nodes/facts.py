@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fallow.core.nodes import checkpoints, losses
 from fallow.core.nodes import events as ev
-from fallow.core.nodes.messages import Report
+from fallow.core.nodes.messages import Checkpoint, Report
 from fallow.core.nodes.moves import burn
 from fallow.core.nodes.proposals import difference
 from fallow.core.nodes.records import FailureKind, Node
@@ -84,13 +84,19 @@ def note_saved(m: State, node: Node, report: Report) -> None:
     assert new is not None
     r.touch(node).noted = new.path
     m.tell([node.id])
+    keep_checkpoint(m, new)
+
+
+def keep_checkpoint(m: State, new: Checkpoint) -> None:
+    """A checkpoint is complete on disk; older ones may not be needed any more."""
+    r = m.roster
     saved = checkpoints.add(r, new)
     if saved is None:
         return
     text = f"checkpoint of step {new.step}" + (": set aside, the run went on from an earlier step" * saved.aside)
     m.outbox.log("checkpoint", text, path=new.path, nbytes=new.nbytes, took_s=new.took_s)
     if any(map(m.has_state, r.present())):  # else one of the checkpoints may be being loaded
-        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r)]
+        m.outbox.instructions += [ev.RemoveCheckpoint(path) for path in checkpoints.take_spare(r, m.keep)]
 
 
 def note_unsaved(m: State, node: Node, report: Report) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from fallow.core.nodes import checkpoints, failures, losses, tables
 from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import waiting
-from fallow.core.nodes.facts import recover, resend
+from fallow.core.nodes.facts import keep_checkpoint, recover, resend
 from fallow.core.nodes.messages import Order, Report
 from fallow.core.nodes.records import Node
 from fallow.core.nodes.roster import Roster
@@ -48,13 +48,22 @@ class Machine:
         timing: deadlines.
         at: now, on the clock of the events.
         edition: of the newest order of this term, if this machine replaces another one of the same head.
+        keep: usable checkpoints that stay, besides those that were asked for by hand.
         validate: check the invariants after each event.
     """
 
     def __init__(
-        self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0, validate: bool = False
+        self,
+        roster: Roster,
+        *,
+        term: int,
+        timing: Timing,
+        at: float,
+        edition: int = 0,
+        keep: int = 2,
+        validate: bool = False,
     ) -> None:
-        self.state = State(roster, term=term, timing=timing, at=at, edition=edition)
+        self.state = State(roster, term=term, timing=timing, at=at, edition=edition, keep=keep)
         self.carried_out: Counter[str] = Counter()
         "how often each row of the tables was"
         self._validate = validate
@@ -251,6 +260,9 @@ class Machine:
         if m.voting is not None:
             m.voting.spoiled = text
 
+    def _find(self, event: ev.Found) -> None:
+        keep_checkpoint(self.state, event.checkpoint)
+
     def _cancel(self, event: ev.Cancel) -> None:
         losses.end_run(self.state, event.status, event.reason)
 
@@ -288,6 +300,7 @@ _HANDLERS: dict[type[ev.Event], Callable[[Machine, Any], None]] = {
     ev.Bar: Machine._bar,
     ev.Unbar: Machine._unbar,
     ev.Rollback: Machine._roll_back,
+    ev.Found: Machine._find,
     ev.Cancel: Machine._cancel,
     ev.Ticked: Machine._tick,
 }

@@ -179,6 +179,8 @@ class Report(Wire, frozen=True, kw_only=True, tag="report"):
     "since the worker that got on last did so"
     stopped_s: float = 0.0
     "for how long a worker's process has been stopped (SIGSTOP)"
+    computes: bool = False
+    "a worker's device is at that worker's own work, or hangs in it; False for processors"
     in_call: bool = False
     "it waits in run.mean or run.barrier"
     deserted: bool = False

@@ -128,10 +128,11 @@ class State:
         timing: deadlines.
         at: now.
         edition: of the newest order of this term so far.
+        keep: usable checkpoints that stay, see `checkpoints.take_spare`.
     """
 
-    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int = 0) -> None:
-        self.roster, self.timing, self.at = roster, timing, at
+    def __init__(self, roster: Roster, *, term: int, timing: Timing, at: float, edition: int, keep: int) -> None:
+        self.roster, self.timing, self.at, self.keep = roster, timing, at, keep
         self.watch = Watch(roster, timing, at)
         self.outbox = Outbox(term, edition)
         self.ballot: Ballot | None = None
