@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
-from fallow.core.nodes import records
+from fallow.core import records
 from fallow.core.nodes.messages import Unreadable
 from fallow.core.nodes.names import member_name
 from fallow.core.nodes.records import Checkpoints, Failures, History, Node, Root
