@@ -209,6 +209,9 @@ class DataPlane:
                 self.w.after(self.w.rng.uniform(0.2, 1.5), lambda h=x.host: h.kill(0, None))
             return
         generation, step = x.generation, x.step
+        if self.w.t < x.host.breaks_until:
+            self.w.after(0.05, lambda: self.give_up(x, generation))
+            return
         self.w.after(self.w.rng.uniform(0.2, 0.6), lambda: self._worked(x, generation, step))
 
     def _is_at(self, x: Worker, generation: int, step: int) -> bool:

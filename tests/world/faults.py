@@ -209,6 +209,19 @@ def node_frozen(w: World, host: Host, lasts: float) -> bool:
     return True
 
 
+def groups_break(w: World, host: Host, lasts: float) -> bool:
+    """Launches fail on this node, in each group anew."""
+    host.breaks_until = w.t + lasts
+    return True
+
+
+def agent_lies(w: World, host: Host, lasts: float) -> bool:
+    """It claims to obey a head of a higher term than any that ever was."""
+    host.lies_until = w.t + lasts
+    host.bad_until = max(host.bad_until, w.t + lasts)
+    return True
+
+
 # -- people and Slurm -------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +229,14 @@ def release(w: World, host: Host, lasts: float) -> bool:
     by, node = w.t + w.rng.choice((4, 10, 20)), host.node
     w.head.receive(("event", lambda at: ev.Release(at=at, nodes=(node,), reason="asked", by=by)))
     return node > 0
+
+
+def two_released(w: World, host: Host, lasts: float) -> bool:
+    """Both are wanted at the same moment, each for itself."""
+    nodes = {host.node, w.rng.choice(w.running()).node} - {0}
+    for node in sorted(nodes):
+        w.head.receive(("event", lambda at, n=node: ev.Release(at=at, nodes=(n,), reason="asked", by=at + 20)))
+    return len(nodes) == 2
 
 
 def walltime(w: World, host: Host, lasts: float) -> bool:
@@ -272,7 +293,10 @@ FAULTS: dict[str, tuple[int, Strike]] = {
     "power lost": (1, power_lost),
     "worker stopped": (1, worker_stopped),
     "node frozen": (1, node_frozen),
+    "groups break": (1, groups_break),
+    "agent lies": (1, agent_lies),
     "release": (2, release),
+    "two released": (1, two_released),
     "walltime": (1, walltime),
     "limit": (1, limit),
     "rollback": (1, rollback),

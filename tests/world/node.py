@@ -48,6 +48,8 @@ class Host:
         self.hears = self.is_heard = True
         "can orders come in, can reports get out?"
         self.bad_until = self.cut_until = self.froze_until = 0.0
+        self.breaks_until = self.lies_until = 0.0
+        "until then every group breaks on it; until then it claims to obey a head that never was"
         self.ends_at: float | None = None
         self.boot = 0
         self.unsaid: list[tuple[Any, ...]] = []
@@ -114,7 +116,7 @@ class Host:
             node=self.node,
             boot=self.boot,
             seq=self.seq,
-            term=self.obeyed[0],
+            term=self.obeyed[0] + (1000 if t < self.lies_until else 0),
             edition=self.obeyed[1],
             ready=CONTRACT if all(x.ready for x in ws) and not accepted else None,
             generation=min(x.generation for x in ws),

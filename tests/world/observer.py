@@ -136,6 +136,8 @@ class Observer:
             w.fail(f"a node that all reach was given up: {text}")
         if ("did not vote" in text or "no progress" in text) and is_working and is_well and w.is_calm:
             w.fail(f"a node that works was given up: {text}")
+        if "in a row broke" in text and w.t > host.breaks_until and is_working and is_well and w.is_calm:
+            w.fail(f"a node on which no group breaks was given up: {text}")
         if "stopped" in text and not any(x.stopped for x in host.workers) and w.t > host.bad_until + 4:
             w.fail(f"a node that is not stopped was given up: {text}")
 

@@ -128,6 +128,17 @@ class Rig:
         fault = Fault(code=1, message="ValueError: bad", signature=signature, traceback="Traceback", step=step, **more)
         return self.say(n, fault=fault)
 
+    def want(self, kind: type[ev.Event], **what: Any) -> ev.Turn:
+        """Something that people or Slurm want, and a tick at the same moment."""
+        turn = self.put(kind(at=self.at, **what))
+        return both(turn, self.put(ev.Ticked(at=self.at)))
+
+    def release(self, *nodes: int, reason: str = "asked", **more: Any) -> ev.Turn:
+        return self.want(ev.Release, nodes=nodes, reason=reason, **more)
+
+    def limit(self, limit: int) -> ev.Turn:
+        return self.want(ev.Limit, limit=limit, reason="asked")
+
     def restart(self, *heard: int) -> None:
         """Another head takes over and hears these nodes."""
         term = self.m.state.outbox.term + 1

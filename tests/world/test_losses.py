@@ -62,7 +62,7 @@ def test_a_survivor_that_is_asked_to_leave_while_others_go_on_without_it_is_let_
     rig.arrive(1, 2)
     rig.arrive(2, 2)
     rig.gone(2, signal=9)
-    rig.put(ev.Release(at=0, nodes=(3,), reason="walltime"))
+    rig.release(3, reason="walltime")
     rig.vote()
     assert (rig.r.nodes[3].phase, rig.m.order(3).end) == (MemberPhase.GONE, rig.orders[3].end)
     assert rig.m.order(3).end is not None and rig.m.order(3).end.code == Exit.OK
@@ -193,7 +193,7 @@ def test_node_fail_bars_its_host_at_once_and_an_hour_later_it_may_be_tried_again
 
 def test_a_host_that_nobody_wants_is_barred_and_its_nodes_leave() -> None:
     rig = started(3)
-    rig.put(ev.Bar(at=0, host="h2", reason="slow link"))
+    rig.want(ev.Bar, host="h2", reason="slow link")
     rig.change()
     assert (rig.r.members, rig.r.failures.bars["h2"].reason) == ([1, 3], "slow link")
     rig.put(ev.Unbar(at=0, hosts=("h2",)))

@@ -12,6 +12,7 @@ from fallow.core.nodes import events as ev
 from fallow.core.nodes.events import Turn
 from fallow.core.nodes.messages import (
     Checkpoint,
+    Fault,
     Finish,
     Refusal,
 )
@@ -53,7 +54,7 @@ def test_joins_and_leaves_that_are_known_together_are_one_generation() -> None:
     rig = started(2)
     rig.join("c")
     rig.join("d")
-    rig.put(ev.Release(at=0, nodes=(1,), reason="walltime"))
+    rig.release(1, reason="walltime")
     rig.change()
     rig.change()
     assert rig.r.members == [2, 3, 4]
@@ -139,7 +140,7 @@ def test_a_first_exchange_of_survivors_that_does_not_end_is_done_again() -> None
 def test_a_leaver_stays_known_until_its_processes_have_ended() -> None:
     """Else its last reports would bring it back as a newcomer."""
     rig = started(2)
-    rig.put(ev.Release(at=0, nodes=(2,), reason="asked"))
+    rig.release(2)
     rig.change()
     assert rig.r.nodes[2].phase is MemberPhase.GONE
     rig.gone(2, code=0)
@@ -182,7 +183,7 @@ def test_nothing_is_committed_while_an_old_generation_may_still_act() -> None:
 
 def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -> None:
     rig = started(2)
-    rig.put(ev.Release(at=0, nodes=(2,), reason="asked"))
+    rig.release(2)
     rig.vote()
     rig.say(1, generation=2, has_state=True, step=5)
     rig.say(1, step=50, saved=Checkpoint(path="/c", generation=2, step=45))
@@ -194,7 +195,7 @@ def test_a_leaver_that_the_others_have_left_behind_does_not_become_the_state() -
 def test_a_generation_is_over_when_a_leaver_has_given_it_up() -> None:
     rig = started(2)
     rig.join("c")
-    rig.put(ev.Release(at=0, nodes=(1,), reason="asked"))
+    rig.release(1)
     rig.vote()
     rig.gone(2, signal=9)
     assert rig.ballot is not None
@@ -263,7 +264,7 @@ def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
     rig = started(1)
     rig.r.root.limit = 1
     rig.join("b")
-    rig.put(ev.Release(at=0, nodes=(1,), reason="walltime"))
+    rig.release(1, reason="walltime")
     assert rig.ballot is not None
     assert (rig.ballot.change.kind, rig.ballot.members) == (ChangeKind.ABSORB, [1, 2])
     rig.change()
@@ -274,7 +275,7 @@ def test_a_leaver_that_alone_has_the_state_hands_it_over_first() -> None:
 
 def test_last_member_leaving_suspends_with_a_checkpoint_and_it_goes_on_from_there() -> None:
     rig = started(1)
-    rig.put(ev.Release(at=0, nodes=(1,), reason="walltime"))
+    rig.release(1, reason="walltime")
     rig.vote()
     rig.say(1, saved=Checkpoint(path="/c", generation=1, step=5))
     rig.say(1, left=2, given_up=2)
@@ -302,14 +303,14 @@ def test_a_deadline_counts_for_one_that_was_asked_to_leave_without_one() -> None
     rig = started(2)
     rig.put(ev.Ends(at=0, node=2, ends_at=100))
     rig.tick(70, 1, 2)
-    rig.put(ev.Limit(at=70, limit=1, reason="asked"))
+    rig.limit(1)
     rig.tick(98, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.GONE
 
 
 def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
     rig = started(2)
-    rig.put(ev.Release(at=0, nodes=(2,), reason="urgent", by=4.0))
+    rig.release(2, reason="urgent", by=4.0)
     rig.tick(3.5, 1, 2)
     assert rig.r.nodes[2].phase is MemberPhase.LEAVING
     turn = rig.tick(4, 1, 2)
@@ -319,7 +320,7 @@ def test_who_is_asked_to_leave_by_a_time_is_gone_by_then() -> None:
 
 def test_limits() -> None:
     rig = started(3)
-    rig.put(ev.Limit(at=0, limit=2, reason="shrunk"))
+    rig.limit(2)
     rig.change()
     assert rig.r.members == [1, 2]
     rig.join("d")
@@ -554,7 +555,7 @@ def test_an_agent_that_starts_its_workers_anew_proves_that_the_old_ones_have_end
 
 def test_in_a_scripted_run_no_standby_takes_a_lost_ones_place() -> None:
     rig = started(2, scripted=True)
-    rig.put(ev.Limit(at=0, limit=2, reason="script"))
+    rig.limit(2)
     rig.join("c")
     rig.gone(2, signal=9)
     rig.change()
@@ -589,10 +590,14 @@ def test_a_head_that_comes_back_burns_what_was_prepared_and_keeps_what_was_commi
     assert rig.m.phase is RunPhase.STEADY
 
 
-def test_an_older_head_ends() -> None:
-    rig = started(1)
-    turn = rig.say(1, term=5)
-    assert ev.Superseded(5) in turn.then
+def test_a_node_that_claims_to_obey_a_newer_head_is_not_heard_and_ends_nobody() -> None:
+    rig = started(2)
+    turn = rig.say(2, term=5, fault=Fault(code=1, message="bad"))
+    assert (turn.writes, turn.then) == ({}, [])
+    for at in range(1, 14):
+        rig.tick(at, 1, **WAITS)
+        rig.say(2, term=5)
+    assert rig.r.nodes[2].phase is MemberPhase.SILENT
 
 
 def test_a_store_that_went_back_in_time() -> None:

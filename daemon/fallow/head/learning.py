@@ -52,7 +52,7 @@ class Learning(Learner):
             (a, run.asks_as(a))
             for run in book.current.values()
             if not run.spec.local
-            for a in run.record.allocations.values()
+            for a in run.allocations.values()
             if a.harvested
         ]
         for run_id, text in self.take_in(cluster, harvest, rules, turn.now):

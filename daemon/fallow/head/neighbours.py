@@ -43,7 +43,7 @@ class Neighbours(Neighbourhood):
         """Take in a poll; what follows for our nodes is the planner's."""
         runs = [run for run in turn.book.current.values() if not run.spec.local]
         live = [a for run in runs for a in run.live_allocations()]
-        over = [a for run in runs for a in run.record.allocations.values() if not a.live]
+        over = [a for run in runs for a in run.allocations.values() if not a.live]
         # The end of a user's batch script may run on in a base job. Of those that were lost, the head's own are
         # cancelled when they appear (`orphans`).
         lost = AllocationState.LOST
@@ -102,7 +102,7 @@ def hurry(turn: Turn, run: Run, allocation: Allocation) -> None:
         return
     turn.dirty.add(run.id)
     last_at = (allocation.wanted_at or 0.0) + LEAVE_S + END_S
-    if set(allocation.agents) - set(allocation.agents_gone) and turn.now < last_at:
+    if allocation.hosts and turn.now < last_at:
         turn.record(run, "release", f"{allocation.token} has not left in time and is ended: {allocation.reason}")
         turn.end_agents(allocation, Exit.NO_RESTART, allocation.reason, kill_after_s=0.0)
         allocation.gone_by = last_at

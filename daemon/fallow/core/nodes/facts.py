@@ -212,6 +212,10 @@ def note_refusal(m: State, node: Node, report: Report) -> None:
         ballot.refusals[node.id] = refusal
         if ballot.refused_at is None:
             ballot.refused_at = m.watch.now
+    elif ballot.change.interrupt:
+        m.trouble.lists_differ = True
+        text = f"{name} could not: {refusal.reason}"
+        m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)
     elif not ballot.spoiled:
         ballot.spoiled, ballot.patience_s = f"{name} could not: {refusal.reason}", m.timing.retry_s
         m.trouble.lists_differ = node.seat > 0
@@ -244,5 +248,5 @@ def note_arrival(m: State, node: Node, report: Report) -> None:
 
 
 def note_broken_group(m: State, node: Node, report: Report) -> None:
-    if m.trouble.group is None:
-        m.trouble.group = m.watch.now, f"{m.roster.name(node.id)} has lost its group"
+    text = f"{m.roster.name(node.id)} has lost its group"
+    m.trouble.note_broken(node.id, report.step, text, m.watch.now, m.timing.held_grace_s)

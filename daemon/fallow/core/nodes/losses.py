@@ -184,6 +184,7 @@ def forget_if_unneeded(m: State, node: Node) -> None:
         m.outbox.told.pop(node.id, None)
         m.outbox.ends.pop(node.id, None)
         m.finished_at.pop(node.id, None)
+        m.trouble.breaks.pop(node.id, None)
 
 
 def _note_early_end(m: State, node: Node, reason: str) -> None:

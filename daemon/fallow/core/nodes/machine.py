@@ -150,7 +150,7 @@ class Machine:
     def _report(self, event: ev.Reported) -> None:
         m, report = self.state, event.report
         if report.term > m.outbox.term:
-            m.outbox.instructions.append(ev.Superseded(report.term))
+            # It obeys a newer head, or it lies. Whether there is a newer head the store says, at the next write.
             return
         recover(m, report)
         node, last = m.roster.nodes.get(report.node), m.watch.reports.get(report.node)
@@ -198,6 +198,8 @@ class Machine:
 
     # -- what people and Slurm want -----------------------------------------------------------------------------------
 
+    # Nodes leave with the next tick: those that have to go for one reason, in several events, go together.
+
     def _release(self, event: ev.Release) -> None:
         if event.limit is not None:
             self._set_limit(event.limit, event.reason)
@@ -212,7 +214,6 @@ class Machine:
         m.roster.touch(node).leaving = node.leaving or reason
         if by is not None:
             node.leave_by = by if node.leave_by is None else min(by, node.leave_by)
-        m.is_changed = True
         if node.phase is MemberPhase.MEMBER:
             node.phase = MemberPhase.LEAVING
         elif node.phase in (MemberPhase.STARTING, MemberPhase.READY):
@@ -229,7 +230,7 @@ class Machine:
 
     def _set_limit(self, limit: int, reason: str) -> None:
         m = self.state
-        m.roster.root.limit, m.is_changed = limit, True
+        m.roster.root.limit = limit
         m.roster.mark("root")
         m.outbox.log("limit", f"at most {counted(limit, 'node')}: {reason}")
 

@@ -6,6 +6,7 @@ import msgspec
 
 from fallow.core.links import to_drop
 from fallow.core.nodes import checkpoints, losses
+from fallow.core.nodes import events as ev
 from fallow.core.nodes.conditions import all_wait_s
 from fallow.core.nodes.messages import Peer, Plan
 from fallow.core.nodes.names import member_name
@@ -18,7 +19,7 @@ from fallow.model import ChangeKind, Exit, RunStatus
 from fallow.text import counted
 
 ATTEMPTS = 3
-"""Generations in which the same step may come to nothing though nobody is to blame."""
+"""Generations in which the same step may come to nothing."""
 KEPT = 50
 """Generations in the history."""
 
@@ -52,8 +53,29 @@ def rebuild_lost(m: State) -> None:
 
 
 def rebuild_group(m: State) -> None:
-    assert m.trouble.group is not None
-    rebuild(m, f"the group broke ({m.trouble.group[1]})")
+    """A group broke, and nobody is gone: rebuild it as it was.
+
+    Where launches always fail on one node, every group breaks there first, as soon as it is used. So a node on which
+    `ATTEMPTS` groups in a row broke first, all at the same step of its own, goes. Nobody else can tell what is wrong
+    with it, and the others go on. If it alone has the state, the youngest newcomer goes instead. On the only member,
+    nothing but its own node or script can be the cause, and the run fails.
+    """
+    r, broken = m.roster, m.trouble.group
+    assert broken is not None
+    times = m.trouble.times_broken(broken.node, broken.step) + 1
+    m.trouble.breaks[broken.node] = broken.step, times
+    if times < ATTEMPTS or not r.alive(broken.node):
+        rebuild(m, f"the group broke ({broken.text})")
+        return
+    m.trouble.group = None
+    others = [n for n in m.inside() if n != broken.node and r.alive(n)]
+    reason = f"at step {broken.step} {times} groups in a row broke, the last because {broken.text}"
+    if not others:
+        losses.end_run(m, RunStatus.FAILED, f"{r.name(broken.node)} is the only member, and {reason}")
+        return
+    keeps_state = m.has_state(broken.node) and not any(map(m.has_state, others))
+    node = r.nodes[others[-1] if keeps_state else broken.node]
+    losses.eject(m, [Overdue(node, reason, FailureKind.UNREACHABLE)])
 
 
 def rebuild_broken(m: State) -> None:
@@ -352,6 +374,7 @@ def _remember(m: State, change: Change) -> None:
     )
     m.roster.history.completed = [*m.roster.history.completed, done][-KEPT:]
     m.roster.mark("history")
+    m.outbox.instructions.append(ev.Completed(done, tuple(m.roster.members)))
 
 
 def _kept(m: State) -> str:

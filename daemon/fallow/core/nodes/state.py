@@ -74,6 +74,18 @@ class Ballot:
         return self.members + self.change.leavers
 
 
+class Broken(NamedTuple):
+    """A group that broke, or that could not be built in the place of a broken one."""
+
+    node: int
+    "the first one that said so"
+    step: int
+    "that it had finished"
+    text: str
+    rebuild_at: float
+    "unless the news of a death explains it first; on the clock of `Watch.now`"
+
+
 @dataclass
 class Trouble:
     """What speaks against the present generation."""
@@ -84,8 +96,9 @@ class Trouble:
     "exit status of the newest of them"
     broken: int = 0
     "this generation and older ones were given up"
-    group: tuple[float, str] | None = None
-    "when a group was found broken, and by whom"
+    group: Broken | None = None
+    breaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    "node -> (step that it had finished, how many groups in a row broke there first)"
     lists_differ: bool = False
     "a member refused a plan, maybe because it counted another list: all get the whole list next"
     retry_at: float = 0.0
@@ -95,6 +108,16 @@ class Trouble:
     stuck: int = 0
     stuck_at: int = -1
     "so many generations came to nothing at this step"
+
+    def note_broken(self, node: int, step: int, text: str, now: float, grace_s: float) -> None:
+        """A group broke on this node. Each further time at the same step is waited for twice as long."""
+        if self.group is None:
+            self.group = Broken(node, step, text, now + grace_s * 2 ** self.times_broken(node, step))
+
+    def times_broken(self, node: int, step: int) -> int:
+        """How many groups in a row broke on this node first, none of which brought it beyond this step."""
+        known_step, times = self.breaks.get(node, (step, 0))
+        return times if known_step == step else 0
 
 
 class Outbox:
