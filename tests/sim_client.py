@@ -174,13 +174,8 @@ class RealHead:
         self._engine, self._runs, self._costs, self._loop = engine, runs, options.costs, loop
         paths = Paths(state=folder / "state", runtime=folder / "run").create()
         names = iter(f"{i:012x}" for i in range(1 << 20))
-        self.book = Book(
-            paths,
-            timing=Timing(bar_after=BAR_AFTER),
-            public_key="k",
-            new_id=lambda: next(names),
-            ordered=ordered(config),
-        )
+        timing = Timing(bar_after=BAR_AFTER)
+        self.book = Book(paths, timing=timing, public_key="k", new_id=lambda: next(names), ordered=ordered(config))
         self.harvest = Harvest(config)
         self._config = config
         self._agents = Agents(config.membership, config.checkpoint)

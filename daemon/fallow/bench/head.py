@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ import msgspec
 
 from fallow.bench.head_players import Told
 from fallow.bench.rows import Progress, Row, Settings, ours
-from fallow.bench.session import folder
 from fallow.control.client import ControlClient
 from fallow.control.protocol import NewRun
 from fallow.files import Paths
@@ -65,8 +65,7 @@ def run(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Rows per sort of change, and for the head's memory and its work at rest."""
     times = settings.n or TIMES
     progress(f"head: {NODES} nodes with {SLOTS} workers each, {times} are killed and started anew")
-    with folder() as scratch:
-        yield from rows(asyncio.run(measure(scratch, NODES, SLOTS, times)), NODES, SLOTS)
+    yield from rows(asyncio.run(measure(NODES, SLOTS, times)), NODES, SLOTS)
 
 
 def rows(found: Measured, nodes: int, slots: int) -> list[Row]:
@@ -94,13 +93,10 @@ def rows(found: Measured, nodes: int, slots: int) -> list[Row]:
     return out
 
 
-async def measure(
-    scratch: Path, nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S
-) -> Measured:
+async def measure(nodes: int, slots: int, times: int, *, runs: int = 1, rest_s: float = REST_S) -> Measured:
     """Play nodes of a head.
 
     Args:
-        scratch: empty folder; takes the head's state.
         nodes: of all runs, each with an agent of its own.
         slots: workers on each.
         times: so many nodes are killed one after the other; more than 0 only with one run.
@@ -110,7 +106,11 @@ async def measure(
     Raises:
         FallowError: the head did not start, or a generation did not reach all.
     """
-    world = _World(scratch)
+    with tempfile.TemporaryDirectory(prefix="fallow-bench-", ignore_cleanup_errors=True) as scratch:
+        return await _measure(_World(Path(scratch)), nodes, slots, times, runs, rest_s)
+
+
+async def _measure(world: _World, nodes: int, slots: int, times: int, runs: int, rest_s: float) -> Measured:
     control = await world.head.start()
     try:
         shares = [nodes // runs + (number < nodes % runs) for number in range(runs)]

@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Sequence
 
 from fallow.bench import head, scale_cluster, scale_poll
-from fallow.bench.session import folder
 from fallow.config import Slurm
 from fallow.core.quantile import quantile
 from fallow.model import Struct
@@ -85,8 +84,7 @@ def measure(nodes: int, runs: int, lasts_s: float, rest_s: float = REST_S) -> Sc
     gc.collect()
     read_s = min(scale_poll.measure(nodes) for _ in range(PACE_TIMES))
     held = max(runs, round((1 - scale_cluster.USED) * nodes))
-    with folder() as scratch:
-        loop = asyncio.run(head.measure(scratch, held, head.SLOTS, 0, runs=runs, rest_s=rest_s))
+    loop = asyncio.run(head.measure(held, head.SLOTS, 0, runs=runs, rest_s=rest_s))
     return Scale(
         nodes=nodes,
         runs=runs,
